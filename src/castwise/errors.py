@@ -1,0 +1,70 @@
+"""Exception types of castwise.
+
+Each is a subclass of :class:`CastwiseError` and of the builtin that a caller would expect, so that both
+``except castwise.CastwiseError`` and ``except ValueError`` do what they say.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BannedOperatorError",
+    "CastwiseError",
+    "CheckpointError",
+    "DeviceError",
+    "DtypeMismatchError",
+    "LossScaleError",
+    "NonFiniteError",
+    "PatternError",
+    "PlanError",
+    "StateError",
+    "UnknownNameError",
+    "WorkloadError",
+]
+
+
+class CastwiseError(Exception):
+    """Root of every error that castwise raises on purpose."""
+
+
+class PlanError(CastwiseError, ValueError):
+    """A plan, or a part of one, that cannot be: names the field, the value and the allowed values."""
+
+
+class UnknownNameError(PlanError):
+    """A preset, format, operator or field name that does not exist."""
+
+
+class PatternError(PlanError):
+    """A region pattern that matches nothing, or only modules whose forward never runs."""
+
+
+class DeviceError(CastwiseError, RuntimeError):
+    """The device lacks what the plan asks for."""
+
+
+class BannedOperatorError(CastwiseError, RuntimeError):
+    """An operator ran that the plan's rules ban, as binary_cross_entropy in fp16."""
+
+
+class DtypeMismatchError(CastwiseError, RuntimeError):
+    """Two dtypes met in an operator that takes one; names the module, both dtypes and the cure."""
+
+
+class StateError(CastwiseError, RuntimeError):
+    """A call that is right in itself but came at the wrong time or in the wrong order."""
+
+
+class LossScaleError(CastwiseError, RuntimeError):
+    """The loss scale cannot do its work: it sits at its floor and gradients still overflow."""
+
+
+class NonFiniteError(CastwiseError, ArithmeticError):
+    """A loss or a gradient that is NaN or infinite where no loss scale can cure it."""
+
+
+class WorkloadError(CastwiseError, ValueError):
+    """A workload that cannot be found, imported or run as given."""
+
+
+class CheckpointError(CastwiseError, ValueError):
+    """A saved state that is not what it claims to be or does not fit."""
