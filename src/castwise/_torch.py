@@ -1,0 +1,243 @@
+"""The only home of private or version-dependent torch API.
+
+Every function here wraps one thing that PyTorch does not offer in public, says what it relies on, and is covered
+by a test that would fail if a release changed it. Written against torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch.library import Library, get_kernel
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+AUTOCAST_KEYS: dict[str, str] = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "xpu": "AutocastXPU",
+    "mps": "AutocastMPS",
+}
+"""Dispatch key on which each device type's autocast kernels are registered."""
+
+
+# --- the dispatcher -----------------------------------------------------------------------------------------
+
+
+def autocast_registrations(device_type: str) -> frozenset[str]:
+    """Operators (``aten::exp.out`` style) that have an autocast kernel of their own on a device type."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device_type])
+    return frozenset(names)
+
+
+def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+    """What the dispatcher runs today for ``op`` on the autocast key: call it as ``f(keyset, *args, **kwargs)``.
+
+    For an operator that torch lists this is torch's own casting kernel. For any other the key is a fallthrough,
+    whose kernel object cannot be called, so the call goes on below the key; the thread-local state stays on, as
+    it does in torch, so that operators inside a composite one are still autocast.
+    """
+    key = AUTOCAST_KEYS[device_type]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        call: Callable[..., Any] = get_kernel(op, key).call_boxed
+        return call
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+    redispatch = op.redispatch
+
+    def fallthrough(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & below, *args, **kwargs)
+
+    return fallthrough
+
+
+def register_autocast_kernel(
+    op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
+) -> Callable[[], None]:
+    """Put ``kernel(keyset, *args, **kwargs)`` in front of ``op`` on the autocast key; returns what undoes it."""
+    library = Library(op.namespace, "IMPL")
+    with warnings.catch_warnings():
+        # torch says once per process that a kernel of its own is overridden, which is what we are here to do.
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl(op, kernel, AUTOCAST_KEYS[device_type], with_keyset=True, allow_override=True)
+    return library._destroy
+
+
+# --- autograd -----------------------------------------------------------------------------------------------
+
+
+def graph_task_id() -> int:
+    """Number of the backward pass that this thread is executing, or -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def on_graph_task_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+# --- Dynamo -------------------------------------------------------------------------------------------------
+
+_SPARE_DEVICES = ("maia", "hpu", "ipu")
+
+
+def _spare_dtypes() -> tuple[torch.dtype, ...]:
+    return (
+        torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+        torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    )  # fmt: skip
+
+
+MAX_GUARD_CODE = 11**3 - 1
+_guard_defaults: tuple[torch.dtype, ...] | None = None
+
+
+def set_guard_code(code: int) -> int:
+    """Mark this thread with ``code`` (0: none) in a place that Dynamo guards; returns the code there was.
+
+    Dynamo's global guard compares the autocast dtype of every device type that torch knows, used or not. The
+    dtypes of device types that no one has (maia, hpu, ipu) can thus carry a number that makes Dynamo recompile
+    when the precision plan changes, at the cost of one thread-local write. There is no public hook for this.
+    """
+    global _guard_defaults
+    if _guard_defaults is None:
+        _guard_defaults = tuple(torch.get_autocast_dtype(d) for d in _SPARE_DEVICES)
+    previous: int = getattr(_thread, "guard_code", 0)
+    if code == previous:
+        return previous
+    dtypes = _spare_dtypes()
+    rest = code
+    for device, default in zip(_SPARE_DEVICES, _guard_defaults, strict=True):
+        torch.set_autocast_dtype(device, dtypes[rest % len(dtypes)] if code else default)
+        rest //= len(dtypes)
+    _thread.guard_code = code
+    return previous
+
+
+_thread = threading.local()
+
+
+def skip_frames(*functions: Callable[..., Any]) -> None:
+    """Tell Dynamo never to compile these functions as frames of their own (it may still inline them)."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for function in functions:
+        skip_code(function.__code__)
+
+
+def graph_function(function: _F) -> _F:
+    """Let Dynamo put calls of ``function`` into its graph as they are: it runs whenever the graph is traced."""
+    torch.fx.node.has_side_effect(function)
+    return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return]
+
+
+def dynamo_loaded() -> bool:
+    """Whether Dynamo has been imported in this process; importing it takes a second, so callers wait for it."""
+    import sys
+
+    return "torch._dynamo.symbolic_convert" in sys.modules
+
+
+class DynamoTrace:
+    """The frame that Dynamo is tracing on this thread at the moment."""
+
+    def __init__(self, tx: Any) -> None:
+        self._output = tx.output
+        self._root = tx.output.root_tx
+
+    @classmethod
+    def current(cls) -> DynamoTrace | None:
+        """The trace in progress, or None; None also while a backend works on a finished graph."""
+        if not dynamo_loaded():
+            return None
+        from torch._dynamo import symbolic_convert
+
+        tx = getattr(symbolic_convert.tls, "current_tx", None)
+        if tx is None or getattr(tx.output, "_castwise_done", False):
+            return None
+        return cls(tx)
+
+    def hold(self, restore: Callable[[], None]) -> None:
+        """Undo a state change when the trace ends, and refuse graph breaks until :meth:`release`.
+
+        A graph break in the middle of a state change would lose the state at run time. With the mark set, Dynamo
+        gives up on this frame instead and runs it in plain Python, where hooks work for real, and compiles the
+        frames inside it.
+        """
+        output = self._output
+
+        def cleanup() -> None:
+            output._castwise_done = True
+            restore()
+
+        output.add_cleanup_hook(cleanup)
+        self._root.active_generic_context_managers.append(self)
+
+    def release(self) -> None:
+        """Allow graph breaks again after the state was restored."""
+        active = self._root.active_generic_context_managers
+        for index in range(len(active) - 1, -1, -1):
+            if isinstance(active[index], DynamoTrace):
+                del active[index]
+                return
+
+
+def on_compile_start(callback: Callable[[], None]) -> None:
+    """Call ``callback`` on the compiling thread whenever Dynamo starts to compile a frame."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _args: callback())
+
+
+def set_cache_tag(tag: str) -> None:
+    """Put a tag into the key of the compile caches on disk."""
+    torch.compiler.config.cache_key_tag = tag  # type: ignore[attr-defined]
+
+
+def get_cache_tag() -> str:
+    """The tag that is in the key of the compile caches on disk now."""
+    return str(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
+
+
+# --- what operators are -------------------------------------------------------------------------------------
+
+OpOverload: TypeAlias = torch._ops.OpOverload
+
+
+def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "out", "other"]:
+    """What an overload does with its arguments.
+
+    Args:
+        overload: Such as ``torch.ops.aten.exp.default``.
+
+    Returns:
+        ``functional``: takes tensors and writes to none. ``in_place``: writes to its first argument and its name
+        ends in an underscore. ``out``: writes to keyword-only results. ``other``: anything else, such as
+        TorchScript's overloads on numbers.
+    """
+    arguments = overload._schema.arguments
+    if not any("Tensor" in str(argument.type) for argument in arguments):
+        return "other"
+    written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not written:
+        return "functional"
+    if all(argument.kwarg_only for argument in written):
+        return "out"
+    if overload._schema.name.endswith("_") and len(written) == 1 and written[0].name == arguments[0].name:
+        return "in_place"
+    return "other"
+
+
+def is_composite(overload: OpOverload) -> bool:
+    """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+    )
+
+
+def operator_names(namespace: str) -> frozenset[str]:
+    """Every operator registered under a namespace, with overload, as ``aten::exp.out``."""
+    return frozenset(name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::"))
