@@ -326,7 +326,9 @@ def _present(table: dict[str, Row]) -> Mapping[str, Row]:
 def _check(name: str, value: str, allowed: Iterable[str], call: str) -> None:
     options = tuple(allowed)
     if value not in options:
-        raise UnknownNameError(f"{call}: no such {name} {value!r}{_close(value, options)}. Allowed: {', '.join(options)}.")
+        raise UnknownNameError(
+            f"{call}: no such {name} {value!r}{_close(value, options)}. Allowed: {', '.join(options)}."
+        )
 
 
 def _close(name: str, options: Iterable[str]) -> str:
@@ -479,9 +481,7 @@ def _unknown(name: str) -> str:
     if namespace and namespace != "aten":
         known = {schema.partition("::")[2].partition(".")[0] for schema in _torch.operator_names(namespace)}
         if not known:
-            return (
-                f"{call}; nothing is registered under {namespace!r}. Import the library that registers it first."
-            )
+            return f"{call}; nothing is registered under {namespace!r}. Import the library that registers it first."
         hint = _close(base, known)
         return f"{call}{hint}. {namespace!r} has {', '.join(sorted(known)[:8])}: import the library that registers it first."
     if base in _FUNCTIONS:
