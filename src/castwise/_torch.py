@@ -34,6 +34,11 @@ def autocast_registrations(device_type: str) -> frozenset[str]:
     return frozenset(names)
 
 
+def is_dispatched(op: torch._ops.OpOverload) -> bool:
+    """Whether the overload goes through the dispatcher; a few (``einsum.sublist``) exist for TorchScript alone."""
+    return bool(torch._C._dispatch_has_kernel(op.name()))
+
+
 def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
     """What the dispatcher runs today for ``op`` on the autocast key: call it as ``f(keyset, *args, **kwargs)``.
 
@@ -82,42 +87,29 @@ def on_graph_task_end(callback: Callable[[], None]) -> None:
 # --- Dynamo -------------------------------------------------------------------------------------------------
 
 _SPARE_DEVICES = ("maia", "hpu", "ipu")
-
-
-def _spare_dtypes() -> tuple[torch.dtype, ...]:
-    return (
-        torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
-        torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-    )  # fmt: skip
-
-
-MAX_GUARD_CODE = 11**3 - 1
-_guard_defaults: tuple[torch.dtype, ...] | None = None
-
-
-def set_guard_code(code: int) -> int:
-    """Mark this thread with ``code`` (0: none) in a place that Dynamo guards; returns the code there was.
-
-    Dynamo's global guard compares the autocast dtype of every device type that torch knows, used or not. The
-    dtypes of device types that no one has (maia, hpu, ipu) can thus carry a number that makes Dynamo recompile
-    when the precision plan changes, at the cost of one thread-local write. There is no public hook for this.
-    """
-    global _guard_defaults
-    if _guard_defaults is None:
-        _guard_defaults = tuple(torch.get_autocast_dtype(d) for d in _SPARE_DEVICES)
-    previous: int = getattr(_thread, "guard_code", 0)
-    if code == previous:
-        return previous
-    dtypes = _spare_dtypes()
-    rest = code
-    for device, default in zip(_SPARE_DEVICES, _guard_defaults, strict=True):
-        torch.set_autocast_dtype(device, dtypes[rest % len(dtypes)] if code else default)
-        rest //= len(dtypes)
-    _thread.guard_code = code
-    return previous
-
-
+_SPARE_DTYPES = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+MAX_GUARD_CODE = len(_SPARE_DTYPES) ** len(_SPARE_DEVICES) - 1
 _thread = threading.local()
+
+
+def set_guard_code(code: int) -> None:
+    """Mark this thread with ``code`` (0: none) in a place that Dynamo guards.
+
+    Dynamo's global guard compares the autocast state of every device type that torch knows, dtypes included where
+    autocast is enabled. Enabled on device types that no one has (maia, hpu, ipu), the dtypes can carry a number
+    that makes Dynamo recompile when the precision plan changes, at the cost of a few thread-local writes. No
+    tensor is on such a device, so no operator sees it. There is no public hook for a guard of one's own.
+    """
+    if code == getattr(_thread, "guard_code", 0):
+        return
+    _thread.guard_code = code
+    for device in _SPARE_DEVICES:
+        torch.set_autocast_enabled(device, code > 0)
+        torch.set_autocast_dtype(device, _SPARE_DTYPES[code % len(_SPARE_DTYPES)])
+        code //= len(_SPARE_DTYPES)
 
 
 def skip_frames(*functions: Callable[..., Any]) -> None:
@@ -132,6 +124,14 @@ def graph_function(function: _F) -> _F:
     """Let Dynamo put calls of ``function`` into its graph as they are: it runs whenever the graph is traced."""
     torch.fx.node.has_side_effect(function)
     return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return]
+
+
+def mark_constant(function: Callable[..., Any]) -> None:
+    """Let Dynamo call ``function`` while it traces and keep the result as a constant.
+
+    The public ``torch.compiler.assume_constant_result`` sets the same mark but imports Dynamo to do so.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def dynamo_loaded() -> bool:
@@ -233,11 +233,11 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
 
 def is_composite(overload: OpOverload) -> bool:
     """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
-    return bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
-    )
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"))
 
 
 def operator_names(namespace: str) -> frozenset[str]:
     """Every operator registered under a namespace, with overload, as ``aten::exp.out``."""
-    return frozenset(name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::"))
+    return frozenset(
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")
+    )

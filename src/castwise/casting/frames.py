@@ -1,0 +1,324 @@
+"""Which precision is in force, on this thread, at this point of forward or backward.
+
+A :class:`Frame` is a plan resolved for one device type: the state that ``torch.autocast`` would set, plus the
+operator overrides that go beyond torch's own lists. Frames are pushed and popped on a stack that belongs to the
+thread, exactly as autocast's own state does.
+
+Two things make this more than a stack.
+
+**Backward.** Activation checkpointing runs a piece of forward again during backward. It restores what torch knows
+(enabled, dtype) and not the frame. :func:`mark_boundary` puts an autograd node where a prepared module returns;
+its backward runs before any node inside the module and tells this thread which frame the module ran in. Autograd
+executes nodes that were made on one thread strictly in reverse order, so nested regions are right too.
+
+**torch.compile.** A frame that is entered outside of a compiled function is part of what Dynamo guards
+(``_torch.set_guard_code``) and of the key of the compile caches on disk; one that is entered inside is a node of
+the traced graph (:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the
+casts are in the graph and eager and compiled code follow one implementation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from castwise import _torch
+from castwise.errors import StateError
+
+__all__ = ["Frame", "current_frame", "depth", "mark_boundary", "pop", "push", "suspended", "unwind"]
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Precision in force for one device type.
+
+    Attributes:
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
+        dtype: What ``lower`` operators compute in; None where nothing is autocast (fp32, or ``rules="none"``).
+        surrounding: Floating dtype that a region inside this frame casts its outputs back to.
+        rows: Operator name -> rule, beyond torch's lists. Empty for native rules.
+        overrides: Operator name -> what to do with it, by ``rows``.
+        cache: Whether fp32 weights keep their low-precision copy; None leaves torch's setting as it is.
+        key: Text that identifies the frame in a traced graph and in compile caches.
+        code: Number that Dynamo guards; 0 for a frame without overrides, which torch's own guards tell apart.
+    """
+
+    device_type: str
+    dtype: torch.dtype | None
+    surrounding: torch.dtype = torch.float32
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    cache: bool | None = None
+    key: str = ""
+    code: int = 0
+
+    def __deepcopy__(self, memo: object) -> Frame:
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether operators are autocast in this frame."""
+        return self.dtype is not None
+
+
+class _Thread(threading.local):
+    """Per-thread state: the frame in force, what to restore, and the frame of a running backward."""
+
+    frame: Frame | None = None
+    backward: _BackwardFrame | None = None
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[Any, ...]] = []
+        self.weights: dict[Any, Any] = {}
+
+
+thread = _Thread()
+
+_set_enabled = torch.set_autocast_enabled
+_set_dtype = torch.set_autocast_dtype
+_get_dtype = torch.get_autocast_dtype
+_is_enabled = torch.is_autocast_enabled
+_set_cache = torch.set_autocast_cache_enabled
+_is_cache = torch.is_autocast_cache_enabled
+_increment = torch.autocast_increment_nesting
+_decrement = torch.autocast_decrement_nesting
+_clear = torch.clear_autocast_cache
+
+
+def push(frame: Frame, owner: object = None, *, scope: bool = False) -> None:
+    """Put ``frame`` in force on this thread until the matching :func:`pop`.
+
+    Args:
+        frame: What to put in force.
+        owner: What entered it, for :func:`unwind`.
+        scope: Whether this is a scope of its own for the low-precision copies of weights, as each forward of a
+            prepared model is; the copies made inside end with it, whatever region lies around.
+    """
+    device = frame.device_type
+    before = thread.frame
+    dtype = frame.dtype
+    enabled = _is_enabled(device)
+    old_dtype = _get_dtype(device)
+    if dtype is None:
+        thread.saved.append((before, device, enabled, old_dtype, True, thread.weights, owner, False))
+        if enabled:
+            _set_enabled(device, False)
+    else:
+        # torch's cast cache is keyed by the weight alone, so a copy in another format would be taken for ours.
+        clear = scope or (enabled and old_dtype is not dtype)
+        thread.saved.append((before, device, enabled, old_dtype, _is_cache(), thread.weights, owner, clear))
+        if not enabled:
+            _set_enabled(device, True)
+        if old_dtype is not dtype:
+            _set_dtype(device, dtype)
+        if frame.cache is not None:
+            _set_cache(frame.cache)
+        if _increment() > 1 and clear:
+            _clear()
+    thread.frame = frame
+    if frame.overrides:
+        thread.weights = {}
+    if frame.code or (before is not None and before.code):
+        _torch.set_guard_code(frame.code)
+
+
+def pop() -> None:
+    """Restore what was in force before the last :func:`push`."""
+    frame = thread.frame
+    before, device, enabled, dtype, cache, thread.weights, _, clear = thread.saved.pop()
+    thread.frame = before
+    assert frame is not None, "pop without push"
+    if frame.dtype is not None:
+        if _decrement() == 0 or clear:
+            _clear()
+        _set_cache(cache)
+        _set_dtype(device, dtype)
+    _set_enabled(device, enabled)
+    if frame.code or (before is not None and before.code):
+        _torch.set_guard_code(0 if before is None else before.code)
+
+
+def depth() -> int:
+    """How many frames are on this thread's stack."""
+    return len(thread.saved)
+
+
+def unwind(to: int = 0, owner: object = None) -> None:
+    """Leave frames that were never popped, as after an interrupted forward.
+
+    Args:
+        to: Depth of the stack to go back to.
+        owner: Go back to before this owner entered instead, where it is on the stack.
+    """
+    if owner is not None:
+        for index, entry in enumerate(thread.saved):
+            if entry[6] is owner:
+                to = index
+                break
+        else:
+            return
+    while len(thread.saved) > to:
+        pop()
+
+
+def clear_weight_cache() -> None:
+    """Forget low-precision copies of weights; called when a step has changed the weights."""
+    thread.weights.clear()
+    _clear()
+
+
+class suspended:  # noqa: N801 - a context manager, named as one
+    """Turn autocasting off on one device type for the length of a block; cheaper than a frame."""
+
+    __slots__ = ("_device", "_was")
+
+    def __init__(self, device_type: str) -> None:
+        self._device = device_type
+
+    def __enter__(self) -> None:
+        self._was = _is_enabled(self._device)
+        _set_enabled(self._device, False)
+
+    def __exit__(self, *_: object) -> None:
+        _set_enabled(self._device, self._was)
+
+
+# --- backward -----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _BackwardFrame:
+    task: int
+    frame: Frame | None
+    depth: int
+    outer: _BackwardFrame | None
+
+
+_live_tasks: set[int] = set()
+
+
+def current_frame() -> Frame | None:
+    """The frame in force on this thread, in forward or in a recomputation during backward."""
+    if thread.backward is None:
+        return thread.frame
+    entry: _BackwardFrame | None = thread.backward
+    inside = _torch.graph_task_id() != -1
+    while entry is not None and not (inside and entry.task in _live_tasks):
+        entry = entry.outer
+    thread.backward = entry
+    if entry is None or len(thread.saved) != entry.depth:
+        return thread.frame
+    return entry.frame
+
+
+def _enter_backward(frame: Frame | None) -> None:
+    task = _torch.graph_task_id()
+    entry = thread.backward
+    if entry is not None and entry.task == task:
+        entry.frame = frame
+        entry.depth = len(thread.saved)
+        return
+    if task not in _live_tasks:
+        _live_tasks.add(task)
+        _torch.on_graph_task_end(lambda: _live_tasks.discard(task))
+    thread.backward = _BackwardFrame(task, frame, len(thread.saved), entry)
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity whose backward says which frame the nodes before it (in forward order) were made in."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame | None, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.frame = frame
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        _enter_backward(ctx.frame)
+        return None, gradient
+
+
+def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
+    """Remember for backward that what made ``tensor`` ran in ``frame``.
+
+    Args:
+        tensor: Output of a module, any shape and dtype; returned as it is where no gradient will flow.
+        frame: Frame of the nodes that lie before the tensor.
+
+    Returns:
+        A view of the tensor.
+    """
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    out: torch.Tensor = _Boundary.apply(frame, tensor)
+    return out
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------
+
+graph_frames: dict[str, Frame] = {}
+"""Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
+
+_code_of_key: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def code_for(key: str) -> int:
+    """A number for Dynamo's guard that is this key's alone in this process.
+
+    Raises:
+        StateError: After some 2,700 different sets of overrides; sharing a number would run the wrong casts.
+    """
+    with _lock:
+        code = _code_of_key.setdefault(key, len(_code_of_key) + 1)
+    if code > _torch.MAX_GUARD_CODE:
+        raise StateError(
+            f"autocast: more than {_torch.MAX_GUARD_CODE} different sets of operator overrides in one process; "
+            "torch.compile could no longer tell them apart. Start a new process."
+        )
+    return code
+
+
+def _graph_push(key: str) -> None:
+    trace = _torch.DynamoTrace.current()
+    if trace is not None:
+        level = len(thread.saved)
+        trace.hold(lambda: unwind(level))
+    push(graph_frames[key])
+
+
+def _graph_pop() -> None:
+    trace = _torch.DynamoTrace.current()
+    if trace is not None:
+        trace.release()
+    pop()
+
+
+graph_push: Callable[[str], None] = _graph_push
+graph_pop: Callable[[], None] = _graph_pop
+_compile_ready = False
+
+
+def get_ready_for_compile() -> None:
+    """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
+    global _compile_ready
+    if _compile_ready:
+        return
+    _compile_ready = True
+    _torch.graph_function(_graph_push)
+    _torch.graph_function(_graph_pop)
+    _torch.skip_frames(push, pop, current_frame, mark_boundary, unwind, _torch.set_guard_code)
+
+    def tag_caches() -> None:
+        frame = thread.frame
+        tag = _torch.get_cache_tag()
+        user = tag.split("|castwise:")[0]
+        _torch.set_cache_tag(
+            f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
+        )
+
+    _torch.on_compile_start(tag_caches)

@@ -1,0 +1,208 @@
+"""Rules for functions of one's own: casting decorators, and autograd functions that follow autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from castwise.casting import frames
+from castwise.casting.frames import Frame
+from castwise.casting.kernels import widest_dtype
+from castwise.casting.trees import map_tensors
+from castwise.errors import StateError
+
+__all__ = ["custom_bwd", "custom_fwd", "fp32_function", "lower_function", "widest_function"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(lambda tensor: (found.append(tensor), tensor)[1], value)
+    return iter(found)
+
+
+def _autocast_device(args: Any, kwargs: Any) -> str | None:
+    """Device type of the first floating tensor whose device is autocast now."""
+    for tensor in _tensors((args, kwargs)):
+        if tensor.is_floating_point() and torch.is_autocast_enabled(tensor.device.type):
+            return tensor.device.type
+    return None
+
+
+def _cast_tree(value: Any, device: str, dtype: torch.dtype) -> Any:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.dtype is not torch.float64 and tensor.device.type == device:
+            return tensor.to(dtype)
+        return tensor
+
+    return map_tensors(convert, value)
+
+
+def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> _F:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = _autocast_device(args, kwargs)
+        if device is None:
+            return function(*args, **kwargs)
+        dtype = choose(device, (args, kwargs))
+        with frames.suspended(device):
+            if dtype is None:
+                return function(*args, **kwargs)
+            return function(*_cast_tree(args, device, dtype), **_cast_tree(kwargs, device, dtype))
+
+    return run  # type: ignore[return-value]
+
+
+def lower_function(function: _F) -> _F:
+    """Make ``function`` compute in the plan's format: its floating inputs are cast, nothing inside is autocast.
+
+    Outside autocast it runs as it is. fp64 inputs are left alone, as everywhere in autocast.
+    """
+    return _casting(function, lambda device, _: torch.get_autocast_dtype(device))
+
+
+def fp32_function(function: _F) -> _F:
+    """Make ``function`` an fp32 island under autocast: its floating inputs are cast to fp32."""
+    return _casting(function, lambda _device, _args: torch.float32)
+
+
+def widest_function(function: _F) -> _F:
+    """Promote the floating inputs of ``function`` to the widest among them; fp16 with bf16 gives fp32."""
+
+    def choose(device: str, values: Any) -> torch.dtype | None:
+        return widest_dtype(
+            tensor.dtype
+            for tensor in _tensors(values)
+            if tensor.is_floating_point()
+            and tensor.dtype is not torch.float64
+            and tensor.device.type == device
+        )
+
+    return _casting(function, choose)
+
+
+# --- autograd functions -------------------------------------------------------------------------------------
+
+_STATE = "_castwise_frame"
+
+
+def _frame_now(device: str) -> Frame:
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    frame = frames.current_frame()
+    if frame is not None and frame.device_type == device and frame.dtype is dtype:
+        return frame
+    return Frame(device, dtype)
+
+
+def _device_of(device_type: str | None, args: Any, kwargs: Any) -> str:
+    if device_type is not None:
+        return device_type
+    for tensor in _tensors((args, kwargs)):
+        return tensor.device.type
+    return "cpu"
+
+
+def _classes_with(forward: Callable[..., Any], base: type) -> Iterator[type]:
+    for cls in base.__subclasses__():
+        if getattr(cls, "forward", None) is forward:
+            yield cls
+        yield from _classes_with(forward, cls)
+
+
+def _record_in_setup_context(forward: Callable[..., Any], pending: list[Frame]) -> None:
+    """Wrap ``setup_context`` of the classes that use ``forward``, to note the frame on the context."""
+    for cls in _classes_with(forward, torch.autograd.Function):
+        original = cls.setup_context  # type: ignore[attr-defined]
+        if getattr(original, _STATE, False):
+            continue
+
+        @functools.wraps(original)
+        def setup_context(ctx: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            if pending:
+                setattr(ctx, _STATE, pending.pop())
+            return _original(ctx, *args, **kwargs)
+
+        setattr(setup_context, _STATE, True)
+        cls.setup_context = staticmethod(setup_context)  # type: ignore[attr-defined]
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | None = None,
+) -> Any:
+    """Decorate ``forward`` of a ``torch.autograd.Function`` so that it follows autocast.
+
+    Args:
+        fwd: The function; left out when used with arguments.
+        device_type: As in torch; by default that of the first tensor among the inputs.
+        cast_inputs: Under autocast, cast floating inputs to this dtype and run with autocast off. Without it the
+            function's operators are autocast like any others.
+
+    Both styles work: ``forward(ctx, ...)``, and ``forward(...)`` with a separate ``setup_context``.
+
+    Returns:
+        The decorated function.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    pending: list[Frame] = []
+
+    @functools.wraps(fwd)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        takes_context = bool(args) and isinstance(args[0], FunctionCtx)
+        inputs = args[1:] if takes_context else args
+        device = _device_of(device_type, inputs, kwargs)
+        frame = _frame_now(device)
+        cast = cast_inputs is not None and frame.enabled
+        noted = Frame(device, None) if cast else frame
+        if takes_context:
+            setattr(args[0], _STATE, noted)
+        else:
+            _record_in_setup_context(forward, pending)
+            pending[:] = [noted]
+        if not cast:
+            return fwd(*args, **kwargs)
+        assert cast_inputs is not None
+        with frames.suspended(device):
+            inputs = _cast_tree(inputs, device, cast_inputs)
+            kwargs = _cast_tree(kwargs, device, cast_inputs)
+            return fwd(args[0], *inputs, **kwargs) if takes_context else fwd(*inputs, **kwargs)
+
+    return forward
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
+    """Decorate ``backward`` of a ``torch.autograd.Function``: it runs in the precision its forward ran in.
+
+    Args:
+        bwd: The function; left out when used with arguments.
+        device_type: Accepted as in torch; the forward's is used.
+
+    Raises:
+        StateError: At backward, when ``forward`` was not decorated with :func:`custom_fwd`.
+    """
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = getattr(ctx, _STATE, None)
+        if frame is None:
+            raise StateError(
+                f"custom_bwd: {type(ctx).__name__} has no record of its forward's precision; "
+                "decorate its forward with castwise.custom_fwd"
+            )
+        frames.push(frame)
+        try:
+            return bwd(ctx, *args, **kwargs)
+        finally:
+            frames.pop()
+
+    return backward

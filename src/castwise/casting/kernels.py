@@ -1,0 +1,244 @@
+"""Operator overrides: kernels in front of torch's own on the autocast dispatch key.
+
+``torch.autocast`` applies its lists in C++ and offers no way to change a listed operator. An override is a Python
+kernel registered for one operator on the autocast key of one device type. It looks at the frame of the thread: in
+a frame that overrides this operator it casts by the frame's rule, anywhere else it calls the kernel that was there
+before. The kernel is registered while a :class:`Lease` on it is held and only then, so closing the last plan that
+needs it leaves no trace.
+
+Cost, one thread: nothing on other operators, nothing outside autocast, a few microseconds on the operator itself
+where the autocast key is on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from castwise import _torch
+from castwise.casting import frames
+from castwise.casting.frames import Frame, thread
+from castwise.errors import BannedOperatorError
+from castwise.rules import Row, operator_overloads
+
+__all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
+
+Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def _eligible(value: Any, device_type: str) -> bool:
+    """Autocast touches floating tensors of its device type, fp64 excepted."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == device_type
+    )
+
+
+def _cast(value: Any, device_type: str, dtype: torch.dtype, to: Callable[..., Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return to(value, dtype) if _eligible(value, device_type) and value.dtype is not dtype else value
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, bool)):
+        return [_cast(item, device_type, dtype, to) for item in value]
+    return value
+
+
+def _convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype)
+
+
+def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast, keeping the copy of a trainable fp32 leaf until it changes or the forward ends."""
+    if not (
+        type(tensor) is torch.nn.Parameter
+        and tensor.requires_grad
+        and tensor.dtype is torch.float32
+        and torch.is_autocast_cache_enabled()
+    ):
+        return tensor.to(dtype)
+    key = (id(tensor), dtype, torch.is_grad_enabled())
+    kept = thread.weights.get(key)
+    if kept is not None and kept[1] == tensor._version:
+        copy: torch.Tensor = kept[2]
+        return copy
+    copy = tensor.to(dtype)
+    thread.weights[key] = (tensor, tensor._version, copy)
+    return copy
+
+
+def _run(op: Any, device: str, args: Any, kwargs: dict[str, Any], dtype: torch.dtype, to: Any) -> Any:
+    with frames.suspended(device):
+        args = [_cast(arg, device, dtype, to) for arg in args]
+        if kwargs:
+            kwargs = {name: _cast(arg, device, dtype, to) for name, arg in kwargs.items()}
+        return op(*args, **kwargs)
+
+
+def _lower(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _run(op, device, args, kwargs, torch.get_autocast_dtype(device), _convert_weight)
+
+
+def _fp32(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _run(op, device, args, kwargs, torch.float32, _convert)
+
+
+def _as_is(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with frames.suspended(device):
+        return op(*args, **kwargs)
+
+
+def _floating_dtypes(values: Iterable[Any], device: str, found: set[torch.dtype]) -> set[torch.dtype]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if _eligible(value, device):
+                found.add(value.dtype)
+        elif isinstance(value, (list, tuple)):
+            _floating_dtypes(value, device, found)
+    return found
+
+
+def widest_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The narrowest dtype that holds every value of the given floating dtypes: fp16 with bf16 gives fp32."""
+    found: torch.dtype | None = None
+    for dtype in dtypes:
+        found = dtype if found is None else torch.promote_types(found, dtype)
+    return found
+
+
+def _widest(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _floating_dtypes(args, device, set())
+    _floating_dtypes(kwargs.values(), device, found)
+    if len(found) < 2:
+        return _as_is(op, device, args, kwargs)
+    dtype = widest_dtype(found)
+    assert dtype is not None
+    return _run(op, device, args, kwargs, dtype, _convert)
+
+
+def _banned(row: Row) -> Action:
+    def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = _floating_dtypes(args, device, set())
+        _floating_dtypes(kwargs.values(), device, found)
+        if row.only_low and not any(dtype in _LOW for dtype in found):
+            return _as_is(op, device, args, kwargs)
+        inputs = ", ".join(sorted(str(dtype) for dtype in found)) or "no floating tensors"
+        raise BannedOperatorError(
+            f"{op.name()} was called with {inputs} under a plan that bans it: {row.reason}. "
+            f'To run it as an fp32 island give the plan ops=(("{row.op}", "fp32"),); '
+            "other rules: lower, widest, as_is."
+        )
+
+    return action
+
+
+_RULES: dict[str, Action] = {"lower": _lower, "fp32": _fp32, "as_is": _as_is, "widest": _widest}
+
+
+def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
+    """What to do with each overridden operator, from the rows of :func:`castwise.rules.overrides`."""
+    return {name: _banned(row) if row.rule == "banned" else _RULES[row.rule] for name, row in rows.items()}
+
+
+def frame_of(
+    device_type: str,
+    dtype: torch.dtype | None,
+    rows: Mapping[str, Row] | None = None,
+    *,
+    surrounding: torch.dtype | None = None,
+    cache: bool | None = None,
+) -> Frame:
+    """A frame for one device type; frames with the same content share a key and a guard code.
+
+    Args:
+        device_type: As in :class:`Frame`.
+        dtype: Compute dtype, or None to run operators as they are.
+        rows: Operator overrides.
+        surrounding: What a region inside casts its outputs back to; by default ``dtype``, or fp32.
+        cache: Whether copies of weights are kept; None leaves torch's setting as it is.
+    """
+    rows = {} if dtype is None or rows is None else dict(rows)
+    surrounding = surrounding or dtype or torch.float32
+    content = [device_type, str(dtype), str(surrounding), cache]
+    content += sorted([row.op, row.rule, row.only_low] for row in rows.values())
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    frame = Frame(
+        device_type,
+        dtype,
+        surrounding,
+        rows,
+        actions(rows),
+        cache,
+        key,
+        frames.code_for(key) if rows else 0,
+    )
+    frames.graph_frames[key] = frame
+    return frame
+
+
+def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
+    native = _torch.native_autocast_call(op, device_type)
+    current = frames.current_frame
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = thread.frame if thread.backward is None else current()
+        if frame is not None:
+            action = frame.overrides.get(name)
+            if action is not None:
+                return action(op, device_type, args, kwargs)
+        return native(keyset, *args, **kwargs)
+
+    return kernel
+
+
+_lock = threading.RLock()
+_registered: dict[tuple[str, str], tuple[list[Callable[[], None]], int]] = {}
+
+
+def _release(names: tuple[str, ...], device_type: str) -> None:
+    with _lock:
+        for name in names:
+            undo, count = _registered[name, device_type]
+            if count > 1:
+                _registered[name, device_type] = (undo, count - 1)
+            else:
+                del _registered[name, device_type]
+                for function in undo:
+                    function()
+
+
+def registered(device_type: str) -> frozenset[str]:
+    """Operators that have an override kernel registered now; empty when no live plan needs one."""
+    with _lock:
+        return frozenset(name for name, device in _registered if device == device_type)
+
+
+class Lease:
+    """Keeps the override kernels of some operators registered until it is closed or collected.
+
+    Args:
+        names: Operator names as in :mod:`castwise.rules`.
+        device_type: Device type whose autocast key they go on.
+    """
+
+    def __init__(self, names: Iterable[str], device_type: str) -> None:
+        held = tuple(names)
+        with _lock:
+            for name in held:
+                undo, count = _registered.get((name, device_type), ([], 0))
+                if count == 0:
+                    undo = [
+                        _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
+                        for op in operator_overloads(name)
+                        if _torch.is_dispatched(op)
+                    ]
+                _registered[name, device_type] = (undo, count + 1)
+        self.close = weakref.finalize(self, _release, held, device_type)
+        self.close.atexit = False
