@@ -59,7 +59,7 @@ class Format:
 
 
 def _ieee(name: str, exponent_bits: int, mantissa_bits: int, torch_name: str) -> Format:
-    """A format whose top exponent is kept for infinities and NaNs, as IEEE 754 lays it out."""
+    """Describe a format whose top exponent is kept for infinities and NaNs, as IEEE 754 lays it out."""
     bias = 2 ** (exponent_bits - 1) - 1
     return Format(
         name=name,
@@ -117,5 +117,6 @@ def get_format(name_or_dtype: str | torch.dtype | Format) -> Format:
     close = difflib.get_close_matches(name, FORMATS, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise UnknownNameError(
-        f"get_format({name_or_dtype!r}): no such format{hint}. Allowed: {', '.join(FORMATS)}, or their torch dtypes."
+        f"get_format({name_or_dtype!r}): no such format{hint}. Allowed: {', '.join(FORMATS)}, "
+        "or the torch dtypes of these."
     )

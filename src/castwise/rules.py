@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Final, Literal, cast, get_args
+from typing import Final, cast, get_args
 
 import torch
 
-from castwise import _torch
+from castwise import _torch, rule_tables
 from castwise.errors import PlanError, UnknownNameError
+from castwise.rule_tables import Rule
 
 __all__ = [
     "BASES",
@@ -35,7 +36,6 @@ __all__ = [
     "overrides",
 ]
 
-Rule = Literal["lower", "fp32", "widest", "as_is", "banned"]
 RULES: Final[tuple[Rule, ...]] = get_args(Rule)
 """``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the
 widest floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the
@@ -45,9 +45,11 @@ BASES: Final = ("native", "cuda", "apex", "none")
 """``native``: what torch.autocast does on the device at hand. ``cuda``: what it does on CUDA, on any device.
 ``apex``: the lists of Apex's opt level O1. ``none``: no operator is cast."""
 
-DEVICE_TYPES: Final = ("cpu", "cuda", "xpu", "mps")
+DEVICE_TYPES: Final = tuple(_torch.AUTOCAST_KEYS)
 
-_OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*")
+_OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*", re.ASCII)
+_UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
+_CHOSEN: Final = "the plan says so"
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,11 @@ class Row:
         op: ATen base name, in-place name or ``namespace::name``.
         rule: One of `RULES`.
         reason: Why, in a clause.
-        only_low: ``banned`` raises only when a floating input is bf16 or fp16, as Apex does; otherwise always.
-        opaque: The rule also holds inside an operator that is made of others, as in torch.autocast. False only
-            in `overrides`, for an operator that the device's native list casts and the plan's table does not
-            list: it gets no cast of its own and its parts are looked up again.
+        only_low: ``banned`` raises only when a floating input is bf16 or fp16, as Apex does; otherwise
+            always.
+        opaque: The rule also holds inside an operator that is made of others, as in torch.autocast. False
+            only in `overrides`, for an operator that the device's native list casts and CUDA's table does not
+            list: it gets no cast of its own, and its parts are looked up one by one, as on CUDA.
     """
 
     op: str
@@ -71,274 +74,9 @@ class Row:
     opaque: bool = True
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Operators that share a rule and the reason for it."""
-
-    rule: Rule
-    reason: str
-    ops: str
-    only_low: bool = False
-
-    def rows(self) -> Iterable[Row]:
-        return (Row(op, self.rule, self.reason, self.only_low) for op in self.ops.split())
-
-
-# --- reasons that several groups share -----------------------------------------------------------------------
-_MATRIX = "a product of matrices: matrix units take low inputs and sum in fp32"
-_CONV = "a convolution: matrix units take low inputs and sum in fp32"
-_ATTENTION = "attention is two matrix products around a softmax that its kernels keep in fp32"
-_RNN = "recurrent cells are matrix products, and fused kernels want one format throughout"
-_PRELU = "elementwise with a learned slope: follows the layer before it instead of promoting to fp32"
-_RANGE = "grows beyond what fp16 can hold, or amplifies rounding where the function is steep"
-_SUMS = "adds or multiplies many terms, which overflow fp16 and drown small terms in bf16"
-_NORM = "its statistics are sums of squares, which overflow fp16"
-_LOSS = "a loss reduces over the batch and its value is what training descends"
-_DISTANCE = "differences that are squared and summed lose their leading digits"
-_RESIZE = "interpolation weights need more digits than a low format has"
-_MIXED = "takes several tensors of one dtype: mixed formats meet in the widest"
-_BCE = "its derivative leaves fp16's range near 0 and 1: use binary_cross_entropy_with_logits"
-_LINALG = "factorisations and solvers have no low kernels and amplify rounding"
-_FFT = "Fourier transforms have no low kernels on the CPU"
-_POOL = "has no fast low kernel on the CPU"
-_ORDER = "interpolates between order statistics; no low kernel on the CPU"
-
-# Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp in PyTorch 2.11 to 2.13. The tests compare every
-# table with the kernels that the installed torch has registered, and with what they do to their inputs.
-_CUDA: Final = (
-    _Group(
-        "lower",
-        _CONV,
-        "_convolution convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
-        "cudnn_convolution cudnn_convolution_transpose",
-    ),
-    _Group(
-        "lower",
-        _MATRIX,
-        "addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot",
-    ),
-    _Group("lower", _ATTENTION, "scaled_dot_product_attention _scaled_dot_product_flash_attention"),
-    _Group(
-        "lower",
-        _RNN,
-        "_thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _cudnn_rnn",
-    ),
-    _Group("lower", _PRELU, "prelu"),
-    _Group(
-        "fp32",
-        _RANGE,
-        "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus",
-    ),
-    _Group("fp32", _NORM, "layer_norm native_layer_norm rms_norm group_norm"),
-    _Group("fp32", _SUMS, "prod softmax log_softmax cumprod cumsum sum logsumexp"),
-    _Group(
-        "fp32",
-        _NORM,
-        "norm frobenius_norm nuclear_norm linalg_vector_norm linalg_matrix_norm renorm cosine_similarity",
-    ),
-    _Group(
-        "fp32",
-        _LOSS,
-        "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
-        "huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
-        "multi_margin_loss binary_cross_entropy_with_logits",
-    ),
-    _Group("fp32", _DISTANCE, "dist pdist cdist"),
-    _Group(
-        "fp32",
-        _RESIZE,
-        "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
-        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
-        "upsample_bicubic2d _upsample_bicubic2d_aa",
-    ),
-    _Group(
-        "widest",
-        _MIXED,
-        "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
-    ),
-    _Group("banned", _BCE, "binary_cross_entropy"),
-)
-
-_CPU: Final = (
-    _Group(
-        "lower",
-        _CONV,
-        "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d",
-    ),
-    _Group("lower", _MATRIX, "addmm _addmm_activation matmul mm linalg_vecdot linear addbmm baddbmm bmm"),
-    _Group("lower", _ATTENTION, "scaled_dot_product_attention _native_multi_head_attention"),
-    _Group("lower", _RNN, "mkldnn_rnn_layer"),
-    _Group("lower", _PRELU, "prelu"),
-    _Group(
-        "fp32",
-        _LOSS,
-        "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss ctc_loss "
-        "hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss "
-        "multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d poisson_nll_loss smooth_l1_loss "
-        "soft_margin_loss triplet_margin_loss",
-    ),
-    _Group("fp32", _SUMS, "prod trace"),
-    _Group("fp32", _DISTANCE, "cdist"),
-    _Group("fp32", _RESIZE, "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback"),
-    _Group(
-        "fp32",
-        _POOL,
-        "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d fractional_max_pool2d fractional_max_pool3d max_pool3d "
-        "max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
-        "replication_pad3d fake_quantize_per_tensor_affine",
-    ),
-    _Group("fp32", _ORDER, "quantile nanquantile"),
-    _Group(
-        "fp32",
-        _FFT,
-        "fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn "
-        "fft_rfft fft_rfft2 fft_rfftn stft polar view_as_complex",
-    ),
-    _Group(
-        "fp32",
-        _LINALG,
-        "_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky linalg_cholesky_ex "
-        "linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv "
-        "linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals "
-        "linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr pinverse qr svd triangular_solve",
-    ),
-    _Group("widest", _MIXED, "cat stack index_copy"),
-)
-
-_MPS_LACKS: Final = frozenset(
-    "cudnn_convolution cudnn_convolution_transpose _cudnn_rnn linalg_vecdot _scaled_dot_product_flash_attention "
-    "_thnn_fused_lstm_cell _thnn_fused_gru_cell gru_cell rnn_tanh_cell rnn_relu_cell rms_norm norm vdot "
-    "binary_cross_entropy upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
-    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa".split()
-)
-
-_MPS_DIFFERS: Final = (
-    _Group("lower", _CONV, "_mps_convolution"),
-    _Group("fp32", "MPS has no low kernel for it", "conv_transpose3d"),
-    _Group("fp32", _NORM, "batch_norm"),
-)
-
-# Kernels of one vendor's library: no call reaches them on another device, so a table that is used elsewhere
-# leaves them out. The CPU's own recurrent layer stands in for cuDNN's.
-_CUDA_ONLY: Final = frozenset({"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"})
-_CPU_STAND_INS: Final = (_Group("lower", _RNN, "mkldnn_rnn_layer"),)
-
-_APEX_IN_PLACE = "Apex refuses it on low tensors: the fp32 result would be rounded back into the low one"
-_APEX_FP32_NAMES: Final = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum renorm"
-)
-
-# Source: apex/amp/lists at NVIDIA/apex e13873de, in ATen's names; the tensor methods and operators of Python
-# (``a @ b``, ``a ** b``, ``a + b``) arrive in ATen as matmul, pow and add.
-_APEX: Final = (
-    _Group(
-        "lower",
-        _CONV,
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution _convolution",
-    ),
-    _Group("lower", _MATRIX, "linear addmm addmv addr matmul mm mv addbmm baddbmm bmm"),
-    _Group("lower", "younger than Apex: " + _ATTENTION, "scaled_dot_product_attention"),
-    _Group("lower", _PRELU, "prelu"),
-    _Group(
-        "lower",
-        _RNN,
-        "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell "
-        "_thnn_fused_gru_cell mkldnn_rnn_layer _cudnn_rnn",
-    ),
-    _Group(
-        "fp32",
-        _RESIZE,
-        "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
-        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
-        "upsample_bicubic2d _upsample_bicubic2d_aa grid_sampler",
-    ),
-    _Group("fp32", _RANGE, "softplus gelu " + _APEX_FP32_NAMES),
-    _Group("fp32", _SUMS, "softmax log_softmax prod std sum var"),
-    _Group("fp32", _NORM, "layer_norm group_norm rms_norm norm linalg_vector_norm cosine_similarity"),
-    _Group("fp32", _DISTANCE, "dist"),
-    _Group(
-        "fp32",
-        _LOSS,
-        "binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss ctc_loss hinge_embedding_loss "
-        "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss "
-        "nll_loss_nd nll_loss2d poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss",
-    ),
-    _Group(
-        "widest",
-        _MIXED,
-        "addcdiv addcmul atan2 cross bilinear dot add sub rsub div mul eq ne lt le gt ge equal cat stack",
-    ),
-    _Group("banned", _BCE, "binary_cross_entropy", only_low=True),
-    _Group(
-        "banned",
-        _APEX_IN_PLACE,
-        " ".join(f"{name}_" for name in _APEX_FP32_NAMES.split()),
-        only_low=True,
-    ),
-    _Group("as_is", "Apex patches no function inside it", "einsum tensordot chain_matmul linalg_multi_dot"),
-)
-
-_UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
-_CHOSEN: Final = "the plan says so"
-
-# Functions of torch.nn.functional that are no operators themselves, for the error message.
-_FUNCTIONS: Final[Mapping[str, str]] = {
-    "cross_entropy": "the operator cross_entropy_loss",
-    "grid_sample": "the operator grid_sampler",
-    "interpolate": "the operators upsample_nearest2d, upsample_bilinear2d and their like, by mode",
-    "upsample": "the operators upsample_nearest2d, upsample_bilinear2d and their like, by mode",
-    "softmin": "the operator softmax",
-    "normalize": "the operators linalg_vector_norm, clamp_min and div",
-    "local_response_norm": "the operators mul, avg_pool3d, pow and div",
-    "multi_head_attention_forward": "the operators linear and scaled_dot_product_attention",
-    "gaussian_nll_loss": "the operators log, div and pow",
-    "lp_pool2d": "the operators pow and avg_pool2d",
-    "tanhshrink": "the operators tanh and sub",
-    "softsign": "the operators abs and div",
-    "conv": "the operators conv1d, conv2d and conv3d",
-    "attention": "the operator scaled_dot_product_attention",
-    "batchnorm": "the operator batch_norm",
-    "layernorm": "the operator layer_norm",
-}
-
-
-def _table(*groups: _Group) -> dict[str, Row]:
-    table: dict[str, Row] = {}
-    for group in groups:
-        for row in group.rows():
-            assert row.op not in table, f"two rows for {row.op}"
-            table[row.op] = row
-    return table
-
-
-@cache
-def _exists(op: str) -> bool:
-    namespace, _, name = op.rpartition("::")
-    return hasattr(getattr(torch.ops, namespace or "aten"), name)
-
-
-def _present(table: dict[str, Row]) -> Mapping[str, Row]:
-    """The rows whose operators the installed torch has, so that one table serves every version."""
-    return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
-
-
-def _check(name: str, value: str, allowed: Iterable[str], call: str) -> None:
-    options = tuple(allowed)
-    if value not in options:
-        raise UnknownNameError(
-            f"{call}: no such {name} {value!r}{_close(value, options)}. Allowed: {', '.join(options)}."
-        )
-
-
-def _close(name: str, options: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, tuple(options), n=3)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
-
-
 @cache
 def base_table(base: str, device_type: str) -> Mapping[str, Row]:
-    """Rows of one base table, for the operators that the installed torch has.
+    """Look up the rows of one base table, for the operators that the installed torch has.
 
     Args:
         base: One of `BASES`.
@@ -351,21 +89,41 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
         UnknownNameError: No such base or device type.
     """
     call = f"base_table({base!r}, {device_type!r})"
-    _check("base table", base, BASES, call)
-    _check("device type", device_type, DEVICE_TYPES, call)
+    _check_name(call, "base table", base, BASES)
+    _check_name(call, "device type", device_type, DEVICE_TYPES)
     if base == "none":
-        return MappingProxyType({})
-    if base == "native" and device_type == "cpu":
-        return _present(_table(*_CPU))
-    if base == "native" and device_type == "mps":
-        mps = {op: row for op, row in _table(*_CUDA).items() if op not in _MPS_LACKS}
-        return _present(mps | {row.op: row for group in _MPS_DIFFERS for row in group.rows()})
-    table = _table(*_APEX) if base == "apex" else _table(*_CUDA)
-    if device_type != "cuda":
-        table = {op: row for op, row in table.items() if op not in _CUDA_ONLY}
-    if device_type == "cpu":
-        table |= {row.op: row for group in _CPU_STAND_INS for row in group.rows()}
-    return _present(table)
+        table: dict[str, Row] = {}
+    elif base == "native" and device_type == "cpu":
+        table = _rows(rule_tables.CPU)
+    elif base == "native" and device_type == "mps":
+        table = _rows(rule_tables.CUDA)
+        table = {op: row for op, row in table.items() if op not in rule_tables.MPS_LACKS}
+        table |= _rows(rule_tables.MPS_DIFFERS)
+    else:
+        table = _rows(rule_tables.APEX if base == "apex" else rule_tables.CUDA)
+        if device_type != "cuda":
+            table = {op: row for op, row in table.items() if op not in rule_tables.CUDA_ONLY}
+        if device_type != "cuda" and base != "native":
+            table |= _rows(rule_tables.RNN_STAND_INS)
+    # One table serves several versions of torch: operators come and go between them.
+    return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
+
+
+def describe(base: str, device_type: str) -> tuple[Row, ...]:
+    """List the rows of a base table in reading order: by rule, then by name.
+
+    Args:
+        base: One of `BASES`.
+        device_type: One of `DEVICE_TYPES`.
+
+    Returns:
+        The rows of `base_table`, sorted.
+
+    Raises:
+        UnknownNameError: No such base or device type.
+    """
+    rows = base_table(base, device_type).values()
+    return tuple(sorted(rows, key=lambda row: (RULES.index(row.rule), row.op)))
 
 
 def check_rule(op: str, rule: str) -> None:
@@ -379,26 +137,22 @@ def check_rule(op: str, rule: str) -> None:
         UnknownNameError: No such rule.
         PlanError: A name that no operator can have, or a cast into an operator that writes in place.
     """
-    _check("rule", rule, RULES, f"ops=({op!r}, {rule!r})")
+    call = f"ops=({op!r}, {rule!r})"
+    _check_name(call, "rule", rule, RULES)
     if not _OPERATOR_NAME.fullmatch(op):
         raise PlanError(
-            f"ops=({op!r}, {rule!r}): not an operator name. Allowed: a base name without overload (exp, layer_norm), "
-            "an in-place name (exp_) or namespace::name."
+            f"{call}: {op!r} is not an operator name. Allowed: an ATen base name without overload (exp, "
+            "layer_norm), an in-place name (exp_), or namespace::name."
         )
-    if _in_place(op) and rule not in ("as_is", "banned"):
+    if _is_in_place(op) and rule not in ("as_is", "banned"):
         raise PlanError(
-            f"ops=({op!r}, {rule!r}): an in-place operator keeps its tensor's format, so a cast would be lost. Allowed: "
+            f"{call}: an in-place operator keeps its tensor's format, so the cast would be lost. Allowed: "
             f"as_is, banned. Give the rule to {op[:-1]!r} and call that instead."
         )
 
 
-def _in_place(op: str) -> bool:
-    return op.endswith("_") and not op.endswith("__")
-
-
-@cache
 def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
-    """The overloads that a rule for this name governs.
+    """Find the overloads that a rule for an operator governs.
 
     Args:
         name: Operator name as in `Row`.
@@ -409,28 +163,15 @@ def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
 
     Raises:
         UnknownNameError: The installed torch has no such operator.
-        PlanError: The operator has no such overload, because it writes to its arguments.
+        PlanError: The operator has no such overload: all of them write to their arguments, or none takes
+            tensors.
     """
-    namespace, _, base = name.rpartition("::")
-    if not _exists(name):
-        raise UnknownNameError(_unknown(name))
-    packet = getattr(getattr(torch.ops, namespace or "aten"), base)
-    wanted = "in_place" if _in_place(name) else "functional"
-    overloads = tuple(
-        overload
-        for overload in (getattr(packet, overload_name) for overload_name in packet.overloads())
-        if _torch.overload_kind(overload) == wanted
-    )
-    if not overloads:
-        raise PlanError(
-            f"operator_overloads({name!r}): every overload of this operator writes to its arguments or takes no tensor, so "
-            "no rule can hold for it. Give the rule to the operator that computes the value."
-        )
-    return overloads
+    # Custom operators come and go with their libraries, ATen's stay.
+    return _aten_overloads(name) if _namespace(name) == "aten" else _overloads(name)
 
 
 def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Mapping[str, Row]:
-    """Rows on which a plan differs from what torch.autocast does by itself on this device.
+    """Find the rows on which a plan differs from what torch.autocast does by itself on a device.
 
     Args:
         base: One of `BASES`.
@@ -454,15 +195,15 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
     native = base_table("native", device_type)
     table = dict(base_table(base, device_type))
     if base == "none" and not ops:
-        return MappingProxyType({})
+        return MappingProxyType(table)
     for op in native.keys() - table.keys():
-        # Apex patches Python functions, so what an operator calls inside is out of its reach; on CUDA the parts
-        # of an operator without a row are looked up one by one.
+        # Apex patches Python functions, so what an operator calls inside is out of its reach; on CUDA the
+        # parts of an operator without a row are looked up one by one.
         table[op] = Row(op, "as_is", _UNLISTED, opaque=base != "cuda")
     for name, rule in ops:
         check_rule(name, rule)
+        operator_overloads(name)
         op = name.removeprefix("aten::")
-        operator_overloads(op)
         table[op] = Row(op, cast(Rule, rule), _CHOSEN)
     return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
 
@@ -470,31 +211,81 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
 def _differs(row: Row, native: Row | None) -> bool:
     if native is not None:
         return (row.rule, row.only_low) != (native.rule, native.only_low)
-    # Without a native row the operator already gets no cast, but the parts it is made of may.
-    return row.rule != "as_is" or (row.opaque and any(map(_torch.is_composite, operator_overloads(row.op))))
+    # Without a native row an operator gets no cast anyway, but the parts it is made of may.
+    return row.rule != "as_is" or any(map(_torch.is_composite, operator_overloads(row.op)))
+
+
+def _rows(groups: Iterable[rule_tables.Group]) -> dict[str, Row]:
+    table: dict[str, Row] = {}
+    for group in groups:
+        for op in group.ops.split():
+            assert op not in table, f"two rows for {op}"
+            table[op] = Row(op, group.rule, group.reason, group.only_low)
+    return table
+
+
+def _namespace(op: str) -> str:
+    return op.rpartition("::")[0] or "aten"
+
+
+def _base_name(op: str) -> str:
+    return op.rpartition("::")[2]
+
+
+def _is_in_place(op: str) -> bool:
+    return op.endswith("_") and not op.endswith("__")
+
+
+def _exists(op: str) -> bool:
+    return hasattr(getattr(torch.ops, _namespace(op)), _base_name(op))
+
+
+def _overloads(name: str) -> tuple[_torch.OpOverload, ...]:
+    if not _exists(name):
+        raise UnknownNameError(_unknown(name))
+    packet = getattr(getattr(torch.ops, _namespace(name)), _base_name(name))
+    wanted = "in_place" if _is_in_place(name) else "functional"
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    found = tuple(overload for overload in overloads if _torch.overload_kind(overload) == wanted)
+    if not found:
+        raise PlanError(
+            f"operator {name!r}: every overload of it writes to its arguments or takes no tensor, so no rule "
+            "can hold for it. Give the rule to the operator that computes the value."
+        )
+    return found
+
+
+_aten_overloads = cache(_overloads)
 
 
 def _unknown(name: str) -> str:
-    """The sentence for an operator that the installed torch does not have."""
-    namespace, _, base = name.rpartition("::")
-    call = f"operator {name!r}: not registered with the installed torch {torch.__version__}"
-    if namespace and namespace != "aten":
-        known = {schema.partition("::")[2].partition(".")[0] for schema in _torch.operator_names(namespace)}
-        if not known:
-            return f"{call}; nothing is registered under {namespace!r}. Import the library that registers it first."
-        hint = _close(base, known)
-        return f"{call}{hint}. {namespace!r} has {', '.join(sorted(known)[:8])}: import the library that registers it first."
-    if base in _FUNCTIONS:
-        return f"{call}: torch.nn.functional.{base} runs as {_FUNCTIONS[base]}. Name that instead."
-    known = {schema.partition("::")[2].partition(".")[0] for schema in _torch.operator_names("aten")}
-    return (
-        f"{call}{_close(base, known)}. Allowed: an ATen base name such as exp or layer_norm, an in-place name such as "
-        "exp_, or namespace::name of a custom operator whose library is imported."
+    """Say what to do about an operator that the installed torch does not have."""
+    namespace, base = _namespace(name), _base_name(name)
+    start = f"operator {name!r}: not registered in torch {torch.__version__}"
+    if namespace == "aten" and base in rule_tables.FUNCTIONS:
+        return (
+            f"{start}. torch.nn.functional.{base} runs as {rule_tables.FUNCTIONS[base]}: name that instead."
+        )
+    known = sorted({_base_name(op).partition(".")[0] for op in _torch.operator_names(namespace)})
+    start += _close(base, known)
+    if namespace == "aten":
+        return (
+            f"{start}. Allowed: an ATen base name such as exp or layer_norm, an in-place name such as exp_, "
+            "or namespace::name of a custom operator whose library is imported."
+        )
+    have = (
+        f"{namespace!r} has {', '.join(known[:8])}" if known else f"nothing is registered under {namespace!r}"
     )
+    return f"{start}; {have}. Import the library that registers it first."
 
 
-def describe(base: str, device_type: str) -> tuple[Row, ...]:
-    """The rows of a base table in reading order: by rule, then by name."""
-    return tuple(
-        sorted(base_table(base, device_type).values(), key=lambda row: (RULES.index(row.rule), row.op))
-    )
+def _check_name(call: str, what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UnknownNameError(
+            f"{call}: no such {what} {value!r}{_close(value, allowed)}. Allowed: {', '.join(allowed)}."
+        )
+
+
+def _close(name: str, options: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(options), n=3)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

@@ -1,0 +1,152 @@
+"""A plan as one line of text, and back: pure functions on plain values.
+
+The line is the name of a preset and then any number of ``+field=value``, in this grammar::
+
+    line   = preset { "+" item }
+    item   = FIELD "=" VALUE
+           | "ops." OPERATOR "=" RULE
+           | "regions." PATTERN "=" ( FORMAT | "params:" FORMAT | "compute:" FORMAT "/params:" FORMAT )
+           | "loss_scale=none" | "loss_scale=default" | "loss_scale." FIELD "=" NUMBER
+
+Patterns are percent-encoded as in a URL, apart from the characters that module paths and globs are made of.
+So a line never holds a comma or a blank, and several fit on a command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+from urllib.parse import quote, unquote
+
+from castwise.errors import PlanError, UnknownNameError
+
+__all__ = ["read_line", "write_line"]
+
+Values = Mapping[str, Any]
+"""A plan's fields as JSON has them: regions and the loss scale as mappings, ops as pairs."""
+
+_PATTERN_SAFE: Final = ".*?[]!:/-_"
+_WORDS: Final = {"none": None, "true": True, "false": False}
+
+
+def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) -> str:
+    """Write a plan as the preset that it is closest to and what it has on top.
+
+    Args:
+        plan: The plan's fields, without provenance.
+        presets: The same of every preset; one of them must have no regions.
+        loss_scale: The fields of a default loss scale.
+
+    Returns:
+        The line. A plan that equals a preset is that preset's name, the first one's where several are equal.
+    """
+    lines = [
+        [name, *_items(plan, base, loss_scale)]
+        for name, base in presets.items()
+        if plan["regions"][: len(base["regions"])] == base["regions"]  # items only ever add regions
+    ]
+    return "+".join(min(lines, key=len))
+
+
+def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
+    """Read what a line says on top of its preset.
+
+    Args:
+        text: The line.
+        base: The fields of the preset that it begins with.
+        loss_scale: The fields of a default loss scale.
+
+    Returns:
+        All fields of the plan; values are checked for form only.
+
+    Raises:
+        UnknownNameError: No such field.
+        PlanError: An item that is not of the form ``field=value``.
+    """
+    values = dict(base)
+    for item in text.strip().split("+")[1:]:
+        path, _, value = item.rpartition("=")
+        if not path or not value:
+            raise PlanError(
+                f"Plan.parse({text!r}): {item!r} is not of the form field=value. Write for example "
+                "bf16-mixed+output=as_is or bf16-mixed+ops.exp=fp32."
+            )
+        name, _, rest = path.partition(".")
+        if name == "ops" and rest:
+            values["ops"] = [*(pair for pair in values["ops"] if pair[0] != rest), [rest, value]]
+        elif name == "regions" and rest:
+            formats = [part if ":" in part else f"compute:{part}" for part in value.split("/")]
+            region = {"pattern": unquote(rest, errors="surrogatepass")}
+            region |= dict(part.split(":", 1) for part in formats)
+            values["regions"] = [*values["regions"], region]
+        elif name == "loss_scale" and rest:
+            values["loss_scale"] = {**(values["loss_scale"] or loss_scale), rest: _read_number(value)}
+        elif name == "loss_scale" and value in ("none", "default"):
+            values["loss_scale"] = None if value == "none" else dict(loss_scale)
+        elif isinstance(values.get(name), str) and not rest:
+            values[name] = value
+        else:
+            raise _unknown(text, item, path, base)
+    return values
+
+
+def _items(plan: Values, base: Values, loss_scale: Values) -> list[str]:
+    """List what to write after the name of ``base`` to get ``plan``."""
+    items: list[str] = []
+    for name, value in plan.items():
+        if value == base[name]:
+            continue
+        if name == "regions":
+            items += map(_region, value[len(base[name]) :])
+        elif name == "ops":
+            items += (f"ops.{op}={rule}" for op, rule in value)
+        elif name == "loss_scale":
+            items += _loss_scale(value, base[name] or loss_scale)
+        else:
+            items.append(f"{name}={value}")
+    return items
+
+
+def _region(region: Values) -> str:
+    pattern = quote(region["pattern"], safe=_PATTERN_SAFE, errors="surrogatepass")
+    formats = [f"{name}:{region[name]}" for name in ("compute", "params") if region[name]]
+    return f"regions.{pattern}={'/'.join(formats) if region['params'] else region['compute']}"
+
+
+def _loss_scale(value: Values | None, start: Values) -> Iterable[str]:
+    if value is None:
+        return ["loss_scale=none"]
+    changed = [f"loss_scale.{name}={_number(item)}" for name, item in value.items() if item != start[name]]
+    return changed or ["loss_scale=default"]
+
+
+def _number(value: float | None) -> str:
+    # "1e+20" would end the item at its plus sign.
+    return str(value).lower().replace("e+", "e").removesuffix(".0")
+
+
+def _read_number(value: str) -> Any:
+    """Read a number, a truth value or none; what is nothing of these is left for LossScale to refuse."""
+    if value in _WORDS:
+        return _WORDS[value]
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _unknown(text: str, item: str, path: str, base: Values) -> PlanError:
+    forms = {"ops": "ops.OPERATOR", "regions": "regions.PATTERN", "loss_scale": "loss_scale.FIELD"}
+    if path in forms:
+        return PlanError(
+            f"Plan.parse({text!r}): {item!r} is not allowed. Allowed: {forms[path]}=VALUE, such as "
+            "ops.exp=fp32, regions.head=fp32 or loss_scale.init=1024; and loss_scale=none or "
+            "loss_scale=default."
+        )
+    names = [forms.get(name, name) for name in base]
+    close = difflib.get_close_matches(path, names, n=2)
+    hint = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    return UnknownNameError(f"Plan.parse({text!r}): no field {path!r}{hint}. Allowed: {', '.join(names)}.")

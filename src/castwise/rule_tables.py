@@ -1,0 +1,272 @@
+"""The operator precision tables as data: what torch.autocast does per device, and what Apex's O1 did.
+
+Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp in PyTorch 2.11 to 2.13; apex/amp/lists at
+NVIDIA/apex e13873de. The tests compare each native table with the kernels that the installed torch has
+registered and with what those kernels do to their inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = [
+    "APEX",
+    "CPU",
+    "CUDA",
+    "CUDA_ONLY",
+    "FUNCTIONS",
+    "MPS_DIFFERS",
+    "MPS_LACKS",
+    "RNN_STAND_INS",
+    "Group",
+    "Rule",
+]
+
+Rule = Literal["lower", "fp32", "widest", "as_is", "banned"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators that share a rule and the reason for it.
+
+    Attributes:
+        rule: One of the rules.
+        reason: Why, in a clause.
+        ops: Operator names between blanks.
+        only_low: A ban that holds for bf16 and fp16 inputs only.
+    """
+
+    rule: Rule
+    reason: str
+    ops: str
+    only_low: bool = False
+
+
+_MATRIX = "a product of matrices: matrix units take low inputs and sum in fp32"
+_CONV = "a convolution: matrix units take low inputs and sum in fp32"
+_ATTENTION = "two matrix products around a softmax, which the kernels keep in fp32"
+_RNN = "a recurrent layer is matrix products, and fused kernels want one format throughout"
+_PRELU = "follows the format of the layer before it instead of promoting to that of its slope"
+_RANGE = "leaves fp16's range early, or amplifies rounding where it is steep"
+_SUMS = "adds or multiplies many terms, which overflow fp16 and drown small terms in bf16"
+_NORM = "its statistics are sums of squares, which overflow fp16"
+_LOSS = "reduces over the batch to the value that training descends"
+_DISTANCE = "differences that are squared and summed lose their leading digits"
+_RESIZE = "interpolation weights need more digits than a low format has"
+_SAMPLE = "sampling positions need more digits than a low format has"
+_COPY = "resizing runs in one format whatever its mode"
+_MIXED = "takes tensors of one format: mixed ones meet in the widest"
+_BCE = "its derivative leaves fp16's range near 0 and 1: use binary_cross_entropy_with_logits"
+_LINALG = "factorisations and solvers lack low kernels and amplify rounding"
+_FFT = "lacks a low kernel on the CPU and sums many terms"
+_CPU_KERNEL = "its low kernel on the CPU is missing or slow"
+_ORDER = "interpolates between order statistics and lacks a low kernel"
+
+_UPSAMPLE = (
+    Group(
+        "fp32",
+        _RESIZE,
+        """upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+        upsample_bicubic2d _upsample_bicubic2d_aa""",
+    ),
+    Group(
+        "fp32",
+        _COPY,
+        """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+        _upsample_nearest_exact2d _upsample_nearest_exact3d""",
+    ),
+)
+
+CUDA: Final = (
+    Group(
+        "lower",
+        _CONV,
+        """_convolution convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+        conv_transpose3d cudnn_convolution cudnn_convolution_transpose""",
+    ),
+    Group(
+        "lower",
+        _MATRIX,
+        """addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linalg_multi_dot linalg_vecdot linear
+        matmul mm mv""",
+    ),
+    Group("lower", _ATTENTION, "scaled_dot_product_attention _scaled_dot_product_flash_attention"),
+    Group(
+        "lower",
+        _RNN,
+        """_cudnn_rnn _thnn_fused_gru_cell _thnn_fused_lstm_cell gru_cell lstm_cell rnn_relu_cell
+        rnn_tanh_cell""",
+    ),
+    Group("lower", _PRELU, "prelu"),
+    Group(
+        "fp32",
+        _RANGE,
+        "acos asin cosh erfinv exp expm1 log log10 log1p log2 pow reciprocal rsqrt sinh softplus tan",
+    ),
+    Group("fp32", _SUMS, "cumprod cumsum log_softmax logsumexp prod softmax sum"),
+    Group(
+        "fp32",
+        _NORM,
+        """cosine_similarity frobenius_norm group_norm layer_norm linalg_matrix_norm linalg_vector_norm
+        native_layer_norm norm nuclear_norm renorm rms_norm""",
+    ),
+    Group(
+        "fp32",
+        _LOSS,
+        """binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss huber_loss kl_div
+        l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d
+        poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss""",
+    ),
+    Group("fp32", _DISTANCE, "cdist dist pdist"),
+    *_UPSAMPLE,
+    Group(
+        "widest",
+        _MIXED,
+        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot",
+    ),
+    Group("banned", _BCE, "binary_cross_entropy"),
+)
+"""CUDA's native table, and XPU's."""
+
+CPU: Final = (
+    Group(
+        "lower",
+        _CONV,
+        "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d",
+    ),
+    Group("lower", _MATRIX, "_addmm_activation addbmm addmm baddbmm bmm linalg_vecdot linear matmul mm"),
+    Group("lower", _ATTENTION, "_native_multi_head_attention scaled_dot_product_attention"),
+    Group("lower", _RNN, "mkldnn_rnn_layer"),
+    Group("lower", _PRELU, "prelu"),
+    Group("fp32", _SUMS, "prod trace"),
+    Group("fp32", _DISTANCE, "cdist"),
+    Group(
+        "fp32",
+        _LOSS,
+        """binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss
+        ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+        multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d poisson_nll_loss
+        smooth_l1_loss soft_margin_loss triplet_margin_loss""",
+    ),
+    Group("fp32", _SAMPLE, "_grid_sampler_2d_cpu_fallback grid_sampler grid_sampler_2d grid_sampler_3d"),
+    Group(
+        "fp32",
+        _CPU_KERNEL,
+        """adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d fake_quantize_per_tensor_affine
+        fractional_max_pool2d fractional_max_pool3d max_pool3d max_unpool2d max_unpool3d polar
+        reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+        view_as_complex""",
+    ),
+    Group("fp32", _ORDER, "nanquantile quantile"),
+    Group(
+        "fp32",
+        _FFT,
+        """fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2
+        fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft""",
+    ),
+    Group(
+        "fp32",
+        _LINALG,
+        """_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
+        linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+        linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr
+        linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr
+        pinverse qr svd triangular_solve""",
+    ),
+    Group("widest", _MIXED, "cat index_copy stack"),
+)
+"""The CPU's native table."""
+
+_MPS_LACKS = """_cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
+binary_cross_entropy cudnn_convolution cudnn_convolution_transpose gru_cell linalg_vecdot norm rms_norm
+rnn_relu_cell rnn_tanh_cell vdot"""
+
+MPS_LACKS: Final = frozenset(" ".join((_MPS_LACKS, *(group.ops for group in _UPSAMPLE))).split())
+"""Rows of CUDA's table that MPS does not have."""
+
+MPS_DIFFERS: Final = (
+    Group("lower", _CONV, "_mps_convolution"),
+    Group("fp32", "MPS lacks a low kernel for it", "conv_transpose3d"),
+    Group("fp32", _NORM, "batch_norm"),
+)
+"""Rows that MPS has besides or instead."""
+
+CUDA_ONLY: Final = frozenset({"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"})
+"""Kernels of CUDA's own libraries: no call reaches them on another device."""
+
+RNN_STAND_INS: Final = (Group("lower", _RNN, "gru lstm mkldnn_rnn_layer rnn_relu rnn_tanh"),)
+"""What runs in place of ``_cudnn_rnn`` on a device that lacks it."""
+
+_APEX_RANGE = """acos asin cosh cumprod cumsum erfinv exp expm1 log log10 log2 pow reciprocal renorm rsqrt
+sinh tan"""
+
+# The methods and operators of Python that Apex lists (``a @ b``, ``a ** b``, ``a + b``) arrive in ATen as
+# matmul, pow and add. softmin, normalize and local_response_norm are Python compositions, whose parts have
+# rows here.
+APEX: Final = (
+    Group(
+        "lower",
+        _CONV,
+        "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
+        "convolution",
+    ),
+    Group("lower", _MATRIX, "addbmm addmm addmv addr baddbmm bmm linear matmul mm mv"),
+    Group("lower", f"younger than Apex; {_ATTENTION}", "scaled_dot_product_attention"),
+    Group("lower", _PRELU, "prelu"),
+    Group(
+        "lower",
+        _RNN,
+        """_cudnn_rnn _thnn_fused_gru_cell _thnn_fused_lstm_cell gru_cell lstm_cell rnn_relu_cell
+        rnn_tanh_cell""",
+    ),
+    *_UPSAMPLE,
+    Group("fp32", _SAMPLE, "grid_sampler"),
+    Group("fp32", _RANGE, f"gelu softplus {_APEX_RANGE}"),
+    Group("fp32", _SUMS, "log_softmax prod softmax std sum var"),
+    Group(
+        "fp32",
+        _NORM,
+        "cosine_similarity group_norm layer_norm linalg_vector_norm native_layer_norm norm rms_norm",
+    ),
+    Group("fp32", _DISTANCE, "dist"),
+    Group(
+        "fp32",
+        _LOSS,
+        """binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss ctc_loss
+        hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+        multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd poisson_nll_loss smooth_l1_loss
+        soft_margin_loss triplet_margin_loss""",
+    ),
+    Group(
+        "widest",
+        _MIXED,
+        """add addcdiv addcmul atan2 bilinear cat cross div dot eq equal ge gt le lt mul ne rsub stack sub""",
+    ),
+    Group("banned", _BCE, "binary_cross_entropy", only_low=True),
+    Group(
+        "banned",
+        "its fp32 result would be rounded back into the low tensor",
+        " ".join(f"{op}_" for op in _APEX_RANGE.split()),
+        only_low=True,
+    ),
+    Group("as_is", "Apex patches no function inside it", "chain_matmul einsum linalg_multi_dot tensordot"),
+)
+"""O1's lists in ATen's names."""
+
+FUNCTIONS: Final = {
+    "cross_entropy": "cross_entropy_loss",
+    "gaussian_nll_loss": "log, div and pow",
+    "grid_sample": "grid_sampler",
+    "interpolate": "upsample_nearest2d, upsample_bilinear2d and their like, by mode",
+    "local_response_norm": "mul, avg_pool2d or avg_pool3d, pow and div",
+    "lp_pool1d": "pow and avg_pool1d",
+    "lp_pool2d": "pow and avg_pool2d",
+    "multi_head_attention_forward": "linear and scaled_dot_product_attention",
+    "normalize": "linalg_vector_norm, clamp_min and div",
+    "softmin": "softmax",
+    "softsign": "abs, add and div",
+    "tanhshrink": "tanh and sub",
+    "upsample": "upsample_nearest2d, upsample_bilinear2d and their like, by mode",
+}
+"""Functions of torch.nn.functional that are no operators, and the operators that they run."""
