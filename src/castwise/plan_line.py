@@ -46,7 +46,8 @@ def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) 
         for name, base in presets.items()
         if plan["regions"][: len(base["regions"])] == base["regions"]  # items only ever add regions
     ]
-    return "+".join(min(lines, key=len))
+    shortest = min(lines, key=len)
+    return "+".join(shortest)
 
 
 def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
