@@ -233,7 +233,8 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
 
 def is_composite(overload: OpOverload) -> bool:
     """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"))
+    name: str = overload.name()  # type: ignore[no-untyped-call]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def operator_names(namespace: str) -> frozenset[str]:
@@ -241,3 +242,38 @@ def operator_names(namespace: str) -> frozenset[str]:
     return frozenset(
         name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")
     )
+
+
+# --- what a CPU can do --------------------------------------------------------------------------------------
+
+
+def cpu_has_bf16() -> bool:
+    """Whether oneDNN computes in bf16 on this CPU (AVX-512 at least)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def cpu_has_tf32() -> bool:
+    """Whether oneDNN computes in TF32 on this CPU: it needs AMX-TF32, and is a silent no-op without."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            return " amx_tf32" in file.read(16384)
+    except OSError:
+        return False
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+
+def mark_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel instead of reading them back."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def ran_compiled(module: torch.nn.Module) -> bool:
+    """Whether Dynamo holds compiled code for this module's class, so that hooks added now would be ignored."""
+    if not dynamo_loaded():
+        return False
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and len(_debug_get_cache_entry_list(code)) > 0

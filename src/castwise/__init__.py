@@ -1,0 +1,72 @@
+"""Automatic mixed precision for PyTorch: the plan chosen by experiment, applied in any loop, watched while it runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from castwise.casting import (
+        autocast,
+        custom_bwd,
+        custom_fwd,
+        fp32_function,
+        lower_function,
+        widest_function,
+    )
+    from castwise.errors import CastwiseError
+    from castwise.jobs.bench import bench
+    from castwise.plan import LossScale, Plan, Region
+    from castwise.scaler import GradScaler, StepResult
+    from castwise.session import Amp
+    from castwise.workload import Workload
+
+__version__ = "0.1.0"
+__all__ = [
+    "Amp",
+    "CastwiseError",
+    "GradScaler",
+    "LossScale",
+    "Plan",
+    "Region",
+    "StepResult",
+    "Workload",
+    "autocast",
+    "bench",
+    "custom_bwd",
+    "custom_fwd",
+    "fp32_function",
+    "lower_function",
+    "widest_function",
+]
+
+_HOME = {
+    "Amp": "session",
+    "CastwiseError": "errors",
+    "GradScaler": "scaler",
+    "LossScale": "plan",
+    "Plan": "plan",
+    "Region": "plan",
+    "StepResult": "scaler",
+    "Workload": "workload",
+    "autocast": "casting",
+    "bench": "jobs.bench",
+    "custom_bwd": "casting",
+    "custom_fwd": "casting",
+    "fp32_function": "casting",
+    "lower_function": "casting",
+    "widest_function": "casting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: ``import castwise`` itself costs next to nothing."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'castwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"castwise.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

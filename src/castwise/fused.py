@@ -1,0 +1,49 @@
+"""Switch an existing optimizer to its fused kernel: one pass over the parameters instead of one per operation."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from castwise import _torch
+from castwise.errors import DeviceError
+
+__all__ = ["can_fuse", "fuse"]
+
+_FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad)
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def can_fuse(optimizer: Optimizer) -> bool:
+    """Whether torch has a fused kernel for this very class and the devices of its parameters."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return type(optimizer) in _FUSED and all(
+        p.device.type in _DEVICES and p.is_floating_point() and p.layout is torch.strided for p in parameters
+    )
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Use the fused kernel from the next step on, keeping all state.
+
+    State is brought into the strides of its parameter, which the fused kernels assume and do not check.
+
+    Raises:
+        DeviceError: An optimizer without a fused kernel.
+    """
+    if not can_fuse(optimizer):
+        names = ", ".join(cls.__name__ for cls in _FUSED)
+        raise DeviceError(
+            f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel here; torch has one for {names}. "
+            "Use one of these, or optimizer='as_given'."
+        )
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"], group["foreach"] = True, False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if key == "step":
+                    state[key] = torch.as_tensor(value, dtype=torch.float32, device=parameter.device)
+                elif isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    _torch.mark_fused(optimizer)

@@ -1,0 +1,122 @@
+"""Process-wide settings of a plan: what fp32 matrix products and convolutions may use inside.
+
+These are global state in PyTorch, so they are claimed for as long as a plan is live and restored after it; two live
+plans that want different values are an error and not a race.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from castwise import _torch
+from castwise.errors import DeviceError, StateError
+from castwise.plan import Plan
+
+__all__ = ["Claim", "check_device"]
+
+_lock = threading.Lock()
+_claims: dict[str, tuple[str, int, str]] = {}
+"""Setting -> (value in force, how many hold it, value before)."""
+
+
+def _backends(device_type: str, what: str) -> Iterator[tuple[str, Any]]:
+    """The torch backend objects whose ``fp32_precision`` governs one kind of operator on a device type."""
+    part = "matmul" if what == "fp32_matmul" else "conv"
+    if device_type == "cuda":
+        if part == "matmul":
+            yield "cuda.matmul", torch.backends.cuda.matmul
+        else:
+            yield "cudnn.conv", torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    yield f"mkldnn.{part}", getattr(torch.backends.mkldnn, part)
+
+
+def check_device(plan: Plan, device_type: str) -> None:
+    """Refuse a plan that the device cannot run.
+
+    Raises:
+        DeviceError: Naming the field, what the device lacks and what to use instead.
+    """
+    if device_type != "cpu" and not _available(device_type):
+        raise DeviceError(
+            f"Amp(device={device_type!r}): no {device_type} device is available; use device='cpu' or leave it out"
+        )
+    for name in ("fp32_matmul", "fp32_conv"):
+        value = getattr(plan, name)
+        if value == "tf32" and not _has_tf32(device_type):
+            raise DeviceError(
+                f"Plan {plan}: {name}='tf32', but this {device_type} device has no TF32; use 'bf16' (products of bf16 parts) "
+                "where the device has it, 'ieee', or the preset fp32"
+            )
+        if value == "bf16" and device_type == "cuda":
+            raise DeviceError(f"Plan {plan}: {name}='bf16' is for CPUs; on CUDA use 'tf32' or 'ieee'")
+        if value == "bf16" and device_type == "cpu" and not _torch.cpu_has_bf16():
+            raise DeviceError(f"Plan {plan}: {name}='bf16', but this CPU has no bf16 instructions; use 'ieee'")
+    if "bf16" in plan.formats and device_type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise DeviceError(
+            f"Plan {plan}: this GPU ({torch.cuda.get_device_name()}) does not compute in bf16; use an fp16 plan"
+        )
+
+
+def _available(device_type: str) -> bool:
+    if device_type == "mps":
+        return torch.backends.mps.is_available()
+    module = getattr(torch, device_type, None)
+    return module is not None and module.is_available()
+
+
+def _has_tf32(device_type: str) -> bool:
+    if device_type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    return device_type == "cpu" and _torch.cpu_has_tf32()
+
+
+class Claim:
+    """Holds a plan's process-wide settings until it is closed.
+
+    Args:
+        plan: Whose ``fp32_matmul`` and ``fp32_conv`` to put in force; ``as_is`` claims nothing.
+        device_type: Where the plan runs.
+
+    Raises:
+        StateError: Another live plan holds a different value.
+    """
+
+    def __init__(self, plan: Plan, device_type: str) -> None:
+        self._held: list[tuple[str, Any]] = []
+        try:
+            for what in ("fp32_matmul", "fp32_conv"):
+                value = getattr(plan, what)
+                if value != "as_is":
+                    for name, backend in _backends(device_type, what):
+                        self._take(name, backend, value, what)
+        except StateError:
+            self.close()
+            raise
+
+    def _take(self, name: str, backend: Any, value: str, what: str) -> None:
+        with _lock:
+            held, count, before = _claims.get(name, (value, 0, backend.fp32_precision))
+            if held != value:
+                raise StateError(
+                    f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {held!r}, and the "
+                    "setting is the whole process's. Close the other Amp first, or give both plans the same value."
+                )
+            if count == 0:
+                backend.fp32_precision = value
+            _claims[name] = (held, count + 1, before)
+            self._held.append((name, backend))
+
+    def close(self) -> None:
+        """Give the settings up; the last holder restores what was there before."""
+        with _lock:
+            for name, backend in self._held:
+                value, count, before = _claims.pop(name)
+                if count > 1:
+                    _claims[name] = (value, count - 1, before)
+                else:
+                    backend.fp32_precision = before
+            self._held.clear()

@@ -1,0 +1,505 @@
+"""``Amp``: one precision plan, carried through a training loop.
+
+    amp = castwise.Amp("bf16-mixed")
+    model, optimizer = amp.prepare(model, optimizer)
+    for inputs, targets in loader:
+        loss = criterion(model(inputs), targets)
+        amp.backward(loss)
+        amp.step(optimizer, max_norm=1.0)
+        optimizer.zero_grad()
+
+Gradients between two updates form a *window* with one scale per named loss. ``step(a)`` and then ``step(b)`` belong
+to the same window; the scale moves once, when the next window opens, at the first ``scale`` or ``backward`` after a
+step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decides for both together.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise import _torch, masters, process, regions
+from castwise.casting import autocast, frames
+from castwise.casting.context import DEVICE_TYPES, default_device_type
+from castwise.casting.frames import mark_boundary
+from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
+from castwise.fused import fuse
+from castwise.plan import Plan, as_plan
+from castwise.scaler import GradScaler, StepResult
+
+__all__ = ["Amp"]
+
+_LOW = (torch.bfloat16, torch.float16)
+_prepared: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Amp]] = weakref.WeakKeyDictionary()
+
+
+class Amp:
+    """A precision plan, applied to models and optimizers of any training loop.
+
+    Args:
+        plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
+        device: Where the model runs, as torch takes it; by default the accelerator at hand, else the CPU.
+        group: Process group whose ranks agree on skipping a step, where their gradients can differ.
+
+    Used as a context manager, or closed with :meth:`close`, it leaves models, operators and process-wide settings
+    as it found them.
+
+    Raises:
+        PlanError: A plan that does not exist or cannot be.
+        DeviceError: A device that is not there or lacks a format of the plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | os.PathLike[str] | torch.dtype,
+        *,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        self.plan = as_plan(plan)
+        self.device_type = torch.device(device).type if device is not None else default_device_type()
+        if self.device_type not in DEVICE_TYPES:
+            raise DeviceError(f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}")
+        process.check_device(self.plan, self.device_type)
+        self.scaler: GradScaler | None = None
+        if self.plan.loss_scale is not None:
+            self.scaler = GradScaler.from_loss_scale(
+                self.plan.loss_scale,
+                device=self.device_type,
+                process_group=group,
+                allow_fp16_grads=self.plan.stores_low and not self.plan.keeps_masters,
+            )
+        self._group = group
+        self._closers: list[Callable[[], None]] = []
+        self._claim: process.Claim | None = None
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._region: autocast | None = None
+        self._root: regions.Border | None = None
+        self._stepped = False
+
+    # --- preparing ----------------------------------------------------------------------------------------
+
+    def prepare(
+        self, model: nn.Module, *optimizers: Optimizer, methods: Sequence[str] = (), inference: bool = False
+    ) -> Any:
+        """Make a model run by the plan, and optimizers update it by the plan.
+
+        Works in place, by hooks: the same objects come back, and references to parameters stay good. Prepare before
+        ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard``.
+
+        Args:
+            model: In any state of training, on its device.
+            optimizers: Those that update it. Several models are prepared by several calls.
+            methods: Methods other than ``forward`` that are called from outside, to run by the plan too.
+            inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
+                trained any more. Norm layers keep their weights.
+
+        Returns:
+            ``model`` alone where no optimizer was given, else ``(model, *optimizers)``.
+
+        Raises:
+            PatternError: A region of the plan that does not fit the model.
+            PlanError: Parameters already stored in a format that contradicts the plan.
+            StateError: A wrong order of wrapping, or something prepared twice.
+        """
+        target = self._check_model(model)
+        for optimizer in optimizers:
+            self._check_optimizer(optimizer)
+        if inference and optimizers:
+            raise StateError("prepare(inference=True) takes no optimizer: weights are cast once and have no masters")
+        if self._claim is None:
+            self._claim = process.Claim(self.plan, self.device_type)
+        self._check_parameters(target)
+        dtypes = regions.storage_dtypes(target, self.plan)
+        if inference:
+            dtypes = {**self._inference_dtypes(target), **dtypes}
+        regions.get_ready_for_compile()
+        root, remove = regions.install(target, self.plan, self.device_type, methods)
+        self._root = self._root or root
+        former = regions.store(target, dtypes)
+        if self.plan.memory_format == "channels_last":
+            former = self._to_channels_last(target, former)
+        for optimizer in optimizers:
+            if self.plan.keeps_masters:
+                attachment = masters.attach(optimizer, target, originals=former)
+                self._closers.append(attachment.detach)
+            if self.plan.optimizer == "fused":
+                fuse(optimizer)
+            self._optimizers.append(weakref.ref(optimizer))
+        self._closers.append(remove)
+        _prepared[target] = weakref.ref(self)
+        self._models.append(weakref.ref(target))
+        return (model, *optimizers) if optimizers else model
+
+    def _check_model(self, model: nn.Module) -> nn.Module:
+        if not isinstance(model, nn.Module):
+            raise StateError(f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own")
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise StateError(
+                f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
+                f"{type(model).__name__}(amp.prepare(module))"
+            )
+        inner = getattr(model, "_orig_mod", None)
+        target = inner if isinstance(inner, nn.Module) else model
+        compiled = inner is not None or getattr(model, "_compiled_call_impl", None) is not None
+        if compiled and _torch.ran_compiled(target):
+            raise StateError(
+                "prepare: this module has already run compiled, and hooks added now would be ignored; prepare the module "
+                "first, then torch.compile it"
+            )
+        devices = {p.device.type for p in target.parameters()} - {"meta", self.device_type}
+        if devices:
+            raise StateError(
+                f"prepare: this Amp is for {self.device_type!r}, but the model has parameters on {', '.join(sorted(devices))}; "
+                f"move the model there first, or make the session with Amp(..., device={sorted(devices)[0]!r})"
+            )
+        owner = _prepared.get(target)
+        if owner is not None and owner() is not None:
+            raise StateError(
+                f"prepare: this {type(target).__name__} is already prepared"
+                f"{'' if owner() is self else ' by another Amp'}; close() that Amp first"
+            )
+        return target
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise StateError(f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare")
+        if any(known() is optimizer for known in self._optimizers):
+            raise StateError(f"prepare: this {type(optimizer).__name__} is already prepared")
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        """Parameters stored low under a plan that stores them in fp32 cannot be what anyone wants."""
+        if self.plan.params != "fp32":
+            return
+        low: dict[torch.dtype, list[str]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dtype in _LOW:
+                low.setdefault(parameter.dtype, []).append(name)
+        for dtype, names in low.items():
+            short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+            instead = f"{short}-master" if dtype is torch.bfloat16 or self.plan.compute == "fp16" else "bf16-master"
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise PlanError(
+                f"prepare: the plan {self.plan} keeps parameters in fp32, but {', '.join(names[:3])}{more} are stored in "
+                f"{short}: their updates and gradients would be {short}. Use the plan {instead!r} (fp32 masters in the "
+                "optimizer), or call model.float() before the optimizer is made."
+            )
+
+    def _inference_dtypes(self, model: nn.Module) -> dict[torch.Tensor, torch.dtype]:
+        """Weights of layers whose operators a mixed plan computes low anyway."""
+        layers = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+        if not self.plan.autocasts or self.plan.stores_low:
+            return {}
+        exempt = regions.assign(model, self.plan.regions)
+        out: dict[torch.Tensor, torch.dtype] = {}
+        shared: set[torch.Tensor] = set()
+        for name, module in model.named_modules():
+            for tensor in module.parameters(recurse=False):
+                inside_region = any(name == path or name.startswith(path + ".") or not path for path in exempt)
+                if isinstance(module, layers) and not inside_region and tensor.dtype is torch.float32:
+                    out[tensor] = self.plan.compute_dtype
+                else:
+                    shared.add(tensor)
+        return {tensor: dtype for tensor, dtype in out.items() if tensor not in shared}
+
+    def _to_channels_last(self, model: nn.Module, former: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return {
+            tensor: value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
+            for tensor, value in former.items()
+        }
+
+    def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
+        """The plan's casting as a region, for code outside a prepared module: a loss, a function.
+
+        Args:
+            enabled: False for an fp32 island.
+            cache_enabled: As in :class:`castwise.autocast`.
+        """
+        if enabled and cache_enabled is None:
+            if self._region is None:
+                self._region = autocast(self.plan, device_type=self.device_type)
+            return self._region
+        return autocast(self.plan, enabled=enabled, cache_enabled=cache_enabled, device_type=self.device_type)
+
+    def mp_policy(self, module: nn.Module | None = None) -> Any:
+        """The plan as a ``MixedPrecisionPolicy`` for FSDP2's ``fully_shard``.
+
+        Args:
+            module: The module to be sharded; a region that matches its class decides for it.
+
+        Returns:
+            A policy whose parameters are gathered in the compute format and whose gradients are reduced in fp32.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        stored = self.plan.compute_dtype if self.plan.stores_low else None
+        if module is not None:
+            for region in self.plan.regions:
+                if regions.assign(module, (region,)).get("") if region.is_type else False:
+                    stored = None if region.params in (None, "fp32") else stored
+        return MixedPrecisionPolicy(
+            param_dtype=stored,
+            reduce_dtype=torch.float32,
+            output_dtype=None,
+            cast_forward_inputs=stored is not None,
+        )
+
+    # --- losses -------------------------------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor, name: str = "loss") -> torch.Tensor:
+        """Multiply a loss by its scale, for a ``backward()`` of one's own. Opens the next window after a step.
+
+        Args:
+            loss: Scalar, any floating dtype; low formats are scaled in fp32.
+            name: Whose scale.
+
+        Returns:
+            The scaled loss; the loss itself under a plan without a loss scale.
+        """
+        self._open_window()
+        return loss if self.scaler is None else self.scaler.scale(loss, name)
+
+    def get_scale(self, name: str = "loss") -> float:
+        """The scale of a loss, 1.0 under a plan without one. Synchronises with the device."""
+        if self.scaler is None:
+            return 1.0
+        self._open_window()
+        return float(self.scaler.get_scale(name))
+
+    def backward(self, loss: torch.Tensor, name: str = "loss", **kwargs: Any) -> None:
+        """Compute scaled gradients of a loss and add them to ``.grad``.
+
+        Args:
+            loss: Scalar of any floating dtype.
+            name: Losses with different names have scales of their own and may share parameters.
+            kwargs: ``retain_graph``, ``create_graph``, ``inputs`` as in ``Tensor.backward``.
+
+        Raises:
+            ValueError: A loss that is not a scalar or has no graph.
+        """
+        if loss.dim() != 0 and loss.numel() != 1:
+            raise PlanError(
+                f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
+            )
+        if self._stepped:
+            self._open_window()
+        if self._root is not None and self._root.follow_backward:
+            loss = mark_boundary(loss, self._root.frame)
+        if self.scaler is None:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        else:
+            self.scaler.backward(loss, name, params=self._parameters, **kwargs)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        seen: set[int] = set()
+        for model in self._live(self._models):
+            for parameter in model.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def grad(
+        self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor], create_graph: bool = False, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Unscaled gradients of a loss with respect to ``inputs``, computed through the scale: for penalties.
+
+        Args:
+            loss: Scalar.
+            inputs: What to differentiate by.
+            create_graph: Keep the graph of the gradients, for a penalty on them.
+            kwargs: As in ``torch.autograd.grad``.
+
+        Returns:
+            One gradient per input, its dtype fp32 at least.
+        """
+        if self._root is not None and self._root.follow_backward:
+            loss = mark_boundary(loss, self._root.frame)
+        if self.scaler is None or not self.scaler.is_enabled():
+            return torch.autograd.grad(loss, inputs, create_graph=create_graph, **kwargs)
+        self._open_window()
+        scale = self.scaler.scale_tensor()
+        grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
+        inverse = scale.double().reciprocal().float()
+        return tuple(g if g is None else (g.float() if g.dtype in _LOW else g) * inverse for g in grads)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by their scale, in place; done by :meth:`step` where it was not before."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def _unscale_once(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None and not self.scaler.is_unscaled(optimizer):
+            self.scaler.unscale_(optimizer)
+
+    def clip_grad_norm_(
+        self,
+        optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor:
+        """Clip by the global norm, after unscaling.
+
+        Args:
+            optimizer_or_params: An optimizer, or parameters whose gradients are unscaled already.
+            max_norm: Largest norm.
+            norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The norm before clipping, a 0-dim tensor on the gradients' device.
+        """
+        return nn.utils.clip_grad_norm_(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
+
+    def clip_grad_value_(
+        self, optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor, clip_value: float
+    ) -> None:
+        """Clip every element to ``[-clip_value, clip_value]``, after unscaling."""
+        nn.utils.clip_grad_value_(self._unscaled_params(optimizer_or_params), clip_value)
+
+    def _unscaled_params(self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+        if isinstance(of, Optimizer):
+            self._unscale_once(of)
+            return [parameter for group in of.param_groups for parameter in group["params"]]
+        params = [of] if isinstance(of, torch.Tensor) else list(of)
+        if self.scaler is not None:
+            wanted = {id(parameter) for parameter in params}
+            for optimizer in self._live(self._optimizers):
+                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                held |= {id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
+                if wanted & held:
+                    self._unscale_once(optimizer)
+        return params
+
+    def step(
+        self,
+        *optimizers: Optimizer,
+        max_norm: float | None = None,
+        closure: Callable[[], Any] | None = None,
+    ) -> StepResult:
+        """Unscale, agree, clip, then step, or skip where a gradient is not finite.
+
+        Args:
+            optimizers: Those to step; several decide together, and clip by their joint norm.
+            max_norm: Clip the gradients to this global norm first.
+            closure: For optimizers that evaluate the loss themselves (LBFGS): clears gradients, computes the loss,
+                calls :meth:`backward` and returns the loss. Gradients are unscaled and checked at each evaluation.
+
+        Returns:
+            What became of it; without a loss scale nothing is ever skipped.
+        """
+        if not optimizers:
+            raise StateError("step() was given no optimizer; call amp.step(optimizer)")
+        if frames.thread.saved:
+            regions.leave_interrupted()
+        scaler = self.scaler
+        if closure is not None and (len(optimizers) > 1 or max_norm is not None):
+            raise StateError("step(closure=...): takes one optimizer and no max_norm; clip inside the closure")
+        norm = None
+        if scaler is None:
+            if max_norm is not None:
+                norm = self._clip_together(optimizers, max_norm)
+            for optimizer in optimizers:
+                if closure is None:
+                    optimizer.step()
+                else:
+                    optimizer.step(closure)
+            frames.clear_weight_cache()
+            return StepResult(None, grad_norm=norm)
+        if max_norm is not None or len(optimizers) > 1:
+            for optimizer in optimizers:
+                self._unscale_once(optimizer)
+        if len(optimizers) > 1:
+            scaler.decide_together(optimizers)
+        if max_norm is not None:
+            norm = self._clip_together(optimizers, max_norm)
+        for optimizer in optimizers:
+            if closure is None:
+                scaler.step(optimizer)
+            else:
+                scaler.step(optimizer, closure=closure)
+        frames.clear_weight_cache()
+        self._stepped = True
+        return scaler.result_of(*optimizers, grad_norm=norm)
+
+    def _clip_together(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
+        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        return nn.utils.clip_grad_norm_(params, max_norm)
+
+    def _open_window(self) -> None:
+        if self._stepped:
+            self._stepped = False
+            if self.scaler is not None:
+                self.scaler.update()
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The session's state: the plan, as JSON, and the loss scales. Tensors none, so it loads with ``weights_only``."""
+        self._open_window()
+        return {
+            "version": 1,
+            "plan": self.plan.to_json(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the loss scales of a saved session, of this plan or another.
+
+        A scale saved under a plan with a loss scale is taken over; where there is none to take, the plan's own
+        initial scale holds.
+
+        Raises:
+            CheckpointError: Not a state of :class:`Amp`.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != 1 or "scaler" not in state:
+            keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointError(
+                f"Amp.load_state_dict: expected the keys version (1), plan and scaler of Amp.state_dict(), got: {keys}"
+            )
+        self._stepped = False
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(dict(state["scaler"]))
+
+    def model_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Weights of a model in fp32 under its own keys, from the masters where there are any.
+
+        A checkpoint written so loads into the model under any other plan.
+        """
+        return masters.fp32_state_dict(getattr(model, "_orig_mod", model))
+
+    def close(self) -> None:
+        """Take the plan off again: hooks, masters (whose values go back into the model), process-wide settings."""
+        for closer in reversed(self._closers):
+            closer()
+        self._closers.clear()
+        self._region = None
+        for model in self._live(self._models):
+            _prepared.pop(model, None)
+        self._models.clear()
+        self._optimizers.clear()
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    @staticmethod
+    def _live(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
+        return [found for ref in refs if (found := ref()) is not None]
+
+    def __enter__(self) -> Amp:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
