@@ -1,0 +1,6 @@
+"""Time and memory of steps, robust to a noisy machine.
+
+Rooms: :mod:`~castwise.measure.stats` (pure statistics), :mod:`~castwise.measure.timing` (interleaved rounds),
+:mod:`~castwise.measure.steps` (a workload's step under a plan), :mod:`~castwise.measure.memory` (peaks in a process
+of their own) and :mod:`~castwise.measure.environment` (what a result was measured on).
+"""

@@ -1,0 +1,150 @@
+"""What a result was measured on: attached to every result file.
+
+Nothing in it names the machine's owner: no host name, no user, no path.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Environment", "command_line", "environment"]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where, when and with what something was measured.
+
+    Attributes:
+        device: Name of the device, as its maker gives it.
+        device_type: ``cpu``, ``cuda``, ``xpu`` or ``mps``.
+        cores: Cores this process may use.
+        threads: Threads torch uses for one operator.
+        capability: The CPU's vector instructions or the GPU's compute capability.
+        torch: Version of torch.
+        python: Version of Python.
+        castwise: Version of castwise.
+        commit: Commit of castwise's own checkout, with ``+`` if files in it were changed; None when installed.
+        system: Operating system and processor architecture.
+        command: The command, with paths cut down to their last part.
+        date: UTC, to the second, ISO 8601.
+    """
+
+    device: str
+    device_type: str
+    cores: int
+    threads: int
+    capability: str
+    torch: str
+    python: str
+    castwise: str
+    commit: str | None
+    system: str
+    command: str
+    date: str
+
+
+def environment(device: torch.device | str = "cpu", command: str | None = None) -> Environment:
+    """Record what this process measures on.
+
+    Args:
+        device: The device that is measured.
+        command: What to say was run; by default this process's command line.
+
+    Returns:
+        The record.
+    """
+    device = torch.device(device)
+    return Environment(
+        device=_device_name(device),
+        device_type=device.type,
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        capability=_capability(device),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        castwise=_version(),
+        commit=_commit(),
+        system=f"{platform.system()} {platform.machine()}",
+        command=command_line(sys.argv) if command is None else command,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def command_line(argv: list[str]) -> str:
+    """A command line without the places where its files lie.
+
+    Args:
+        argv: As in ``sys.argv``.
+
+    Returns:
+        One line; absolute and home paths are reduced to their last part.
+    """
+    words = []
+    for index, word in enumerate(argv):
+        word = re.sub(r"(?:~|(?<![\w.:/])/)[\w.~+@-]*(?:/[\w.~+@-]*)*", lambda m: Path(m.group()).name, word)
+        if index == 0 and word == "__main__.py":
+            word = "castwise"
+        words.append(f'"{word}"' if re.search(r"\s", word) or not word else word)
+    return " ".join(words)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type in ("cuda", "xpu"):
+        return str(getattr(torch, device.type).get_device_name(device))
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def _capability(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{major}.{minor}"
+    return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("castwise")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this very file belongs to; not of a project that merely contains an installation."""
+    package = Path(__file__).resolve().parent.parent
+    root = package.parent.parent
+    if package != root / "src" / "castwise" or not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
+    )
+    return done.stdout.strip()

@@ -1,0 +1,168 @@
+"""Interleaved rounds of steps.
+
+Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them, and
+ratios are formed within rounds (see :mod:`castwise.measure.stats`). The order turns from round to round, so that no
+candidate always follows the same neighbour.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+__all__ = ["HOPELESS", "Lap", "Runner", "paired", "race", "synchronize"]
+
+HOPELESS = 10.0
+"""A candidate whose first steps take this many times the baseline's is stopped."""
+PATIENCE_S = 30.0
+"""A first step is not held against a candidate (kernels are built in it) unless it takes longer than this."""
+WARMUP = 2
+
+
+class Runner(Protocol):
+    """One candidate. ``run`` alone is timed; ``before`` and ``after`` frame each block of steps."""
+
+    def before(self, steps: int) -> None:
+        """Get ready for a block: fetch its data, set the process up."""
+
+    def run(self, steps: int) -> None:
+        """Run the block; it may leave work in the device's queue."""
+
+    def after(self) -> None:
+        """Clean up after a block, a failed one too."""
+
+
+@dataclass
+class Lap:
+    """What a race says about one candidate.
+
+    Attributes:
+        times_s: Seconds per step in each round, None in rounds it did not run.
+        slowdown: How many times as slow as the baseline its first steps were, where that stopped it.
+        error: The exception that ended it, if one did.
+    """
+
+    times_s: list[float | None] = field(default_factory=list)
+    slowdown: float | None = None
+    error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the candidate has left the race early."""
+        return self.slowdown is not None or self.error is not None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it; nothing to wait for on a CPU.
+
+    Args:
+        device: On which to wait.
+    """
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def _block_s(runner: Runner, steps: int, device: torch.device) -> float:
+    try:
+        runner.before(steps)
+        synchronize(device)
+        start = time.perf_counter()
+        runner.run(steps)
+        synchronize(device)
+        return (time.perf_counter() - start) / steps
+    finally:
+        runner.after()
+
+
+def race(
+    runners: Sequence[tuple[str, Runner]],
+    *,
+    rounds: int,
+    steps: int,
+    device: torch.device,
+    warmup: int = WARMUP,
+    hopeless: float = HOPELESS,
+    patience_s: float = PATIENCE_S,
+    on_block: Callable[[str, int], None] | None = None,
+) -> dict[str, Lap]:
+    """Time candidates against each other.
+
+    Args:
+        runners: Names and candidates; the first is the baseline.
+        rounds: Rounds in which every candidate runs one block.
+        steps: Steps per block.
+        device: Waited for at both ends of each block.
+        warmup: Single steps before the first round, not counted; at least 2 are needed to stop hopeless candidates.
+        hopeless: A candidate that takes more than this many times the baseline's time in each of its first two steps
+            is stopped, since what is known of it by then is enough.
+        patience_s: A candidate is stopped after one step if that alone took longer than this and than ``hopeless``
+            times the baseline's first.
+        on_block: Called with a name and the steps just run, after each block.
+
+    Returns:
+        Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
+    """
+    laps = {name: Lap() for name, _ in runners}
+    reference: list[float] = []
+    for index, (name, runner) in enumerate(runners):
+        taken: list[float] = []
+        for _ in range(warmup):
+            try:
+                taken.append(_block_s(runner, 1, device))
+            except Exception as error:  # one candidate's failure is its result, not the end of the others
+                laps[name].error = error
+                break
+            if on_block is not None:
+                on_block(name, 1)
+            if index and reference:
+                laps[name].slowdown = _hopeless(taken, reference, hopeless, patience_s)
+                if laps[name].done:
+                    break
+        if index == 0 and not laps[name].done:
+            reference = taken
+    for number in range(rounds):
+        turn = number % len(runners)
+        order = [*runners[turn:], *runners[:turn]]
+        for name, runner in order if number % 2 == 0 else reversed(order):
+            lap = laps[name]
+            seconds: float | None = None
+            if not lap.done:
+                try:
+                    seconds = _block_s(runner, steps, device)
+                except Exception as error:
+                    lap.error = error
+                if on_block is not None:
+                    on_block(name, steps)
+            lap.times_s.append(seconds)
+    return laps
+
+
+def _hopeless(taken: list[float], reference: list[float], factor: float, patience_s: float) -> float | None:
+    """The slowdown that ends a candidate after the first steps ``taken``, or None to go on."""
+    if len(taken) == 1:
+        slowdown = taken[0] / reference[0]
+        return slowdown if slowdown > factor and taken[0] > patience_s else None
+    slowdown = min(taken) / min(reference)
+    return slowdown if slowdown > factor else None
+
+
+def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
+    """The times of the rounds that both ran.
+
+    Args:
+        baseline: One candidate.
+        candidate: The other.
+
+    Returns:
+        Two lists of equal length, in seconds per step.
+    """
+    both = [
+        (a, b)
+        for a, b in zip(baseline.times_s, candidate.times_s, strict=True)
+        if a is not None and b is not None
+    ]
+    return [a for a, _ in both], [b for _, b in both]
