@@ -6,7 +6,6 @@ Nothing in it names the machine's owner: no host name, no user, no path.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+import castwise
 
 __all__ = ["Environment", "command_line", "environment"]
 
@@ -72,7 +73,7 @@ def environment(device: torch.device | str = "cpu", command: str | None = None) 
         capability=_capability(device),
         torch=torch.__version__,
         python=platform.python_version(),
-        castwise=_version(),
+        castwise=castwise.__version__,
         commit=_commit(),
         system=f"{platform.system()} {platform.machine()}",
         command=command_line(sys.argv) if command is None else command,
@@ -120,13 +121,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("castwise")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _commit() -> str | None:

@@ -7,6 +7,7 @@ candidate always follows the same neighbour.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ HOPELESS = 10.0
 """A candidate whose first steps take this many times the baseline's is stopped."""
 PATIENCE_S = 30.0
 """A first step is not held against a candidate (kernels are built in it) unless it takes longer than this."""
+SURE_S = 1.0
+"""Below this, a neighbour on the machine can make a step look hopeless, so two rounds beside the baseline must agree."""
 WARMUP = 2
 
 
@@ -87,6 +90,7 @@ def race(
     warmup: int = WARMUP,
     hopeless: float = HOPELESS,
     patience_s: float = PATIENCE_S,
+    sure_s: float = SURE_S,
     on_block: Callable[[str, int], None] | None = None,
 ) -> dict[str, Lap]:
     """Time candidates against each other.
@@ -96,11 +100,12 @@ def race(
         rounds: Rounds in which every candidate runs one block.
         steps: Steps per block.
         device: Waited for at both ends of each block.
-        warmup: Single steps before the first round, not counted; at least 2 are needed to stop hopeless candidates.
-        hopeless: A candidate that takes more than this many times the baseline's time in each of its first two steps
-            is stopped, since what is known of it by then is enough.
+        warmup: Single steps before the first round, not counted.
+        hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first two
+            steps if they are long (``sure_s``), else when every round so far says so, of which there must be two.
         patience_s: A candidate is stopped after one step if that alone took longer than this and than ``hopeless``
             times the baseline's first.
+        sure_s: Length of a step, in seconds, that cannot be the machine's noise.
         on_block: Called with a name and the steps just run, after each block.
 
     Returns:
@@ -119,7 +124,7 @@ def race(
             if on_block is not None:
                 on_block(name, 1)
             if index and reference:
-                laps[name].slowdown = _hopeless(taken, reference, hopeless, patience_s)
+                laps[name].slowdown = _hopeless(taken, reference, hopeless, patience_s, sure_s)
                 if laps[name].done:
                     break
         if index == 0 and not laps[name].done:
@@ -138,16 +143,26 @@ def race(
                 if on_block is not None:
                     on_block(name, steps)
             lap.times_s.append(seconds)
+        for name, _ in runners[1:]:
+            if not laps[name].done:
+                laps[name].slowdown = _hopeless_rounds(laps[runners[0][0]], laps[name], hopeless)
     return laps
 
 
-def _hopeless(taken: list[float], reference: list[float], factor: float, patience_s: float) -> float | None:
+def _hopeless_rounds(baseline: Lap, lap: Lap, factor: float) -> float | None:
+    ratios = [after / before for before, after in zip(*paired(baseline, lap), strict=True)]
+    return statistics.median(ratios) if len(ratios) >= 2 and min(ratios) > factor else None
+
+
+def _hopeless(
+    taken: list[float], reference: list[float], factor: float, patience_s: float, sure_s: float
+) -> float | None:
     """The slowdown that ends a candidate after the first steps ``taken``, or None to go on."""
     if len(taken) == 1:
         slowdown = taken[0] / reference[0]
         return slowdown if slowdown > factor and taken[0] > patience_s else None
     slowdown = min(taken) / min(reference)
-    return slowdown if slowdown > factor else None
+    return slowdown if slowdown > factor and min(taken) > sure_s else None
 
 
 def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:

@@ -1,0 +1,504 @@
+"""``bench``: time, memory and loss of precision plans side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from castwise.casting.context import default_device_type
+from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError
+from castwise.jobs import Event, Progress
+from castwise.measure import stats
+from castwise.measure.environment import Environment, environment
+from castwise.measure.memory import Memory, measure_memory
+from castwise.measure.steps import InferenceRun, TrainingRun
+from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, paired, race
+from castwise.plan import PRESETS, Plan, as_plan
+from castwise.workload import Workload, find_workload
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
+
+BASELINE = "fp32"
+PICTURE_SIDE = 128
+"""Pictures are thinned to at most this many rows and columns in the record."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Step times of one plan.
+
+    Attributes:
+        step: Median and quartiles over rounds, of seconds per step.
+        speedup: How many times as fast as the baseline, from interleaved pairs; None for the baseline itself.
+        rounds_s: Seconds per step in each round, None where it did not run.
+    """
+
+    step: stats.Summary
+    speedup: stats.Ratio | None
+    rounds_s: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What the bench found about one plan.
+
+    Attributes:
+        name: As the plan was given.
+        plan: The plan on one line, as ``Plan.parse`` reads it.
+        digest: Of the plan.
+        status: ``ok``; ``stopped`` (hopeless); ``unsupported`` (the device or model cannot run it); ``failed``.
+        reason: Why it is not ``ok``, in a sentence; else empty.
+        training: Times of training steps, where there were enough.
+        inference: Times of inference calls, where they were asked for and worked.
+        memory: Peaks and saved bytes, where they were asked for and could be measured.
+        notes: What else went wrong, in sentences.
+        losses: Loss of every step.
+        final_loss: The last of them.
+        final_loss_difference: Of it from the baseline's.
+        skipped_steps: Steps not taken since gradients were not finite.
+        metrics: What ``workload.evaluate`` says of the trained model.
+    """
+
+    name: str
+    plan: str
+    digest: str
+    status: str
+    reason: str = ""
+    training: Timing | None = None
+    inference: Timing | None = None
+    memory: Memory | None = None
+    notes: tuple[str, ...] = ()
+    losses: tuple[float, ...] = ()
+    final_loss: float | None = None
+    final_loss_difference: float | None = None
+    skipped_steps: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Plans side by side on one workload and one machine.
+
+    Attributes:
+        workload: Its name.
+        description: What it is.
+        baseline: Name of the plan that the others are compared with.
+        steps: Training steps each plan took.
+        rounds: Interleaved rounds the times come from.
+        seed: Of weights and data.
+        environment: What it was measured on.
+        plans: A row per plan, in the order given, the baseline first if it was added.
+        images: ``target`` and a prediction per plan, rows of numbers, for workloads that have a picture.
+    """
+
+    workload: str
+    description: str
+    baseline: str
+    steps: int
+    rounds: int
+    seed: int
+    environment: Environment
+    plans: tuple[PlanResult, ...]
+    images: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record that reports are made from: plain data, with numbers that are not finite as None."""
+        record: dict[str, Any] = _plain({"kind": "bench", "version": 1, **dataclasses.asdict(self)})
+        return record
+
+    def to_json(self) -> str:
+        """The record as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def table(self) -> RenderableType:
+        """The rows as a table for ``rich.print``."""
+        from castwise.report.tables import bench_table
+
+        return bench_table(self.to_dict())
+
+    def headline(self) -> str:
+        """The answer in a sentence or two."""
+        from castwise.report.text import headline
+
+        return headline(self.to_dict())
+
+    def save(self, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """Write the record, the page and its plots.
+
+        Args:
+            folder: Where to; made if it does not exist.
+
+        Returns:
+            Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures.
+        """
+        from castwise.report.page import write_bench_page
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        data = folder / "bench.json"
+        data.write_text(self.to_json() + "\n", encoding="utf-8")
+        page, *pictures = write_bench_page(self.to_dict(), folder)
+        return (page, data, *pictures)
+
+
+@dataclass
+class _Row:
+    """A plan while the bench works on it."""
+
+    name: str
+    plan: Plan
+    status: str = "ok"
+    reason: str = ""
+    run: TrainingRun | None = None
+    training: Lap | None = None
+    inference: Lap | None = None
+    memory: Memory | None = None
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    skipped_steps: int = 0
+    notes: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    images: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    def end(self, status: str, reason: str) -> None:
+        self.status, self.reason = status, reason
+
+
+def bench(
+    workload: Workload | str,
+    plans: Iterable[Plan | str | os.PathLike[str] | torch.dtype] = ("fp32", "bf16-mixed"),
+    *,
+    device: torch.device | str | None = None,
+    steps: int = 50,
+    rounds: int = 12,
+    seed: int = 0,
+    inference: bool = True,
+    memory: bool = True,
+    hopeless: float = HOPELESS,
+    progress: Progress | None = None,
+) -> BenchResult:
+    """Train a workload under several plans, in turns, and measure what each costs.
+
+    Every plan trains a copy of the model of its own from the same weights on the same batches. Times of training and
+    of inference come from rounds in which each plan runs a block of steps; batches are fetched outside of them.
+    Memory is measured in a process per plan. A plan that the device cannot run, that is hopelessly slow or that fails
+    gets a row that says so and leaves the others alone.
+
+    Args:
+        workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
+        plans: Presets, plans or plan files; ``fp32`` is put first if it is not among them.
+        device: By default the accelerator at hand, else the CPU.
+        steps: Training steps per plan, at least 3; the first few are not timed.
+        rounds: Interleaved rounds to spread them over; 6 or more give a 95 % interval.
+        seed: Of weights and data.
+        inference: Measure inference too.
+        memory: Measure memory too.
+        hopeless: A plan whose first steps take this many times the baseline's is stopped.
+        progress: Called with events.
+
+    Returns:
+        The result: ``.table()``, ``.save(folder)``.
+
+    Raises:
+        PlanError: A plan that cannot be, or ``steps`` or ``rounds`` out of range.
+        DeviceError: No such device.
+        WorkloadError: A workload that cannot be found, or fails in fp32 at its first steps.
+        NonFiniteError: The loss is not finite in fp32 from the first step.
+    """
+    if steps < WARMUP + 1 or rounds < 1 or not hopeless > 1:
+        raise PlanError(
+            f"bench(steps={steps}, rounds={rounds}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, rounds >= 1 and "
+            "hopeless > 1"
+        )
+    where = torch.device(device if device is not None else default_device_type())
+    rows = _rows(plans)
+    spec = workload if isinstance(workload, str) else None
+    found = find_workload(workload) if isinstance(workload, str) else workload
+    rounds = min(rounds, steps - WARMUP)
+    per_round = (steps - WARMUP) // rounds
+    work = _Work(
+        found, spec, where, seed, steps, rounds, per_round, hopeless, progress or (lambda _event: None), rows
+    )
+    outer = torch.get_rng_state()
+    try:
+        work.train()
+        if inference:
+            work.infer()
+        if memory:
+            work.weigh()
+    finally:
+        work.close()
+        torch.set_rng_state(outer)
+    return work.result()
+
+
+def _rows(plans: Iterable[Any]) -> list[_Row]:
+    if isinstance(plans, (str, Plan, torch.dtype)):
+        plans = (plans,)
+    rows: dict[str, _Row] = {}
+    for given in plans:
+        plan = as_plan(given)
+        name = _name(given, plan)
+        if name in rows and rows[name].plan != plan:
+            name = f"{name} ({plan.digest[:8]})"
+        rows.setdefault(name, _Row(name, plan))
+    base = next((row for row in rows.values() if row.plan == PRESETS[BASELINE]), None)
+    if base is None:
+        base = _Row(BASELINE, PRESETS[BASELINE])
+    return [base, *(row for row in rows.values() if row is not base)]
+
+
+def _name(given: object, plan: Plan) -> str:
+    if isinstance(given, str) and given in PRESETS:
+        return given
+    preset = next((name for name, value in PRESETS.items() if value == plan), None)
+    if preset is not None:
+        return preset
+    if isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
+        path = Path(given)
+        return path.parent.name if path.stem == "plan" and path.parent.name else path.stem
+    return str(plan)
+
+
+@dataclass
+class _Work:
+    workload: Workload
+    spec: str | None
+    device: torch.device
+    seed: int
+    steps: int
+    rounds: int
+    per_round: int
+    hopeless: float
+    progress: Progress
+    rows: list[_Row]
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        initial: dict[str, torch.Tensor] | None = None
+        for row in self.rows:
+            try:
+                row.run = TrainingRun(self.workload, row.plan, self.device, self.seed, initial)
+            except Exception as error:
+                self._lost(row, error)
+                continue
+            initial = initial or row.run.weights()
+        runners: list[tuple[str, Runner]] = [(row.name, row.run) for row in self.rows if row.run is not None]
+        counts = dict.fromkeys((name for name, _ in runners), 0)
+
+        def on_block(name: str, taken: int) -> None:
+            counts[name] += taken
+            if counts[name] == WARMUP and name == self.rows[0].name:
+                self._check_baseline()
+            self.progress(Event("training", name, counts[name], self.steps))
+
+        timed = self.rounds * self.per_round
+        laps = race(
+            runners, rounds=self.rounds, steps=self.per_round, device=self.device,
+            warmup=WARMUP, hopeless=self.hopeless, on_block=on_block,
+        )  # fmt: skip
+        for row in self.rows:
+            if row.run is None:
+                continue
+            row.training = laps[row.name]
+            self._settle(row, row.training, "training")
+            rest = self.steps - WARMUP - timed
+            if row.status == "ok":
+                try:
+                    if rest:
+                        row.run.before(rest)
+                        try:
+                            row.run.run(rest)
+                        finally:
+                            row.run.after()
+                    self._look(row)
+                except Exception as error:
+                    self._lost(row, error)
+            row.losses, row.skipped_steps = row.run.losses, row.run.skipped_steps
+            row.run.close()
+            row.run = None
+            self.progress(Event("training", row.name, self.steps, self.steps, row.reason))
+
+    def _check_baseline(self) -> None:
+        run = self.rows[0].run
+        assert run is not None
+        if not math.isfinite(run.losses[0]):
+            raise NonFiniteError(
+                f"workload {self.workload.name!r}: the loss of the first step is {run.losses[0]} in fp32, so no plan can be "
+                "compared; look for NaN or infinite values in its data or weights"
+            )
+
+    def _look(self, row: _Row) -> None:
+        """What the trained model knows: weights for inference, metrics, pictures."""
+        assert row.run is not None
+        row.state = row.run.weights()
+        with row.run.evaluating() as model:
+            if self.workload.evaluate is not None:
+                row.metrics = {key: float(value) for key, value in self.workload.evaluate(model).items()}
+            picture = getattr(self.workload, "picture", None)
+            if picture is not None:
+                row.images = {key: _thin(value) for key, value in picture(model).items()}
+
+    # --- inference and memory -----------------------------------------------------------------------------
+
+    def infer(self) -> None:
+        runs: list[tuple[_Row, InferenceRun]] = []
+        for row in self.rows:
+            if row.status != "ok":
+                continue
+            try:
+                runs.append((row, InferenceRun(self.workload, row.plan, self.device, self.seed, row.state)))
+            except Exception as error:
+                row.notes.append(f"inference: {_sentence(error)}")
+        total = WARMUP + self.rounds * self.per_round
+        counts = dict.fromkeys((row.name for row, _ in runs), 0)
+
+        def on_block(name: str, taken: int) -> None:
+            counts[name] += taken
+            self.progress(Event("inference", name, counts[name], total))
+
+        laps = race(
+            [(row.name, run) for row, run in runs], rounds=self.rounds, steps=self.per_round, device=self.device,
+            warmup=WARMUP, hopeless=self.hopeless, on_block=on_block,
+        )  # fmt: skip
+        for row, run in runs:
+            row.inference = laps[row.name]
+            if row.inference.slowdown is not None:
+                row.notes.append(f"inference {_stopped(row.inference.slowdown)}")
+            elif row.inference.error is not None:
+                row.notes.append(f"inference: {_sentence(row.inference.error)}")
+            run.close()
+            self.progress(Event("inference", row.name, total, total))
+
+    def weigh(self) -> None:
+        for row in self.rows:
+            if row.status != "ok":
+                continue
+            self.progress(Event("memory", row.name, 0, 1))
+            try:
+                row.memory = measure_memory(self.spec or self.workload, row.plan, self.device, seed=self.seed)
+            except CastwiseError as error:
+                row.notes.append(_sentence(error))
+            self.progress(Event("memory", row.name, 1, 1))
+
+    # --- results ------------------------------------------------------------------------------------------
+
+    def _settle(self, row: _Row, lap: Lap, stage: str) -> None:
+        if lap.error is not None:
+            self._lost(row, lap.error, first=not any(lap.times_s))
+        elif lap.slowdown is not None:
+            row.end("stopped", _stopped(lap.slowdown))
+
+    def _lost(self, row: _Row, error: Exception, first: bool = True) -> None:
+        """A plan ended with an exception; where the baseline cannot even start, nothing can be compared."""
+        if row is self.rows[0] and first:
+            if isinstance(error, CastwiseError):
+                raise error
+            raise WorkloadError(f"workload {self.workload.name!r} fails in fp32: {_sentence(error)}") from error
+        row.end("unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed", _sentence(error))
+
+    def close(self) -> None:
+        for row in self.rows:
+            if row.run is not None:
+                row.run.close()
+                row.run = None
+
+    def result(self) -> BenchResult:
+        base = self.rows[0]
+        images = {"target": base.images["target"]} if "target" in base.images else {}
+        for row in self.rows:
+            for key, picture in row.images.items():
+                if key != "target":
+                    images[row.name if len(row.images) <= 2 else f"{row.name}: {key}"] = picture
+        return BenchResult(
+            workload=self.workload.name,
+            description=self.workload.description,
+            baseline=base.name,
+            steps=self.steps,
+            rounds=self.rounds,
+            seed=self.seed,
+            environment=environment(self.device),
+            plans=tuple(_plan_result(row, base) for row in self.rows),
+            images=images,
+        )
+
+
+def _plan_result(row: _Row, base: _Row) -> PlanResult:
+    final = row.losses[-1] if row.losses and row.status == "ok" else None
+    same = final is not None and len(base.losses) == len(row.losses)
+    return PlanResult(
+        name=row.name,
+        plan=str(row.plan),
+        digest=row.plan.digest,
+        status=row.status,
+        reason=row.reason,
+        training=_timing(row.training, base.training, row is base),
+        inference=_timing(row.inference, base.inference, row is base),
+        memory=row.memory,
+        notes=tuple(row.notes),
+        losses=tuple(row.losses),
+        final_loss=final,
+        final_loss_difference=final - base.losses[-1] if same and final is not None else None,
+        skipped_steps=row.skipped_steps,
+        metrics=row.metrics,
+    )
+
+
+def _timing(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
+    times = [t for t in lap.times_s if t is not None] if lap is not None else []
+    if lap is None or not times:
+        return None
+    speedup = None
+    if base is not None and not is_base:
+        before, after = paired(base, lap)
+        speedup = stats.paired_speedup(before, after) if before else None
+    return Timing(stats.summarise(times), speedup, tuple(lap.times_s))
+
+
+def _stopped(slowdown: float) -> str:
+    return f"stopped: {slowdown:.0f}x slower than {BASELINE}"
+
+
+def _sentence(error: BaseException) -> str:
+    """An exception as one line that a person can read in a table."""
+    lines = str(error).strip().splitlines()
+    text = lines[0].strip() if lines else ""
+    if isinstance(error, CastwiseError):
+        return text
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _thin(picture: torch.Tensor) -> list[list[float]]:
+    """Rows of numbers of a picture ``[height, width]``, at most ``PICTURE_SIDE`` each way, to four decimals."""
+    picture = picture.detach().float().cpu()
+    if picture.dim() != 2:
+        raise WorkloadError(
+            f"workload: picture() returned a tensor of shape {list(picture.shape)}; needed: [height, width]"
+        )
+    step = [max(1, math.ceil(side / PICTURE_SIDE)) for side in picture.shape]
+    return [[round(x, 4) for x in line] for line in picture[:: step[0], :: step[1]].tolist()]
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,323 @@
+"""Peak memory of a training step and of inference, each plan in a process of its own.
+
+On a CPU the bytes that torch's allocator holds are counted, from torch's profiler: the same run gives the same
+number to the byte, where the resident size of a process (``VmHWM`` of ``/proc/self/status``) moved by 7 MB between
+runs that differ by nothing, for a network whose tensors take 31 MB. What libraries allocate behind torch's back is
+not in it. On an accelerator it is ``max_memory_allocated`` with its peak reset.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.errors import CastwiseError, WorkloadError
+from castwise.measure.steps import InferenceRun, TrainingRun
+from castwise.measure.timing import synchronize
+from castwise.plan import Plan
+from castwise.workload import Workload, find_workload
+
+__all__ = ["Memory", "count_saved_bytes", "measure_here", "measure_memory", "peak_bytes"]
+
+_WINDOW = "castwise::peak"
+_WARMUP = 2
+"""Steps before the one that is measured: optimizer state exists after the first, casts are cached after it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a workload under a plan, all in bytes.
+
+    Attributes:
+        training_peak_bytes: Most that was allocated at once during one training step: weights, masters, gradients,
+            optimizer state, activations and the batch.
+        inference_peak_bytes: The same during one inference call, without anything training needs.
+        saved_bytes: Storages kept for the backward pass that are neither parameters nor buffers.
+        method: How the peaks were found.
+    """
+
+    training_peak_bytes: int | None
+    inference_peak_bytes: int | None
+    saved_bytes: int | None
+    method: str
+
+
+def measure_memory(
+    workload: Workload | str,
+    plan: Plan,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    inference: bool = True,
+    timeout_s: float = 900.0,
+) -> Memory:
+    """Measure a plan's memory in a new process.
+
+    Args:
+        workload: A specification as :func:`castwise.workload.find_workload` takes it, or a workload. One that cannot
+            be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this process,
+            where the operating system and the device allow it.
+        plan: How to train.
+        device: Where.
+        seed: Of weights and data.
+        inference: Whether to measure inference too.
+        timeout_s: The process is ended after this many seconds.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        CastwiseError: The process could not be started or failed; the message says why.
+    """
+    request = {
+        "plan": plan.to_json(),
+        "device": str(device),
+        "seed": seed,
+        "inference": inference,
+        "threads": torch.get_num_threads(),
+        "path": sys.path,
+    }
+    with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
+        answer = Path(folder) / "memory.json"
+        if isinstance(workload, str):
+            request["spec"] = workload
+        else:
+            pickled = _pickle(workload)
+            if pickled is None:
+                _in_fork(lambda: _answer(answer, lambda: measure_here(workload, plan, device, seed, inference)), device)
+                forked = _read(answer, "")
+                return replace(forked, method=f"{forked.method}, one thread")
+            request["pickle"] = base64.b64encode(pickled).decode("ascii")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "castwise.measure", str(answer)],
+                input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise CastwiseError(f"memory was not measured: no answer after {timeout_s:g} s") from None
+        return _read(answer, done.stderr)
+
+
+def main(answer: str) -> None:
+    """Entry point of the process: a request on standard input, the answer into a file.
+
+    Args:
+        answer: Path of the file.
+    """
+    request = json.load(sys.stdin)
+    sys.path[:] = request["path"]
+
+    def measure() -> Memory:
+        torch.set_num_threads(request["threads"])
+        workload = (
+            find_workload(request["spec"])
+            if "spec" in request
+            else pickle.loads(base64.b64decode(request["pickle"]))
+        )
+        plan, device = Plan.from_json(request["plan"]), torch.device(request["device"])
+        return measure_here(workload, plan, device, request["seed"], request["inference"])
+
+    _answer(Path(answer), measure)
+
+
+def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int, inference: bool) -> Memory:
+    """Measure a plan's memory in this process, which should hold nothing else.
+
+    Args:
+        workload: What to train.
+        plan: How.
+        device: Where.
+        seed: Of weights and data.
+        inference: Whether to measure inference too.
+
+    Returns:
+        The bytes.
+    """
+    training = peak_bytes(lambda: TrainingRun(workload, plan, device, seed), device)
+    called = peak_bytes(lambda: InferenceRun(workload, plan, device, seed), device) if inference else None
+    run = TrainingRun(workload, plan, device, seed)
+    run.before(1)
+    try:
+        with count_saved_bytes(run.model) as saved:
+            run.run(1)
+    finally:
+        run.after()
+        run.close()
+    method = "bytes held by torch's allocator" if device.type == "cpu" else "max_memory_allocated"
+    return Memory(training, called, saved.total_bytes, method)
+
+
+def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.device) -> int | None:
+    """Most bytes allocated at once during one step, after others that warm it up.
+
+    Args:
+        build: Makes the runner; what it allocates and keeps is counted.
+        device: Where.
+
+    Returns:
+        The peak, or None where the device type does not tell.
+    """
+    gc.collect()
+    if device.type == "cpu":
+        return _cpu_peak_bytes(build)
+    try:
+        torch.accelerator.empty_cache()
+        before = torch.accelerator.memory_allocated(device)
+    except (RuntimeError, NotImplementedError):  # MPS keeps no such statistics
+        return None
+    run = build()
+    try:
+        _steps(run, _WARMUP)
+        gc.collect()
+        synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        _steps(run, 1)
+        synchronize(device)
+        return int(torch.accelerator.max_memory_allocated(device)) - before
+    finally:
+        run.close()
+
+
+def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run = build()
+        _steps(run, _WARMUP)
+        gc.collect()
+        run.before(1)
+        try:
+            with record_function(_WINDOW):
+                run.run(1)
+        finally:
+            run.after()
+    run.close()
+    with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
+        trace = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(trace)
+        with open(trace, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    return _window_peak_bytes(events)
+
+
+def _window_peak_bytes(events: list[dict[str, Any]]) -> int:
+    """The largest total of the allocator's events inside the marked window of a trace.
+
+    Blocks from before the window are part of the total, since the trace saw them too.
+    """
+    window = next(e for e in events if e.get("name") == _WINDOW and e.get("ph") == "X")
+    start, end = window["ts"], window["ts"] + window["dur"]
+    totals = [
+        (event["ts"], event["args"]["Total Allocated"])
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+    ]
+    held = [total for _, total in sorted((t for t in totals if t[0] < start), key=lambda t: t[0])[-1:]]
+    return max([*held, *(total for ts, total in totals if start <= ts <= end)])
+
+
+def _steps(run: TrainingRun | InferenceRun, steps: int) -> None:
+    try:
+        run.before(steps)
+        run.run(steps)
+    finally:
+        run.after()
+
+
+class _Saved:
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the distinct storages."""
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+@contextlib.contextmanager
+def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
+    """Count what autograd keeps for the backward pass of the code inside.
+
+    A storage that several operators save is counted once, and those of the model's parameters and buffers not at
+    all. Casts of weights to a lower format are counted: they are memory that training needs. The storages stay alive
+    until the block ends, so peaks should be measured elsewhere.
+
+    Args:
+        model: Whose parameters and buffers do not count.
+
+    Yields:
+        An object whose ``total_bytes`` is the sum so far.
+    """
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved = _Saved()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved.storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def _pickle(workload: Workload) -> bytes | None:
+    """The workload for another process, or None where it would not be found there."""
+    try:
+        pickled = pickle.dumps(workload)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    return None if b"__main__" in pickled else pickled
+
+
+def _in_fork(work: Callable[[], None], device: torch.device) -> None:
+    if device.type != "cpu" or not sys.platform.startswith("linux"):
+        raise WorkloadError(
+            "memory was not measured: the workload holds functions that cannot be sent to another process; put it into a "
+            "file and name it file.py:attribute"
+        )
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler talks on standard error
+            # torch's worker threads do not survive a fork; with one thread none is needed, as in DataLoader's workers
+            torch.set_num_threads(1)
+            work()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def _answer(path: Path, measure: Callable[[], Memory]) -> None:
+    """Write what was measured, or why it was not."""
+    try:
+        answer = asdict(measure())
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    path.write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _read(path: Path, stderr: str) -> Memory:
+    if not path.exists():
+        last = stderr.strip().splitlines()[-1:] or ["it died without a word (out of memory?)"]
+        raise CastwiseError(f"memory was not measured: the process ended with: {last[0]}")
+    answer = json.loads(path.read_text(encoding="utf-8"))
+    if "error" in answer:
+        raise CastwiseError(f"memory was not measured: {answer['error']}")
+    return Memory(**answer)

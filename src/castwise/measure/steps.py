@@ -1,0 +1,321 @@
+"""A workload's training step and its inference call under a plan, as runners of a race."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.casting.trees import map_tensors
+from castwise.errors import WorkloadError
+from castwise.plan import Plan
+from castwise.process import Claim, check_device
+from castwise.session import Amp
+from castwise.workload import Workload
+
+__all__ = ["InferenceRun", "TrainingRun", "build_model", "to_device"]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors in a batch to a device, whatever containers they lie in.
+
+    Args:
+        value: A batch.
+        device: Where to.
+
+    Returns:
+        The batch, itself where nothing had to be moved.
+    """
+    return map_tensors(lambda tensor: tensor.to(device), value)
+
+
+def build_model(
+    workload: Workload, device: torch.device, seed: int, state: Mapping[str, torch.Tensor] | None = None
+) -> nn.Module:
+    """A fresh copy of a workload's model.
+
+    Args:
+        workload: Whose model.
+        device: Where it is to lie.
+        seed: Of torch's random numbers while it is built.
+        state: Weights to give it, under its own keys.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        WorkloadError: ``workload.model()`` returned something else.
+    """
+    torch.manual_seed(seed)
+    model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(
+            f"workload {workload.name!r}: model() returned {type(model).__name__}, not a torch.nn.Module; return the module"
+        )
+    model = model.to(device)
+    if state is not None:
+        model.load_state_dict(state)
+    return model.train()
+
+
+class _RandomState:
+    """Torch's random numbers as one candidate sees them, so that dropout draws the same whatever runs in between."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device = device
+        with self.in_force():
+            torch.manual_seed(seed)
+            self._mine = self._get()
+        self._outer: list[torch.Tensor] | None = None
+
+    def _get(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(getattr(torch, self._device.type).get_rng_state())
+        return states
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            getattr(torch, self._device.type).set_rng_state(states[1])
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        outer = self._get()
+        try:
+            yield
+        finally:
+            self._set(outer)
+
+    def enter(self) -> None:
+        self._outer = self._get()
+        self._set(self._mine)
+
+    def leave(self) -> None:
+        if self._outer is not None:
+            self._mine = self._get()
+            self._set(self._outer)
+            self._outer = None
+
+
+def _split(plan: Plan, device: torch.device) -> Plan:
+    """The plan without its process-wide settings: those are put in force only while its own block runs.
+
+    Plans that disagree on them can so be timed in turns.
+    """
+    check_device(plan, device.type)
+    return replace(plan, fp32_matmul="as_is", fp32_conv="as_is")
+
+
+class TrainingRun:
+    """A model in training under a plan, with the losses it went through.
+
+    Every run with the same seed starts from the same weights and sees the same batches and random draws.
+
+    Args:
+        workload: What to train.
+        plan: How.
+        device: Where.
+        seed: Of the weights and of the data.
+        state: Initial weights, where they must equal another run's.
+
+    Raises:
+        DeviceError: The device cannot run the plan.
+        CastwiseError: The plan does not fit the model.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        device: torch.device,
+        seed: int = 0,
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._workload = workload
+        self._plan = plan
+        self._device = device
+        self._claim: Claim | None = None
+        split = _split(plan, device)
+        self._random = _RandomState(device, seed)
+        with self._random.in_force():
+            self.model = build_model(workload, device, seed, state)
+            self.optimizer = workload.optimizer(self.model.parameters())
+            self.amp = Amp(split, device=device)
+            self.amp.prepare(self.model, self.optimizer)
+            self._batches = iter(workload.batches(seed))
+        self._block: list[Any] = []
+        self._losses: list[torch.Tensor] = []
+        self._flags: list[torch.Tensor] = []
+        self.losses: list[float] = []
+        self.skipped_steps = 0
+
+    def before(self, steps: int) -> None:
+        """Fetch a block's batches to the device and put the plan's process-wide settings in force.
+
+        Args:
+            steps: Length of the block.
+
+        Raises:
+            WorkloadError: The batches ran out.
+        """
+        self._random.enter()
+        try:
+            self._block = [to_device(next(self._batches), self._device) for _ in range(steps)]
+        except StopIteration:
+            raise WorkloadError(
+                f"workload {self._workload.name!r}: batches(seed) ended after {len(self.losses)} batches; make it an endless "
+                "iterator, or ask for fewer steps"
+            ) from None
+        self._claim = Claim(self._plan, self._device.type)
+
+    def run(self, steps: int) -> None:
+        """Train on the block that was fetched; never waits for the device, except where the scaler has to.
+
+        Args:
+            steps: Length of the block.
+        """
+        workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
+        for batch in self._block[:steps]:
+            loss = workload.loss(model, batch)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise WorkloadError(_not_scalar(workload, loss))
+            amp.backward(loss)
+            result = amp.step(optimizer)
+            optimizer.zero_grad()
+            self._losses.append(loss.detach())
+            if result.found_inf is not None:
+                self._flags.append(result.found_inf)
+
+    def after(self) -> None:
+        """Read the block's losses and give the process back as it was."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+        self._random.leave()
+        self._block = []
+        self.losses += [float(loss) for loss in self._losses]
+        self.skipped_steps += sum(bool(flag.item()) for flag in self._flags)
+        self._losses, self._flags = [], []
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights now, in fp32 under the model's own keys, on the CPU.
+
+        Returns:
+            Copies, so that they stay when the run goes on.
+        """
+        return {
+            key: value.detach().to("cpu", copy=True)
+            for key, value in self.amp.model_state_dict(self.model).items()
+        }
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode, without gradients, by the whole plan; in training mode again after it."""
+        claim = Claim(self._plan, self._device.type)
+        self._random.enter()
+        try:
+            with torch.inference_mode():
+                yield self.model.eval()
+        finally:
+            self.model.train()
+            self._random.leave()
+            claim.close()
+
+    def close(self) -> None:
+        """Take the plan off the model and let go of both."""
+        self.amp.close()
+        del self.model, self.optimizer
+
+
+def _not_scalar(workload: Workload, loss: object) -> str:
+    got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    return (
+        f"workload {workload.name!r}: loss(model, batch) returned {got}; it must return a scalar tensor. Reduce it with "
+        ".mean() or .sum()."
+    )
+
+
+class InferenceRun:
+    """The model's own forward under a plan, with weights cast once, under ``torch.inference_mode``.
+
+    What is called is the model with the arguments that ``workload.loss`` gives it, without the loss around it; where
+    the loss calls the model more than once, or not at all, the whole loss.
+
+    Args:
+        workload: Whose model.
+        plan: How to run it.
+        device: Where.
+        seed: Of the weights and of the one batch it is called on.
+        state: Weights to run with.
+
+    Raises:
+        DeviceError: The device cannot run the plan.
+        CastwiseError: The plan does not fit the model.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        device: torch.device,
+        seed: int = 0,
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._claim: Claim | None = None
+        split = _split(plan, device)
+        self._random = _RandomState(device, seed)
+        with self._random.in_force():
+            self.model = build_model(workload, device, seed, state).eval()
+            batch = to_device(next(iter(workload.batches(seed))), device)
+            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            hook = self.model.register_forward_pre_hook(
+                lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+            )
+            with torch.no_grad():
+                workload.loss(self.model, batch)
+            hook.remove()
+        if len(calls) == 1:
+            args, kwargs = calls[0]
+            self._call = lambda: self.model(*args, **kwargs)
+        else:
+            self._call = lambda: workload.loss(self.model, batch)
+        self.amp = Amp(split, device=device)
+        self.amp.prepare(self.model, inference=True)
+
+    def before(self, steps: int) -> None:
+        """Put the plan's process-wide settings in force.
+
+        Args:
+            steps: Length of the block.
+        """
+        self._random.enter()
+        self._claim = Claim(self._plan, self._device.type)
+
+    def run(self, steps: int) -> None:
+        """Call the model.
+
+        Args:
+            steps: How often.
+        """
+        with torch.inference_mode():
+            for _ in range(steps):
+                self._call()
+
+    def after(self) -> None:
+        """Give the process back as it was."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+        self._random.leave()
+
+    def close(self) -> None:
+        """Take the plan off the model and let go of it."""
+        self.amp.close()
+        del self.model, self._call
