@@ -386,6 +386,9 @@ PRESETS: Final[Mapping[str, Plan]] = MappingProxyType(dict(_presets()))
 """Every preset by name. ``O0`` is ``fp32`` and ``O3`` is ``fp16-true`` under Apex's names."""
 
 
+_AUTOCASTING_TO: Final = {torch.float32: "fp32", torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
+
+
 def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
     """Make a plan of whatever a user may name one by.
 
@@ -404,19 +407,21 @@ def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
         return value
     if isinstance(value, os.PathLike):
         return Plan.load(value)
-    if isinstance(value, torch.dtype) or value in ("float32", "bfloat16", "float16"):
-        name = {"fp32": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}.get(get_format(value).name)
-        if name is None:
+    if isinstance(value, torch.dtype):
+        preset = _AUTOCASTING_TO.get(value)
+        if preset is None:
             raise PlanError(
-                f"as_plan({value!r}): no plan computes in it. Allowed: torch.float32, torch.bfloat16, "
-                "torch.float16."
+                f"as_plan({value!r}): no plan computes in it. Allowed: "
+                f"{', '.join(map(str, _AUTOCASTING_TO))}."
             )
-        return PRESETS[name]
+        return PRESETS[preset]
     if not isinstance(value, str):
         raise PlanError(
-            f"as_plan({value!r}): a {type(value).__name__} names no plan. Allowed: a Plan, a preset name "
+            f"as_plan({value!r}): {type(value).__name__} names no plan. Allowed: a Plan, a preset name "
             f"({', '.join(PRESETS)}), the path of a plan.json, or a dtype."
         )
+    if value in ("float32", "bfloat16", "float16"):
+        return as_plan(get_format(value).dtype)
     name = value.strip().partition("+")[0]
     is_path = value.endswith(".json") or os.sep in name or os.path.isfile(value)
     return Plan.load(value) if is_path and name not in (*PRESETS, *LOW) else Plan.parse(value)

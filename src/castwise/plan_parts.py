@@ -52,8 +52,9 @@ class Region:
         """Validate every field."""
         call = f"Region({self.pattern!r})"
         if not isinstance(self.pattern, str) or not self.glob:
+            fault = "is empty" if isinstance(self.pattern, str) else "is no text"
             raise PlanError(
-                f"{call}: the pattern is empty. Allowed: a glob over module paths such as 'encoder.*.norm', "
+                f"{call}: the pattern {fault}. Allowed: a glob over module paths such as 'encoder.*.norm', "
                 "or 'type:' and a glob over class names such as 'type:BatchNorm*'."
             )
         for name in ("compute", "params"):
@@ -144,7 +145,9 @@ class LossScale:
             "ceiling": f"None, or a finite number of at least init={self.init!r}",
             "dynamic": "True, False",
         }
-        return PlanError(f"LossScale({name}={getattr(self, name)!r}): not allowed. Allowed: {allowed[name]}.")
+        return PlanError(
+            f"LossScale({name}={getattr(self, name)!r}) is not allowed. Allowed: {allowed[name]}."
+        )
 
 
 class Record(Mapping[str, Any]):
