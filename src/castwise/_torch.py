@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -50,10 +51,30 @@ def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callabl
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
         call: Callable[..., Any] = get_kernel(op, key).call_boxed
         return call
+    return below_autocast_call(op, device_type)
+
+
+def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+    """Run ``op`` below the autocast key, as torch does with an operator it does not list.
+
+    Called as ``f(keyset, *args, **kwargs)``. Operators inside a composite one are still autocast.
+    """
+    key = AUTOCAST_KEYS[device_type]
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     redispatch = op.redispatch
+    # In `x * 2` the dispatcher carries the 2 as a tensor that is marked as a number and hands it to Python as a
+    # number, which redispatch refuses. Calling such an operator anew with the key off takes it, and is the same:
+    # those that take numbers for tensors are plain arithmetic, without autocast operators inside.
+    tensors = [i for i, arg in enumerate(op._schema.arguments) if i > 0 and str(arg.type) == "Tensor"]
 
     def fallthrough(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for index in tensors:
+            if index < len(args) and isinstance(args[index], (bool, int, float, complex)):
+                torch.set_autocast_enabled(device_type, False)
+                try:
+                    return op(*args, **kwargs)
+                finally:
+                    torch.set_autocast_enabled(device_type, True)
         return redispatch(keyset & below, *args, **kwargs)
 
     return fallthrough
@@ -86,7 +107,7 @@ def on_graph_task_end(callback: Callable[[], None]) -> None:
 
 # --- Dynamo -------------------------------------------------------------------------------------------------
 
-_SPARE_DEVICES = ("maia", "hpu", "ipu")
+_SPARE_DEVICES = {device: torch.get_autocast_dtype(device) for device in ("maia", "hpu", "ipu")}
 _SPARE_DTYPES = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -106,18 +127,27 @@ def set_guard_code(code: int) -> None:
     if code == getattr(_thread, "guard_code", 0):
         return
     _thread.guard_code = code
-    for device in _SPARE_DEVICES:
+    for device, default in _SPARE_DEVICES.items():
         torch.set_autocast_enabled(device, code > 0)
-        torch.set_autocast_dtype(device, _SPARE_DTYPES[code % len(_SPARE_DTYPES)])
+        torch.set_autocast_dtype(device, _SPARE_DTYPES[code % len(_SPARE_DTYPES)] if code else default)
         code //= len(_SPARE_DTYPES)
 
 
 def skip_frames(*functions: Callable[..., Any]) -> None:
-    """Tell Dynamo never to compile these functions as frames of their own (it may still inline them)."""
+    """Tell Dynamo never to compile these functions, or functions defined in them, as frames of their own.
+
+    It may still inline them into a frame that it traces.
+    """
     from torch._dynamo.eval_frame import skip_code
 
+    def skip(code: CodeType) -> None:
+        skip_code(code)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                skip(constant)
+
     for function in functions:
-        skip_code(function.__code__)
+        skip(function.__code__)
 
 
 def graph_function(function: _F) -> _F:
@@ -277,3 +307,27 @@ def ran_compiled(module: torch.nn.Module) -> bool:
 
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and len(_debug_get_cache_entry_list(code)) > 0
+
+
+# --- many tensors at once -----------------------------------------------------------------------------------
+
+dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""None or False unless this thread is running inside a call that torch.compile handles."""
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into the target at its place, casting, in as few kernels as the device can."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor was written in place, as autograd counts; writes through ``.data`` are not seen."""
+    return [tensor._version for tensor in tensors]
+
+
+def refuse_inlining(function: Callable[..., Any]) -> None:
+    """Make Dynamo break the graph at ``function``; ``torch.compiler.disable`` would also wrap every eager call."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "castwise keeps masters and parameters in step"  # type: ignore[attr-defined]
+    skip_frames(function)

@@ -1,0 +1,364 @@
+"""Masters in an optimizer, kept in step with the model."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise import _torch
+from castwise.errors import StateError
+from castwise.masters.parameter import (
+    Master,
+    forget,
+    is_low,
+    make_master,
+    merge_values,
+    mirror_grad,
+    want_grad_as_stored,
+)
+from castwise.masters.state import move_state, restride_state
+from castwise.masters.weights import install_load_hooks
+
+__all__ = ["Attachment", "attach", "attachment_of"]
+
+_Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+_attachments: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    optimizer: Optimizer,
+    params: nn.Module | Iterable[nn.Parameter] | None = None,
+    *,
+    originals: Mapping[Any, Tensor] | None = None,
+) -> Attachment:
+    """Give every trainable parameter that is stored low an fp32 master in the optimizer.
+
+    The lists ``group["params"]`` are rewritten in place, state is handed over, and from then on the optimizer's
+    own ``step``, called by anyone, updates the masters and then the model. Parameters stored in fp32 stay in the
+    optimizer themselves, frozen ones too until they are unfrozen.
+
+    Args:
+        optimizer: Any torch optimizer. Attaching again adds ``params`` to those that get masters.
+        params: The prepared model, or parameters of it: only these get masters, now or when they are added or
+            unfrozen later. None: every parameter of the optimizer that is stored low.
+        originals: Values in fp32 to start masters from; a parameter that is not in it starts from itself. A
+            tensor with the parameter's strides becomes the master's memory.
+
+    Returns:
+        What keeps masters and model in step. It lives as long as the optimizer.
+    """
+    attachment = _attachments.get(optimizer)
+    if attachment is None:
+        attachment = Attachment(optimizer)
+        attachment.cover(params)
+    elif not attachment.covers_all:
+        attachment.cover(params)
+    attachment.scan(optimizer, originals)
+    return attachment
+
+
+def attachment_of(optimizer: Optimizer) -> Attachment | None:
+    """What :func:`attach` returned for the optimizer, or None."""
+    return _attachments.get(optimizer)
+
+
+class Attachment:
+    """The masters of one optimizer and the hooks that keep them in step; made by :func:`attach`.
+
+    Writes to parameters through ``parameter.data`` (``parameter.data.copy_(...)``) cannot be seen; after them call
+    :meth:`refresh_from_model`, or write under ``torch.no_grad()`` instead.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Install the hooks; no parameter is covered yet."""
+        self.covers_all = False
+        self._optimizer = weakref.ref(optimizer)
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._params: list[weakref.ref[nn.Parameter]] = []
+        self._stored: list[nn.Parameter] = []
+        self._masters: list[nn.Parameter] = []
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._frozen: list[nn.Parameter] = []
+        self._group_sizes: list[int] = []
+        self._written: list[int] = []
+        self._addresses: list[int] = []
+        self._updated: list[int] = []
+        _torch.refuse_inlining(_before_step)
+        _torch.refuse_inlining(_after_step)
+        self._handles = [
+            optimizer.register_step_pre_hook(functools.partial(_before_step, self)),
+            optimizer.register_step_post_hook(functools.partial(_after_step, self)),
+            optimizer.register_load_state_dict_post_hook(restride_state),
+        ]
+        # torch leaves hooks out of copies of an optimizer, and one without these would train masters that never
+        # reach a model.
+        optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
+        _attachments[optimizer] = self
+
+    @property
+    def masters(self) -> tuple[nn.Parameter, ...]:
+        """The masters, in the order of the optimizer's groups."""
+        return tuple(self._masters)
+
+    @property
+    def stored(self) -> tuple[nn.Parameter, ...]:
+        """The model's parameters that have these masters, in the same order."""
+        return tuple(self._stored)
+
+    # --- which parameters have masters ---------------------------------------------------------------------
+
+    def cover(self, params: nn.Module | Iterable[nn.Parameter] | None) -> None:
+        """Let these parameters have masters once :meth:`scan` finds them in the optimizer, trainable and low."""
+        if params is None:
+            self.covers_all = True
+        elif isinstance(params, nn.Module):
+            self._models.append(weakref.ref(params))
+            install_load_hooks(params)
+        else:
+            self._params.extend(weakref.ref(parameter) for parameter in params)
+
+    def _covered(self) -> set[int]:
+        covered = {id(parameter) for ref in self._params if (parameter := ref()) is not None}
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                covered.update(map(id, model.parameters()))
+        return covered
+
+    def scan(self, optimizer: Optimizer, originals: Mapping[Any, Tensor] | None = None) -> None:
+        """Look through the optimizer's groups and give masters to covered parameters that lack one."""
+        covered = None if self.covers_all else self._covered()
+        masters: list[nn.Parameter] = []
+        self._frozen = []
+        fresh = set()
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for index, parameter in enumerate(params):
+                if not isinstance(parameter, Master):
+                    if not is_low(parameter) or (covered is not None and id(parameter) not in covered):
+                        continue
+                    if not parameter.requires_grad:
+                        self._frozen.append(parameter)
+                        continue
+                    master = make_master(parameter, None if originals is None else originals.get(parameter))
+                    params[index] = master
+                    move_state(optimizer, parameter, master)
+                    fresh.add(id(parameter))
+                masters.append(params[index])
+        known = dict(zip(map(id, self._stored), zip(self._written, self._addresses, strict=True), strict=True))
+        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._masters = masters
+        self._stored = [master.stored for master in masters]  # type: ignore[attr-defined]
+        self._targets = [parameter.detach() for parameter in self._stored]
+        self._sources = [master.detach() for master in masters]
+        now = zip(_torch.versions(self._stored), map(_address, self._stored), strict=True)
+        # A parameter whose history is unknown is compared with its master before the next step.
+        marks = [
+            mark if id(parameter) in fresh else known.get(id(parameter), (-1, -1))
+            for parameter, mark in zip(self._stored, now, strict=True)
+        ]
+        self._written = [version for version, _ in marks]
+        self._addresses = [address for _, address in marks]
+        self._updated = [-1] * len(masters)
+
+    def detach(self, *, write_back: bool = False) -> None:
+        """Take the masters out of the optimizer and put the model's own parameters back.
+
+        Args:
+            write_back: The parameters become fp32 and take the masters' values (and memory). Otherwise they stay
+                low and the optimizer's state takes their format.
+        """
+        optimizer = self._optimizer()
+        for handle in self._handles:
+            handle.remove()
+        if optimizer is not None:
+            self.scan(optimizer)
+            self.refresh_from_model()
+            optimizer.__dict__.pop("__reduce_ex__", None)
+            _attachments.pop(optimizer, None)
+            for group in optimizer.param_groups:
+                params = group["params"]
+                for index, master in enumerate(params):
+                    if isinstance(master, Master):
+                        params[index] = self._release(optimizer, master, write_back)
+        self._stored, self._masters, self._targets, self._sources = [], [], [], []
+        self._written, self._addresses, self._updated = [], [], []
+
+    def _release(self, optimizer: Optimizer, master: Any, write_back: bool) -> nn.Parameter:
+        parameter: nn.Parameter = master.stored
+        if write_back:
+            parameter.data = master.data
+        else:
+            want_grad_as_stored(parameter)
+        forget(parameter)
+        move_state(optimizer, master, parameter)
+        return parameter
+
+    # --- values ---------------------------------------------------------------------------------------------
+
+    def refresh_from_model(self) -> None:
+        """Bring the masters up to date with parameters that were changed by hand, however that was done.
+
+        Elements of a parameter that still are its master rounded leave the master's full value alone.
+        Synchronises with the device.
+        """
+        for index in range(len(self._stored)):
+            self._refresh(index)
+
+    def copy_to_model(self) -> None:
+        """Write every master into its parameter, rounded."""
+        self._targets = [parameter.detach() for parameter in self._stored]
+        self._push(list(range(len(self._stored))))
+
+    def _refresh(self, index: int) -> None:
+        parameter, master = self._stored[index], self._masters[index]
+        if not is_low(parameter):
+            raise StateError(
+                f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in bf16 or fp16 when the "
+                f"model was prepared and is {parameter.dtype} now, as model.float() makes it; its master would no "
+                "longer reach it. Prepare the model again after changing its dtype."
+            )
+        layout = (parameter.shape, parameter.stride(), parameter.device)
+        if (master.shape, master.stride(), master.device) != layout:
+            moved = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            master.data = moved.copy_(master.detach() if master.shape == parameter.shape else parameter.detach())
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                restride_state(optimizer)
+        self._targets[index], self._sources[index] = parameter.detach(), master.detach()
+        merge_values(self._sources[index], self._targets[index])
+        self._written[index], self._addresses[index] = _torch.versions([parameter])[0], _address(parameter)
+
+    def _pull(self, optimizer: Optimizer) -> None:
+        """Before a step: new and unfrozen parameters get masters, changed ones refresh theirs."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != self._group_sizes or any(parameter.requires_grad for parameter in self._frozen):
+            self.scan(optimizer)
+        written, addresses = _torch.versions(self._stored), [_address(p) for p in self._stored]
+        if written != self._written or addresses != self._addresses:
+            for index, mark in enumerate(zip(written, addresses, strict=True)):
+                if mark != (self._written[index], self._addresses[index]):
+                    self._refresh(index)
+
+    def _push_updated(self) -> None:
+        """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
+        updated = _torch.versions(self._masters)
+        due = [
+            index
+            for index, parameter in enumerate(self._stored)
+            if parameter.grad is not None or updated[index] != self._updated[index]
+        ]
+        self._push(due)
+        self._updated = updated
+
+    def _push(self, due: list[int]) -> None:
+        with torch.no_grad():
+            if len(due) == len(self._targets):
+                _torch.copy_each(self._targets, self._sources)
+            else:
+                _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
+        self._written = _torch.versions(self._stored)
+
+    # --- hooks ----------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """Called by the optimizer: see to the masters, and let a closure see the model at the masters' values."""
+        self._pull(optimizer)
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._wrap(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._wrap(kwargs["closure"])}
+        return None
+
+    def after_step(self) -> None:
+        """Called by the optimizer: bring the model up to date."""
+        self._push_updated()
+
+    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def evaluate() -> Any:
+            self._push_updated()
+            return closure()
+
+        return evaluate
+
+    def show_gradients(self) -> None:
+        """Let code that bypasses ``Master.grad`` see the gradients, as Dynamo's guards do."""
+        for master in self._masters:
+            mirror_grad(master, master.grad)
+
+    def hide_gradients(self) -> None:
+        """Undo :meth:`show_gradients`, so that clearing the model's gradients frees their memory."""
+        for master in self._masters:
+            mirror_grad(master, None)
+
+
+def _address(parameter: Tensor) -> int:
+    # Tensors made of others (DTensor) have no address of their own; in-place changes of theirs show as versions.
+    return parameter.data_ptr() if type(parameter) is nn.Parameter else 0
+
+
+# Under a compiled step these two frames are left alone by Dynamo, and what they call is run with Dynamo off; in
+# eager mode they cost one call each.
+
+
+def _before_step(
+    attachment: Attachment, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Call | None:
+    if not _torch.dynamo_callback():
+        return attachment.before_step(optimizer, args, kwargs)
+    return _eagerly(_before_compiled_step)(attachment, optimizer, args, kwargs)  # type: ignore[no-any-return]
+
+
+def _after_step(
+    attachment: Attachment, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if not _torch.dynamo_callback():
+        attachment.after_step()
+    else:
+        _eagerly(_after_compiled_step)(attachment)
+
+
+def _before_compiled_step(
+    attachment: Attachment, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Call | None:
+    call = attachment.before_step(optimizer, args, kwargs)
+    attachment.show_gradients()
+    return call
+
+
+def _after_compiled_step(attachment: Attachment) -> None:
+    attachment.hide_gradients()
+    attachment.after_step()
+
+
+@functools.cache
+def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Reducer:
+    """Stands in for ``optimizer.__reduce_ex__``: copies and pickles of an optimizer get its hooks again."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, protocol: Any) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        reduced: Any = type(optimizer).__reduce_ex__(optimizer, protocol)
+        return _rebuild_optimizer, (type(optimizer),), reduced[2]
+
+
+def _rebuild_optimizer(kind: type[Optimizer]) -> Optimizer:
+    optimizer: Optimizer = kind.__new__(kind)
+    optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": []})
+    Attachment(optimizer).cover(None)
+    return optimizer

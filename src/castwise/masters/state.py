@@ -1,0 +1,61 @@
+"""Optimizer state under new keys, dtypes and strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.masters.parameter import is_low
+
+__all__ = ["move_state", "restride_state"]
+
+
+def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter) -> None:
+    """Hand the state of ``source`` over to ``target``, in the form that an optimizer would have made for it.
+
+    Args:
+        optimizer: Written to.
+        source: Key of the state; nothing happens if it has none.
+        target: New key. State of its shape takes its dtype, device and strides; low state of any other shape
+            (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays as it is.
+    """
+    if source not in optimizer.state:
+        return
+    state = optimizer.state.pop(source)
+    optimizer.state[target] = {key: value if key == "step" else _fit(value, target) for key, value in state.items()}
+
+
+def restride_state(optimizer: Optimizer) -> None:
+    """Give the state of every parameter the parameter's strides and device.
+
+    Fused optimizers on a CPU walk parameter, gradient and state by memory, not by index, and so update the wrong
+    elements, without a word, when their strides differ. That happens when the memory format of a model changes
+    after the first step, and when a state dict of one memory format is loaded into another.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            for key, value in state.items():
+                if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    continue
+                if value.stride() != parameter.stride() or value.device != parameter.device:
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _fit(value: Any, target: Tensor) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fit(item, target) for item in value)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    if value.shape == target.shape and (is_low(value) or value.dtype is torch.float32):
+        if (value.dtype, value.stride(), value.device) == (target.dtype, target.stride(), target.device):
+            return value
+        return torch.empty_like(target, requires_grad=False).copy_(value)
+    if is_low(value) or (is_low(target) and value.dtype is torch.float32):
+        return value.to(target.dtype)
+    return value
