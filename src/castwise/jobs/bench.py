@@ -444,7 +444,7 @@ def _plan_result(row: _Row, base: _Row) -> PlanResult:
         digest=row.plan.digest,
         status=row.status,
         reason=row.reason,
-        training=_timing(row.training, base.training, row is base),
+        training=_timing(row.training, base.training, row is base) if row.status == "ok" else None,
         inference=_timing(row.inference, base.inference, row is base),
         memory=row.memory,
         notes=tuple(row.notes),

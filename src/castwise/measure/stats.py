@@ -116,8 +116,8 @@ def paired_speedup(
         resamples: How many bootstrap samples.
 
     Returns:
-        The ratio; > 1 means that the candidate is faster. With fewer than six pairs no interval can reach 95 %, and
-        the one returned is the range of the pairs.
+        The ratio; > 1 means that the candidate is faster. With fewer than six pairs no interval reaches 95 %: the one
+        returned is the range of the pairs, and its ``level`` says how often such a range covers the truth.
 
     Raises:
         ValueError: No pairs, lists of different lengths, or times that are not positive and finite.
@@ -137,7 +137,7 @@ def paired_speedup(
     outer = _order_statistic(n, tail)
     low = min(quantile(medians, tail), ratios[outer])
     high = max(quantile(medians, 1.0 - tail), ratios[n - 1 - outer])
-    return Ratio(statistics.median(ratios), low, high, level, n)
+    return Ratio(statistics.median(ratios), low, high, min(level, 1.0 - 2.0 * 0.5**n), n)
 
 
 def _order_statistic(n: int, tail: float) -> int:

@@ -1,0 +1,77 @@
+"""The page of a job: one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from castwise.report import plots, text
+
+__all__ = ["bench_page", "write_bench_page"]
+
+_CAPTIONS = {
+    "time": "Medians, whiskers from the first to the third quartile; shorter is faster.",
+    "memory": "Most that was allocated at once, each plan in a process of its own.",
+    "loss": "Every plan started from the same weights and saw the same batches.",
+    "prediction": "The target, and what each plan's model makes of it after training.",
+}
+
+
+def bench_page(record: Mapping[str, Any]) -> str:
+    """The page of a bench.
+
+    Args:
+        record: As ``BenchResult.to_dict`` gives it.
+
+    Returns:
+        HTML with its style and pictures inside, for wide and narrow screens, light and dark.
+    """
+    import jinja2
+
+    source = importlib.resources.files("castwise.report").joinpath("bench.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    figures = [
+        {
+            "svg": plots.to_svg(partial(_draw, record, name), f"{name} of each plan"),
+            "caption": _CAPTIONS[name],
+            "name": name,
+        }
+        for name in plots.bench_figures(record)
+    ]
+    page: str = environment.from_string(source).render(
+        record=record,
+        headline=text.headline(record),
+        grids=text.grids(record),
+        notes=text.notes(record),
+        interval_note=text.interval_note(record),
+        where=text.where(record),
+        figures=figures,
+    )
+    return page
+
+
+def _draw(record: Mapping[str, Any], name: str, ink: str) -> Any:
+    return plots.bench_figures(record, ink)[name]
+
+
+def write_bench_page(record: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write the page and its pictures.
+
+    Args:
+        record: Of a bench.
+        folder: An existing folder.
+
+    Returns:
+        Paths: ``bench.html`` first, then the PNG files.
+    """
+    page = folder / "bench.html"
+    page.write_text(bench_page(record), encoding="utf-8")
+    pictures = [
+        plots.save_png(figure, folder / f"{name}.png") for name, figure in plots.bench_figures(record).items()
+    ]
+    return [page, *pictures]
