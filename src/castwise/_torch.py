@@ -6,10 +6,11 @@ by a test that would fail if a release changed it. Written against torch 2.11 to
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -133,10 +134,14 @@ def set_guard_code(code: int) -> None:
         code //= len(_SPARE_DTYPES)
 
 
-def skip_frames(*functions: Callable[..., Any]) -> None:
-    """Tell Dynamo never to compile these functions, or functions defined in them, as frames of their own.
+def skip_modules(prefixes: tuple[str, ...]) -> None:
+    """Tell Dynamo never to compile functions of these modules as frames of their own; it may still inline them.
 
-    It may still inline them into a frame that it traces.
+    Where Dynamo gives a frame up (a graph break inside a region), the frame runs in plain Python and Dynamo looks
+    at each function that it calls. Hooks and context managers that change thread state must then run for real.
+
+    Args:
+        prefixes: Names of modules and packages; those that are not loaded are passed over.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -146,8 +151,20 @@ def skip_frames(*functions: Callable[..., Any]) -> None:
             if isinstance(constant, CodeType):
                 skip(constant)
 
-    for function in functions:
-        skip(function.__code__)
+    def visit(owner: Any, module: str) -> None:
+        for value in list(vars(owner).values()):
+            inner = getattr(value, "fget", None) or getattr(value, "__wrapped__", None) or value
+            function = getattr(inner, "__func__", inner)
+            if getattr(function, "__module__", None) != module:
+                continue
+            if isinstance(function, FunctionType):
+                skip(function.__code__)
+            elif isinstance(value, type) and value is not owner:
+                visit(value, module)
+
+    for name, module in list(sys.modules.items()):
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
+            visit(module, name)
 
 
 def graph_function(function: _F) -> _F:
@@ -166,8 +183,6 @@ def mark_constant(function: Callable[..., Any]) -> None:
 
 def dynamo_loaded() -> bool:
     """Whether Dynamo has been imported in this process; importing it takes a second, so callers wait for it."""
-    import sys
-
     return "torch._dynamo.symbolic_convert" in sys.modules
 
 
@@ -330,4 +345,6 @@ def refuse_inlining(function: Callable[..., Any]) -> None:
     """Make Dynamo break the graph at ``function``; ``torch.compiler.disable`` would also wrap every eager call."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "castwise keeps masters and parameters in step"  # type: ignore[attr-defined]
-    skip_frames(function)
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)

@@ -54,7 +54,9 @@ def check_device(plan: Plan, device_type: str) -> None:
         if value == "bf16" and device_type == "cuda":
             raise DeviceError(f"Plan {plan}: {name}='bf16' is for CPUs; on CUDA use 'tf32' or 'ieee'")
         if value == "bf16" and device_type == "cpu" and not _torch.cpu_has_bf16():
-            raise DeviceError(f"Plan {plan}: {name}='bf16', but this CPU has no bf16 instructions; use 'ieee'")
+            raise DeviceError(
+                f"Plan {plan}: {name}='bf16', but this CPU has no bf16 instructions; use 'ieee'"
+            )
     if "bf16" in plan.formats and device_type == "cuda" and not torch.cuda.is_bf16_supported():
         raise DeviceError(
             f"Plan {plan}: this GPU ({torch.cuda.get_device_name()}) does not compute in bf16; use an fp16 plan"

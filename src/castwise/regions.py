@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise import _torch, rules
+from castwise import rules
 from castwise.casting import frames, kernels
 from castwise.casting.context import override_rows
 from castwise.casting.frames import Frame, mark_boundary, thread
@@ -51,6 +51,8 @@ def _matches(region: Region, name: str, module: nn.Module) -> bool:
     if region.is_type:
         names = (cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object))
         return any(fnmatch.fnmatchcase(cls, region.glob) for cls in names)
+    if not name:
+        return region.glob == "**"
     return _path_regex(region.glob).fullmatch(name) is not None
 
 
@@ -98,7 +100,9 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
         if region.compute is not None and quiet:
             reason = silent[modules[quiet[0]]]
             if len(quiet) == len(hits):
-                raise PatternError(f"Region({region.pattern!r}): matches only {quiet[0]!r}, whose forward never runs: {reason}.")
+                raise PatternError(
+                    f"Region({region.pattern!r}): matches only {quiet[0]!r}, whose forward never runs: {reason}."
+                )
             containers_only = all(isinstance(modules[name], _CONTAINERS) for name in quiet)
             if not containers_only:
                 warnings.warn(
@@ -389,7 +393,9 @@ def install(
     )
     put(model, root)
     silent = _never_called(model)
-    inside: dict[str, tuple[str, Frame]] = {"": (whole.compute if whole and whole.compute else plan.compute, root_frame)}
+    inside: dict[str, tuple[str, Frame]] = {
+        "": (whole.compute if whole and whole.compute else plan.compute, root_frame)
+    }
     for name, module in model.named_modules():
         if not name:
             continue
@@ -431,17 +437,11 @@ def install(
     return root, remove
 
 
-def get_ready_for_compile() -> None:
-    """Have Dynamo run hooks outside of graphs in plain Python."""
-    frames.get_ready_for_compile()
-    _torch.skip_frames(
-        Border.enter, Border.enter_and_cast, Border.leave, Border._marked, cast_floating, map_tensors
-    )
-
-
 # --- dtype mismatches ----------------------------------------------------------------------------------------
 
-_DTYPE_WORDS = re.compile(r"\b(?:c10::|torch\.)?(BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|float|double)\b")
+_DTYPE_WORDS = re.compile(
+    r"\b(?:c10::|torch\.)?(BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|float|double)\b"
+)
 _DTYPE_NAMES = {
     "bfloat16": "bf16", "half": "fp16", "float16": "fp16", "float": "fp32", "float32": "fp32",
     "double": "fp64", "float64": "fp64",

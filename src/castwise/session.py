@@ -66,7 +66,9 @@ class Amp:
         self.plan = as_plan(plan)
         self.device_type = torch.device(device).type if device is not None else default_device_type()
         if self.device_type not in DEVICE_TYPES:
-            raise DeviceError(f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}")
+            raise DeviceError(
+                f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}"
+            )
         process.check_device(self.plan, self.device_type)
         self.scaler: GradScaler | None = None
         if self.plan.loss_scale is not None:
@@ -114,14 +116,16 @@ class Amp:
         for optimizer in optimizers:
             self._check_optimizer(optimizer)
         if inference and optimizers:
-            raise StateError("prepare(inference=True) takes no optimizer: weights are cast once and have no masters")
+            raise StateError(
+                "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
+            )
         if self._claim is None:
             self._claim = process.Claim(self.plan, self.device_type)
         self._check_parameters(target)
         dtypes = regions.storage_dtypes(target, self.plan)
         if inference:
             dtypes = {**self._inference_dtypes(target), **dtypes}
-        regions.get_ready_for_compile()
+        frames.get_ready_for_compile()
         root, remove = regions.install(target, self.plan, self.device_type, methods)
         self._root = self._root or root
         former = regions.store(target, dtypes)
@@ -141,7 +145,9 @@ class Amp:
 
     def _check_model(self, model: nn.Module) -> nn.Module:
         if not isinstance(model, nn.Module):
-            raise StateError(f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own")
+            raise StateError(
+                f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own"
+            )
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise StateError(
                 f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
@@ -171,7 +177,9 @@ class Amp:
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise StateError(f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare")
+            raise StateError(
+                f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare"
+            )
         if any(known() is optimizer for known in self._optimizers):
             raise StateError(f"prepare: this {type(optimizer).__name__} is already prepared")
 
@@ -185,7 +193,9 @@ class Amp:
                 low.setdefault(parameter.dtype, []).append(name)
         for dtype, names in low.items():
             short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-            instead = f"{short}-master" if dtype is torch.bfloat16 or self.plan.compute == "fp16" else "bf16-master"
+            instead = (
+                f"{short}-master" if dtype is torch.bfloat16 or self.plan.compute == "fp16" else "bf16-master"
+            )
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise PlanError(
                 f"prepare: the plan {self.plan} keeps parameters in fp32, but {', '.join(names[:3])}{more} are stored in "
@@ -195,7 +205,14 @@ class Amp:
 
     def _inference_dtypes(self, model: nn.Module) -> dict[torch.Tensor, torch.dtype]:
         """Weights of layers whose operators a mixed plan computes low anyway."""
-        layers = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+        layers = (
+            nn.Linear,
+            nn.Bilinear,
+            nn.modules.conv._ConvNd,
+            nn.MultiheadAttention,
+            nn.RNNBase,
+            nn.RNNCellBase,
+        )
         if not self.plan.autocasts or self.plan.stores_low:
             return {}
         exempt = regions.assign(model, self.plan.regions)
@@ -203,14 +220,18 @@ class Amp:
         shared: set[torch.Tensor] = set()
         for name, module in model.named_modules():
             for tensor in module.parameters(recurse=False):
-                inside_region = any(name == path or name.startswith(path + ".") or not path for path in exempt)
+                inside_region = any(
+                    name == path or name.startswith(path + ".") or not path for path in exempt
+                )
                 if isinstance(module, layers) and not inside_region and tensor.dtype is torch.float32:
                     out[tensor] = self.plan.compute_dtype
                 else:
                     shared.add(tensor)
         return {tensor: dtype for tensor, dtype in out.items() if tensor not in shared}
 
-    def _to_channels_last(self, model: nn.Module, former: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def _to_channels_last(
+        self, model: nn.Module, former: dict[torch.Tensor, torch.Tensor]
+    ) -> dict[torch.Tensor, torch.Tensor]:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return {
             tensor: value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
@@ -308,7 +329,11 @@ class Amp:
                     yield parameter
 
     def grad(
-        self, loss: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor], create_graph: bool = False, **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        inputs: torch.Tensor | Sequence[torch.Tensor],
+        create_graph: bool = False,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Unscaled gradients of a loss with respect to ``inputs``, computed through the scale: for penalties.
 
@@ -375,7 +400,9 @@ class Amp:
             wanted = {id(parameter) for parameter in params}
             for optimizer in self._live(self._optimizers):
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                held |= {id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
+                held |= {
+                    id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
+                }
                 if wanted & held:
                     self._unscale_once(optimizer)
         return params
@@ -403,7 +430,9 @@ class Amp:
             regions.leave_interrupted()
         scaler = self.scaler
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
-            raise StateError("step(closure=...): takes one optimizer and no max_norm; clip inside the closure")
+            raise StateError(
+                "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
+            )
         norm = None
         if scaler is None:
             if max_norm is not None:
@@ -498,7 +527,9 @@ class Amp:
     def __enter__(self) -> Amp:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -84,6 +85,7 @@ def _resolve_for_trace(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> str:
     """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph."""
+    frames.get_ready_for_compile()
     key, names, device = _resolve(plan, dtype, enabled, cache_enabled, device_type)
     if names:
         # The graph holds the casts once it is traced; the kernels are needed until then.
@@ -122,7 +124,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
 
     def __init__(
         self,
-        plan: Plan | str | torch.dtype | None = None,
+        plan: Plan | str | os.PathLike[str] | torch.dtype | None = None,
         dtype: torch.dtype | str | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
@@ -130,6 +132,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
         device_type: str | None = None,
     ) -> None:
         self._args = (plan, dtype, enabled, cache_enabled, device_type)
+        if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
+            plan = as_plan(plan)  # read now: the file may change, and _resolve remembers
         if torch.compiler.is_compiling():
             self._key = _resolve_for_trace(plan, dtype, enabled, cache_enabled, device_type)
         else:

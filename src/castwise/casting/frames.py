@@ -311,7 +311,12 @@ def get_ready_for_compile() -> None:
     _compile_ready = True
     _torch.graph_function(_graph_push)
     _torch.graph_function(_graph_pop)
-    _torch.skip_frames(push, pop, current_frame, mark_boundary, unwind, _torch.set_guard_code)
+    _torch.skip_modules(
+        tuple(
+            f"castwise.{name}"
+            for name in ("_torch", "casting", "regions", "rules", "plan", "masters", "scaler")
+        )
+    )
 
     def tag_caches() -> None:
         frame = thread.frame

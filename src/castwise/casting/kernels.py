@@ -139,12 +139,23 @@ def _banned(row: Row) -> Action:
     return action
 
 
+def _parts(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Marks an operator that is not touched itself while those it is made of are looked up again."""
+    raise AssertionError("handled by the kernel, which has the keyset")
+
+
 _RULES: dict[str, Action] = {"lower": _lower, "fp32": _fp32, "as_is": _as_is, "widest": _widest}
 
 
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
     """What to do with each overridden operator, from the rows of :func:`castwise.rules.overrides`."""
-    return {name: _banned(row) if row.rule == "banned" else _RULES[row.rule] for name, row in rows.items()}
+    out = {}
+    for name, row in rows.items():
+        if row.rule == "banned":
+            out[name] = _banned(row)
+        else:
+            out[name] = _RULES[row.rule] if row.opaque else _parts
+    return out
 
 
 def frame_of(
@@ -167,7 +178,7 @@ def frame_of(
     rows = {} if dtype is None or rows is None else dict(rows)
     surrounding = surrounding or dtype or torch.float32
     content = [device_type, str(dtype), str(surrounding), cache]
-    content += sorted([row.op, row.rule, row.only_low] for row in rows.values())
+    content += sorted([row.op, row.rule, row.only_low, row.opaque] for row in rows.values())
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     frame = Frame(
         device_type,
@@ -185,12 +196,15 @@ def frame_of(
 
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
+    below = _torch.below_autocast_call(op, device_type)
     current = frames.current_frame
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         frame = thread.frame if thread.backward is None else current()
         if frame is not None:
             action = frame.overrides.get(name)
+            if action is _parts:
+                return below(keyset, *args, **kwargs)
             if action is not None:
                 return action(op, device_type, args, kwargs)
         return native(keyset, *args, **kwargs)

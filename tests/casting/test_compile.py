@@ -1,0 +1,179 @@
+"""Plans under torch.compile: part of the traced graph, of Dynamo's guards and of the caches' keys."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise import Plan, regions
+from castwise.casting import frames
+
+pytestmark = [
+    # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+X = torch.linspace(-1, 1, 64).reshape(8, 8)
+P = Plan(compute="bf16", ops={"exp": "fp32"})
+Q = Plan(compute="bf16")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert frames.depth() == 0
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(torch.nn.functional.linear(x, x))
+
+
+class Net(nn.Module):
+    """Two layers, a graph break on request."""
+
+    def __init__(self, graph_break: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.graph_break = graph_break
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(self.a(x))
+        if self.graph_break:
+            torch._dynamo.graph_break()
+        return torch.exp(self.b(y))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_each_plan_gives_its_own_result_on_one_compiled_function(backend: str) -> None:
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    p, q = castwise.autocast(P, device_type="cpu"), castwise.autocast(Q, device_type="cpu")
+    for _ in range(2):
+        with p:
+            assert compiled(X).dtype is torch.float32
+        with q:
+            assert compiled(X).dtype is torch.bfloat16
+        torch.testing.assert_close(compiled(X), function(X))
+        assert compiled(X).dtype is torch.float32
+
+
+def test_region_inside_a_compiled_function() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with castwise.autocast("bf16-mixed+ops.exp=fp32", device_type="cpu"):
+            y = x @ x
+            z = torch.exp(y)
+        return y, z, x @ x
+
+    assert [t.dtype for t in inside(X)] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+PLANS = {
+    "native": Plan(compute="bf16"),
+    "override": P,
+    "region": Plan(compute="bf16", regions={"b": "fp32"}),
+    "region+override": Plan(compute="bf16", regions={"b": "fp16"}, ops={"exp": "fp32"}),
+    "stored low": Plan(compute="bf16", params="compute", master="none", rules="none"),
+}
+
+
+@pytest.mark.parametrize("how", ["module", "in function", "module.compile()"])
+@pytest.mark.parametrize("graph_break", [False, True])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_prepared_module_compiles_as_it_runs(plan: Plan, graph_break: bool, how: str) -> None:
+    model = Net(graph_break)
+    regions.store(model, regions.storage_dtypes(model, plan))
+    frames.get_ready_for_compile()
+    root, remove = regions.install(model, plan, "cpu")
+    want = model(X)
+    want.sum().backward()
+    grad = model.a.weight.grad.clone()
+    model.zero_grad()
+    options = {"backend": "aot_eager", "fullgraph": not graph_break}
+    if how == "module":
+        run = torch.compile(model, **options)
+    elif how == "in function":
+        run = torch.compile(lambda x: model(x), **options)
+    else:
+        model.compile(**options)
+        run = model
+    for _ in range(2):
+        model.zero_grad()
+        got = run(X)
+        got.sum().backward()
+        assert torch.equal(got, want)
+        # Backward sums bf16 products in another order: a bf16 ulp (2**-8) or two of the largest gradient.
+        torch.testing.assert_close(model.a.weight.grad, grad, rtol=0, atol=float(2**-6 * grad.abs().max()))
+    assert frames.depth() == 0
+    assert not torch.is_autocast_enabled("cpu")
+    remove()
+
+
+def test_second_process_on_the_same_cache_is_not_affected(tmp_path: Path) -> None:
+    """A process without castwise must not be served a graph with a plan's casts from disk, nor the reverse."""
+    body = """
+        import torch
+        x = torch.linspace(-1, 1, 64).reshape(8, 8)
+        f = torch.compile(lambda x: torch.exp(torch.nn.functional.linear(x, x)))
+        {region}
+        with region:
+            print("dtype", f(x).dtype)
+        print("hits", torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+    """
+    with_plan = (
+        "import castwise\n        region = castwise.autocast("
+        "castwise.Plan(compute='bf16', ops={'exp': 'fp32'}), device_type='cpu')"
+    )
+    without = "region = torch.autocast('cpu', dtype=torch.bfloat16)"
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+
+    def run(region: str) -> list[str]:
+        code = textwrap.dedent(body.format(region=region))
+        out = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        return [line.split()[1] for line in out.stdout.splitlines() if line.startswith(("dtype", "hits"))]
+
+    assert run(with_plan) == ["torch.float32", "0"]
+    assert run(without) == ["torch.bfloat16", "0"]
+    assert run(with_plan) == ["torch.float32", "1"]  # the cache does work, for the same plan
+    assert run(without) == ["torch.bfloat16", "1"]
+
+
+def test_a_failed_trace_leaves_no_state() -> None:
+    def bad(x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast("bf16", device_type="cpu"):
+            y = x @ x
+            torch._dynamo.graph_break()
+            return y
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(bad, fullgraph=True, backend="aot_eager")(X)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.compile(bad, backend="aot_eager")(X).dtype is torch.bfloat16  # without fullgraph it runs
+
+
+def test_guard_codes_are_dynamos_business_alone() -> None:
+    """The number that Dynamo guards really changes its global guard, and goes away with the region."""
+    guard = torch._C._dynamo.guards.GlobalStateGuard()
+    region = castwise.autocast(P, device_type="cpu")
+    other = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type="cpu")
+    with region:
+        inside = torch._C._dynamo.guards.GlobalStateGuard()
+        assert not guard.check()
+        with other:
+            assert not inside.check()
+        assert inside.check()
+    assert guard.check()
