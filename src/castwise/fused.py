@@ -7,6 +7,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from castwise import _torch
 from castwise.errors import DeviceError
+from castwise.masters import restride_state
 
 __all__ = ["can_fuse", "fuse"]
 
@@ -38,12 +39,8 @@ def fuse(optimizer: Optimizer) -> None:
         )
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if key == "step":
-                    state[key] = torch.as_tensor(value, dtype=torch.float32, device=parameter.device)
-                elif isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    restride_state(optimizer)
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
     _torch.mark_fused(optimizer)

@@ -15,6 +15,7 @@ step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decide
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -134,7 +135,7 @@ class Amp:
         for optimizer in optimizers:
             if self.plan.keeps_masters:
                 attachment = masters.attach(optimizer, target, originals=former)
-                self._closers.append(attachment.detach)
+                self._closers.append(functools.partial(attachment.detach, write_back=True))
             if self.plan.optimizer == "fused":
                 fuse(optimizer)
             self._optimizers.append(weakref.ref(optimizer))

@@ -1,0 +1,138 @@
+"""What every plan promises on every kind of model: one suite over all presets."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise.casting import frames
+from castwise.errors import DeviceError
+from castwise.plan import PRESETS
+
+from .models import CASES, Case
+
+pytestmark = [
+    # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+NAMES = [name for name in PRESETS if name != "tf32"]
+
+# Largest relative difference of a loss between eager and compiled: the rounding of the compute format, a few times.
+TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 4e-3}
+
+
+def start(case: Case, name: str) -> tuple[castwise.Amp, nn.Module, torch.optim.Optimizer]:
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), case.rate, momentum=0.9)
+    amp = castwise.Amp(name, device="cpu")
+    amp.prepare(model, optimizer)
+    return amp, model, optimizer
+
+
+def train(amp: castwise.Amp, model: nn.Module, optimizer: Any, case: Case, steps: int, run: Any = None) -> list[float]:
+    losses = []
+    batch = case.batch()
+    for _ in range(steps):
+        loss = case.loss(model if run is None else run, batch)
+        amp.backward(loss)
+        amp.step(optimizer, max_norm=5.0)
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("name", NAMES)
+def test_it_learns(name: str, case: Case) -> None:
+    amp, model, optimizer = start(case, name)
+    losses = train(amp, model, optimizer, case, 20)
+    assert losses[-1] < 0.5 * losses[0]
+    stored = {p.dtype for p in model.parameters()}
+    low = castwise.Plan.preset(name).compute_dtype
+    assert (low in stored) == (castwise.Plan.preset(name).params == "compute" or low is torch.float32)
+    amp.close()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("name", NAMES)
+def test_save_and_load_continue_bit_for_bit(name: str, case: Case) -> None:
+    amp, model, optimizer = start(case, name)
+    train(amp, model, optimizer, case, 3)
+    file = io.BytesIO()
+    torch.save(
+        {"model": amp.model_state_dict(model), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, file
+    )
+    want = train(amp, model, optimizer, case, 3)
+    weights = amp.model_state_dict(model)
+    amp.close()
+
+    amp, model, optimizer = start(case, name)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(v.dtype is torch.float32 for v in state["model"].values() if v.is_floating_point())
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    amp.load_state_dict(state["amp"])
+    assert train(amp, model, optimizer, case, 3) == want
+    for key, value in amp.model_state_dict(model).items():
+        assert torch.equal(value, weights[key]), key
+    amp.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes_and_state_are_restored_after_exceptions(name: str) -> None:
+    case = CASES["mlp"]
+    amp, model, optimizer = start(case, name)
+    before = torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 3))
+    assert (torch.is_autocast_enabled("cpu"), torch.get_default_dtype()) == before
+    assert frames.depth() == 0
+    x, _ = case.batch()
+    assert model(x).dtype is torch.float32
+    amp.close()
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_equals_eager(name: str, case: Case) -> None:
+    """Same losses over some steps, within the rounding of the compute format."""
+    amp, model, optimizer = start(case, name)
+    eager = train(amp, model, optimizer, case, 3)
+    amp.close()
+    torch._dynamo.reset()
+    amp, model, optimizer = start(case, name)
+    compiled = train(amp, model, optimizer, case, 3, run=torch.compile(model, backend="aot_eager"))
+    amp.close()
+    assert compiled == pytest.approx(eager, rel=TOLERANCE[castwise.Plan.preset(name).compute])
+
+
+def test_a_checkpoint_of_any_plan_loads_into_any_other() -> None:
+    case = CASES["gpt"]
+    weights = {}
+    for name in NAMES:
+        amp, model, optimizer = start(case, name)
+        train(amp, model, optimizer, case, 2)
+        weights[name] = amp.model_state_dict(model)
+        amp.close()
+    for name in NAMES:
+        amp, model, _ = start(case, name)
+        for state in weights.values():
+            model.load_state_dict(state)
+            out = amp.model_state_dict(model)
+            exact = name not in ("bf16-true", "fp16-true", "O3")
+            assert all(torch.equal(out[k], state[k]) for k in state) or not exact
+        amp.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this CPU session would be refused for another reason on CUDA")
+def test_tf32_is_refused_where_there_is_none() -> None:
+    with pytest.raises(DeviceError, match="no TF32"):
+        castwise.Amp("tf32", device="cpu")
