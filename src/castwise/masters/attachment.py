@@ -152,7 +152,9 @@ class Attachment:
                     move_state(optimizer, parameter, master)
                     fresh.add(id(parameter))
                 masters.append(params[index])
-        known = dict(zip(map(id, self._stored), zip(self._written, self._addresses, strict=True), strict=True))
+        known = dict(
+            zip(map(id, self._stored), zip(self._written, self._addresses, strict=True), strict=True)
+        )
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._masters = masters
         self._stored = [master.stored for master in masters]  # type: ignore[attr-defined]
@@ -228,7 +230,9 @@ class Attachment:
         layout = (parameter.shape, parameter.stride(), parameter.device)
         if (master.shape, master.stride(), master.device) != layout:
             moved = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-            master.data = moved.copy_(master.detach() if master.shape == parameter.shape else parameter.detach())
+            master.data = moved.copy_(
+                master.detach() if master.shape == parameter.shape else parameter.detach()
+            )
             optimizer = self._optimizer()
             if optimizer is not None:
                 restride_state(optimizer)
@@ -256,7 +260,6 @@ class Attachment:
             if parameter.grad is not None or updated[index] != self._updated[index]
         ]
         self._push(due)
-        self._updated = updated
 
     def _push(self, due: list[int]) -> None:
         with torch.no_grad():
@@ -264,11 +267,14 @@ class Attachment:
                 _torch.copy_each(self._targets, self._sources)
             else:
                 _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
-        self._written = _torch.versions(self._stored)
+        # The copy counts as a write to its sources, too.
+        self._written, self._updated = _torch.versions(self._stored), _torch.versions(self._masters)
 
     # --- hooks ----------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
         """Called by the optimizer: see to the masters, and let a closure see the model at the masters' values."""
         self._pull(optimizer)
         if len(args) > 1 and callable(args[1]):

@@ -112,7 +112,11 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
         return existing
     source = stored.detach() if values is None else values.detach()
     data = source
-    if source.dtype is not torch.float32 or source.stride() != stored.stride() or source.device != stored.device:
+    if (
+        source.dtype is not torch.float32
+        or source.stride() != stored.stride()
+        or source.device != stored.device
+    ):
         data = torch.empty_like(stored, dtype=torch.float32, requires_grad=False).copy_(source)
     if type(data) is Tensor:
         master: Any = MasterParameter(data, requires_grad=True)

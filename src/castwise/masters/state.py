@@ -25,7 +25,9 @@ def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter) -> No
     if source not in optimizer.state:
         return
     state = optimizer.state.pop(source)
-    optimizer.state[target] = {key: value if key == "step" else _fit(value, target) for key, value in state.items()}
+    optimizer.state[target] = {
+        key: value if key == "step" else _fit(value, target) for key, value in state.items()
+    }
 
 
 def restride_state(optimizer: Optimizer) -> None:
@@ -44,7 +46,9 @@ def restride_state(optimizer: Optimizer) -> None:
                 if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
                     continue
                 if value.stride() != parameter.stride() or value.device != parameter.device:
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
+                        value
+                    )
 
 
 def _fit(value: Any, target: Tensor) -> Any:

@@ -58,7 +58,12 @@ class LoadIntoMasters:
     """
 
     def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *_: Any,
     ) -> None:
         """Write what ``state_dict`` has for the parameters of ``module`` itself into their masters."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
