@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_masters_optimizers import Net, Weights, batches, lower, train
 from torch import Tensor, nn
 
 from castwise.errors import StateError
 from castwise.masters import Master, attach, attachment_of, master_of, model_param_of
+from tests.test_masters_optimizers import Net, Weights, batches, lower, train
 
 
 def prepared(kind: type[nn.Module] = Weights, **options: Any) -> tuple[Any, torch.optim.Optimizer]:

@@ -381,7 +381,7 @@ def test_fp32_state_dict_has_the_models_own_keys_and_nothing_low() -> None:
     plain = Tied()
     plain.load_state_dict({k: v for k, v in state.items() if k not in ("scale", "count")})
     assert torch.equal(plain.head.weight.detach(), state["head.weight"])
-    assert list(fp32_state_dict(model, prefix="x."))[0].startswith("x.")
+    assert next(iter(fp32_state_dict(model, prefix="x."))).startswith("x.")
 
 
 def test_fp32_state_dict_sees_weights_written_through_data() -> None:

@@ -17,6 +17,7 @@ from castwise.masters.parameter import (
     Master,
     forget,
     is_low,
+    local,
     make_master,
     merge_values,
     mirror_grad,
@@ -158,8 +159,8 @@ class Attachment:
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._masters = masters
         self._stored = [master.stored for master in masters]  # type: ignore[attr-defined]
-        self._targets = [parameter.detach() for parameter in self._stored]
-        self._sources = [master.detach() for master in masters]
+        self._targets = [local(parameter) for parameter in self._stored]
+        self._sources = [local(master) for master in masters]
         now = zip(_torch.versions(self._stored), map(_address, self._stored), strict=True)
         # A parameter whose history is unknown is compared with its master before the next step.
         marks = [
@@ -216,7 +217,7 @@ class Attachment:
 
     def copy_to_model(self) -> None:
         """Write every master into its parameter, rounded."""
-        self._targets = [parameter.detach() for parameter in self._stored]
+        self._targets = [local(parameter) for parameter in self._stored]
         self._push(list(range(len(self._stored))))
 
     def _refresh(self, index: int) -> None:
@@ -236,7 +237,7 @@ class Attachment:
             optimizer = self._optimizer()
             if optimizer is not None:
                 restride_state(optimizer)
-        self._targets[index], self._sources[index] = parameter.detach(), master.detach()
+        self._targets[index], self._sources[index] = local(parameter), local(master)
         merge_values(self._sources[index], self._targets[index])
         self._written[index], self._addresses[index] = _torch.versions([parameter])[0], _address(parameter)
 
@@ -253,20 +254,22 @@ class Attachment:
 
     def _push_updated(self) -> None:
         """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
-        updated = _torch.versions(self._masters)
-        due = [
-            index
-            for index, parameter in enumerate(self._stored)
-            if parameter.grad is not None or updated[index] != self._updated[index]
-        ]
+        due = [index for index, parameter in enumerate(self._stored) if parameter.grad is not None]
+        if len(due) < len(self._stored):
+            now = zip(self._stored, _torch.versions(self._masters), self._updated, strict=True)
+            due = [
+                index
+                for index, (parameter, new, old) in enumerate(now)
+                if parameter.grad is not None or new != old
+            ]
         self._push(due)
 
     def _push(self, due: list[int]) -> None:
-        with torch.no_grad():
-            if len(due) == len(self._targets):
-                _torch.copy_each(self._targets, self._sources)
-            else:
-                _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
+        # Both sides are detached, so that nothing here needs torch.no_grad.
+        if len(due) == len(self._targets):
+            _torch.copy_each(self._targets, self._sources)
+        else:
+            _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
         # The copy counts as a write to its sources, too.
         self._written, self._updated = _torch.versions(self._stored), _torch.versions(self._masters)
 
@@ -307,8 +310,7 @@ class Attachment:
 
 
 def _address(parameter: Tensor) -> int:
-    # Tensors made of others (DTensor) have no address of their own; in-place changes of theirs show as versions.
-    return parameter.data_ptr() if type(parameter) is nn.Parameter else 0
+    return parameter.data_ptr() if type(parameter) is nn.Parameter else local(parameter).data_ptr()
 
 
 # Under a compiled step these two frames are left alone by Dynamo, and what they call is run with Dynamo off; in

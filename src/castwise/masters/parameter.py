@@ -21,6 +21,7 @@ __all__ = [
     "Master",
     "forget",
     "is_low",
+    "local",
     "make_master",
     "master_of",
     "merge_values",
@@ -205,11 +206,19 @@ def merge_values(master: Tensor, values: Tensor) -> bool:
     Returns:
         Whether anything differed. Synchronises with the device.
     """
+    master, values = local(master), local(values)
     rounded = master.to(values.dtype)
     if torch.equal(rounded, values):
         return False
     master.copy_(torch.where(rounded == values, master, values.to(master.dtype)))
     return True
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, detached and in the same memory; for a DTensor, its shard."""
+    detached = tensor.detach()
+    to_local = getattr(detached, "to_local", None)
+    return detached if to_local is None else to_local()  # type: ignore[no-any-return]
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
@@ -219,4 +228,4 @@ def refresh_master(parameter: nn.Parameter) -> bool:
         Whether anything differed; False also if there is no master. Synchronises with the device.
     """
     master = master_of(parameter)
-    return master is not None and merge_values(master.detach(), parameter.detach())
+    return master is not None and merge_values(master, parameter)

@@ -40,7 +40,7 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
 def _as_fp32(value: Tensor) -> Tensor:
     master = master_of(value)
     if master is not None:
-        merge_values(master.detach(), value.detach())
+        merge_values(master, value)
         return _plain(master)
     detached = value.detach()
     return detached.to(torch.float32) if is_low(detached) else detached
