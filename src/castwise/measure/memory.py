@@ -206,7 +206,10 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
                 run.run(1)
         finally:
             run.after()
-    run.close()
+        # freed while the profiler looks on: its count of what is held outlives it
+        run.close()
+        del run
+        gc.collect()
     with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
         trace = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(trace)
@@ -218,17 +221,17 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
 def _window_peak_bytes(events: list[dict[str, Any]]) -> int:
     """The largest total of the allocator's events inside the marked window of a trace.
 
-    Blocks from before the window are part of the total, since the trace saw them too.
+    Blocks from before the window are part of the total, since the trace saw them too; what the count began with, left
+    over from an earlier trace in this process, is not.
     """
     window = next(e for e in events if e.get("name") == _WINDOW and e.get("ph") == "X")
     start, end = window["ts"], window["ts"] + window["dur"]
-    totals = [
-        (event["ts"], event["args"]["Total Allocated"])
-        for event in events
-        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
-    ]
-    held = [total for _, total in sorted((t for t in totals if t[0] < start), key=lambda t: t[0])[-1:]]
-    return max([*held, *(total for ts, total in totals if start <= ts <= end)])
+    memory = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0]
+    memory.sort(key=lambda event: event["ts"])
+    totals = [(event["ts"], event["args"]["Total Allocated"]) for event in memory]
+    before = totals[0][1] - memory[0]["args"]["Bytes"]
+    held = [total for ts, total in totals if ts < start][-1:]
+    return max([*held, *(total for ts, total in totals if start <= ts <= end)]) - before
 
 
 def _steps(run: TrainingRun | InferenceRun, steps: int) -> None:

@@ -51,8 +51,16 @@ def bench_page(record: Mapping[str, Any]) -> str:
         interval_note=text.interval_note(record),
         where=text.where(record),
         figures=figures,
+        parts=_parts,
     )
     return page
+
+
+def _parts(cell: str) -> list[str]:
+    """A cell cut where a narrow screen may break it: before its brackets, or anywhere in a sentence."""
+    if "(" in cell:
+        return [cell[: cell.index("(")].strip(), cell[cell.index("(") :]]
+    return cell.split() if cell.count(" ") > 2 else [cell]
 
 
 def _draw(record: Mapping[str, Any], name: str, ink: str) -> Any:

@@ -78,6 +78,9 @@ def _bars(
     errors: Sequence[tuple[float, float]] | None = None,
 ) -> None:
     """Horizontal bars from the top down, each labelled at its end; a missing value shows its label alone."""
+    import matplotlib
+
+    ink = matplotlib.rcParams["text.color"]
     top = max((v for v in values if v is not None), default=1.0) or 1.0
     for index, (name, value, label) in enumerate(zip(names, values, labels, strict=True)):
         end = 0.0
@@ -85,10 +88,10 @@ def _bars(
             spread = errors[index] if errors is not None else (0.0, 0.0)
             axes.barh(index, value, height=0.62, color=colours[name])
             if errors is not None:
-                axes.errorbar(value, index, xerr=[[spread[0]], [spread[1]]], color=_INK, lw=1, capsize=2)
+                axes.errorbar(value, index, xerr=[[spread[0]], [spread[1]]], color=ink, lw=1, capsize=2)
             end = value + spread[1]
         axes.text(end + 0.015 * top, index, label, va="center", ha="left")
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [_short(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(0, top * 1.52)
     axes.tick_params(axis="y", length=0)
@@ -96,11 +99,28 @@ def _bars(
     axes.spines["bottom"].set_visible(False)
 
 
-def _time_figure(record: Record) -> Figure:
-    stages = [s for s in ("training", "inference") if any(row[s] for row in record["plans"])]
-    rows = record["plans"]
-    figure = _figure(0.45 + len(stages) * (0.35 + 0.3 * len(rows)))
-    for axes, stage in zip(figure.subplots(len(stages), 1, squeeze=False)[:, 0], stages, strict=True):
+def _short(name: str) -> str:
+    return name if len(name) <= 18 else f"{name[:17]}…"
+
+
+def _panels(counts: Sequence[int]) -> tuple[Figure, list[Axes]]:
+    """A figure with panels of bars one below the other, each as high as it has bars."""
+    heights = [0.42 + 0.3 * count for count in counts]
+    figure = _figure(0.1 + sum(heights))
+    return figure, list(figure.subplots(len(counts), 1, squeeze=False, height_ratios=heights)[:, 0])
+
+
+def _time_figure(record: Record) -> Figure | None:
+    # Plans without numbers are named once, beside the training times.
+    parts = {
+        "training": list(record["plans"]),
+        "inference": [row for row in record["plans"] if row["inference"]],
+    }
+    parts = {stage: rows for stage, rows in parts.items() if any(row[stage] for row in rows)}
+    if not parts:
+        return None
+    figure, panels = _panels([len(rows) for rows in parts.values()])
+    for axes, (stage, rows) in zip(panels, parts.items(), strict=True):
         timings = [row[stage] for row in rows]
         values = [t["step"]["median_s"] if t else None for t in timings]
         errors = [
@@ -133,21 +153,21 @@ def _memory_figure(record: Record) -> Figure | None:
         ("inference_peak_bytes", "Peak memory, inference"),
         ("saved_bytes", "Kept for the backward pass"),
     )
-    rows = record["plans"]
-    there = [(k, t) for k, t in kinds if any((row["memory"] or {}).get(k) is not None for row in rows)]
-    if not there:
+    parts = [
+        (key, title, rows)
+        for key, title in kinds
+        if (rows := [row for row in record["plans"] if (row["memory"] or {}).get(key) is not None])
+    ]
+    if not parts:
         return None
     base = text.baseline(record)["memory"] or {}
-    figure = _figure(0.45 + len(there) * (0.35 + 0.3 * len(rows)))
-    for axes, (key, title) in zip(figure.subplots(len(there), 1, squeeze=False)[:, 0], there, strict=True):
-        values = [(row["memory"] or {}).get(key) for row in rows]
+    figure, panels = _panels([len(rows) for _, _, rows in parts])
+    for axes, (key, title, rows) in zip(panels, parts, strict=True):
+        values = [row["memory"][key] for row in rows]
         labels = []
         for row, value in zip(rows, values, strict=True):
-            if value is None:
-                labels.append(_why_not(row))
-            else:
-                known = base.get(key) and row["name"] != record["baseline"]
-                labels.append(text.format_bytes(value) + (f", {value / base[key] - 1:+.0%}" if known else ""))
+            known = base.get(key) and row["name"] != record["baseline"]
+            labels.append(text.format_bytes(value) + (f", {value / base[key] - 1:+.0%}" if known else ""))
         axes.set_title(title)
         _bars(axes, [row["name"] for row in rows], values, labels, _colours(record))
     return figure
@@ -252,8 +272,6 @@ def bench_figures(record: Record, ink: str = _INK) -> dict[str, Figure]:
         "time": _time_figure, "memory": _memory_figure, "loss": _loss_figure, "prediction": _image_figure
     }  # fmt: skip
     with _style(ink):
-        if not any(row["training"] for row in record["plans"]):
-            del makers["time"]
         drawn = {name: make(record) for name, make in makers.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
