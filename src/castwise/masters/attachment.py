@@ -15,12 +15,14 @@ from castwise import _torch
 from castwise.errors import StateError
 from castwise.masters.parameter import (
     Master,
+    allow_low_grad,
     forget,
     is_low,
     local,
     make_master,
     merge_values,
     mirror_grad,
+    narrow_grad,
     want_grad_as_stored,
 )
 from castwise.masters.state import move_state, restride_state
@@ -79,6 +81,7 @@ class Attachment:
     def __init__(self, optimizer: Optimizer) -> None:
         """Install the hooks; no parameter is covered yet."""
         self.covers_all = False
+        self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
         self._models: list[weakref.ref[nn.Module]] = []
         self._params: list[weakref.ref[nn.Parameter]] = []
@@ -152,6 +155,8 @@ class Attachment:
                     params[index] = master
                     move_state(optimizer, parameter, master)
                     fresh.add(id(parameter))
+                    if self._low_gradients:
+                        allow_low_grad(parameter)
                 masters.append(params[index])
         known = dict(
             zip(map(id, self._stored), zip(self._written, self._addresses, strict=True), strict=True)
@@ -203,6 +208,24 @@ class Attachment:
         forget(parameter)
         move_state(optimizer, master, parameter)
         return parameter
+
+    # --- gradients under DistributedDataParallel ------------------------------------------------------------
+
+    def accept_low_gradients(self) -> None:
+        """Let gradients arrive in the parameters' own dtype, for what cannot write fp32 ones, as torch's DDP.
+
+        Each is widened, once and in its place, when the optimizer, a scaler or anyone else first reads it from the
+        master; until then microbatches accumulate in the low format, as DDP without masters has it.
+        """
+        self._low_gradients = True
+        for parameter in self._stored:
+            allow_low_grad(parameter)
+
+    def narrow_gradients(self) -> None:
+        """Before another backward adds to widened gradients: make them low again, which is all that DDP adds to."""
+        if self._low_gradients:
+            for parameter in self._stored:
+                narrow_grad(parameter)
 
     # --- values ---------------------------------------------------------------------------------------------
 

@@ -175,6 +175,18 @@ def want_grad_as_stored(parameter: nn.Parameter) -> None:
         parameter.grad = grad.to(parameter.dtype)
 
 
+def allow_low_grad(parameter: nn.Parameter) -> None:
+    """Let autograd and others write gradients in the parameter's own dtype; reading its master's widens them."""
+    parameter.grad_dtype = None
+
+
+def narrow_grad(parameter: nn.Parameter) -> None:
+    """Store a gradient that was widened in the parameter's own dtype again, rounded."""
+    grad = parameter.grad
+    if grad is not None and grad.dtype is not parameter.dtype:
+        parameter.grad = grad.to(parameter.dtype)
+
+
 def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
     """Replace the gradient that lies on the parameter by its fp32 value, and return that."""
     low = parameter.grad
@@ -218,7 +230,7 @@ def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, detached and in the same memory; for a DTensor, its shard."""
     detached = tensor.detach()
     to_local = getattr(detached, "to_local", None)
-    return detached if to_local is None else to_local()  # type: ignore[no-any-return]
+    return detached if to_local is None else to_local()
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
