@@ -80,16 +80,27 @@ def test_pictures_are_thinned_and_named_by_plan(result: BenchResult) -> None:
 
 
 def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str) -> None:
-    again = bench(f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device="cpu", steps=23, rounds=6, seed=3, inference=False)
+    again = bench(
+        f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device="cpu", steps=23, rounds=6, seed=3, inference=False
+    )
     for one, other in zip(result.plans, again.plans, strict=True):
         assert one.losses == other.losses
         assert one.metrics == other.metrics
-        assert one.memory == other.memory or (one.memory and other.memory and other.memory.saved_bytes == one.memory.saved_bytes)
+        assert one.memory == other.memory or (
+            one.memory and other.memory and other.memory.saved_bytes == one.memory.saved_bytes
+        )
 
 
 def test_saves_a_page_the_record_and_pictures(result: BenchResult, tmp_path: Path) -> None:
     paths = result.save(tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == ["bench.html", "bench.json", "time.png", "memory.png", "loss.png", "prediction.png"]
+    assert [path.name for path in paths] == [
+        "bench.html",
+        "bench.json",
+        "time.png",
+        "memory.png",
+        "loss.png",
+        "prediction.png",
+    ]
     record = json.loads(paths[1].read_text())
     assert record == json.loads(result.to_json())
     assert record["environment"]["device_type"] == "cpu"
@@ -120,7 +131,9 @@ def test_events_lead_to_the_end_of_every_stage(tiny: str) -> None:
 
 
 def test_a_hopeless_plan_is_stopped_and_says_by_how_much(tiny: str) -> None:
-    result = bench(f"{tiny}:slow_in_low", ["bf16-mixed", "bf16-true"], device="cpu", steps=62, rounds=6, memory=False)
+    result = bench(
+        f"{tiny}:slow_in_low", ["bf16-mixed", "bf16-true"], device="cpu", steps=62, rounds=6, memory=False
+    )
     row = _row(result, "bf16-mixed")
     assert row.status == "stopped"
     assert 2 <= len(row.losses) < 62
@@ -151,7 +164,9 @@ def test_a_region_that_matches_nothing_is_a_row_with_the_reason(tiny: str) -> No
 
 
 def test_an_exception_in_one_plan_does_not_lose_the_others(tiny: str) -> None:
-    result = bench(f"{tiny}:breaks_in_low", ["bf16-mixed", "bf16-true"], device="cpu", steps=20, rounds=6, memory=False)
+    result = bench(
+        f"{tiny}:breaks_in_low", ["bf16-mixed", "bf16-true"], device="cpu", steps=20, rounds=6, memory=False
+    )
     row = _row(result, "bf16-mixed")
     assert (row.status, row.reason) == ("failed", "FloatingPointError: a kernel")
     assert len(row.losses) == 2
@@ -181,7 +196,9 @@ def test_process_is_left_as_it_was(tiny: str) -> None:
         ("three", WorkloadError, r"batches\(seed\) ended after 2 batches"),
     ],
 )
-def test_a_broken_workload_is_one_clear_sentence(tiny: str, attribute: str, error: type[Exception], message: str) -> None:
+def test_a_broken_workload_is_one_clear_sentence(
+    tiny: str, attribute: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         bench(f"{tiny}:{attribute}", ["bf16-mixed"], device="cpu", steps=12, rounds=2, memory=False)
 
@@ -194,7 +211,9 @@ def test_bad_numbers_and_plans_are_refused_before_any_work(tiny: str) -> None:
 
 
 def test_short_runs_have_fewer_rounds(tiny: str) -> None:
-    result = bench(f"{tiny}:mlp", ["bf16-mixed"], device="cpu", steps=5, rounds=12, inference=False, memory=False)
+    result = bench(
+        f"{tiny}:mlp", ["bf16-mixed"], device="cpu", steps=5, rounds=12, inference=False, memory=False
+    )
     assert result.rounds == 3
     assert result.plans[1].training.step.n == 3
     assert result.plans[1].training.speedup.level == 0.75

@@ -93,7 +93,9 @@ def _three_batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _with(layer: type[nn.Linear]) -> Workload:
-    return replace(mlp, name=layer.__name__, model=lambda: nn.Sequential(layer(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+    return replace(
+        mlp, name=layer.__name__, model=lambda: nn.Sequential(layer(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    )
 
 
 plain = _with(nn.Linear)

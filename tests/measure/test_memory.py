@@ -104,7 +104,9 @@ def test_a_failure_in_the_other_process_comes_back_as_a_sentence(tiny: str) -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_peak_on_a_gpu_is_that_of_its_allocator(tiny: str) -> None:
-    plain, hoarder = (measure_memory(f"{tiny}:{name}", FP32, torch.device("cuda")) for name in ("plain", "hoarder"))
+    plain, hoarder = (
+        measure_memory(f"{tiny}:{name}", FP32, torch.device("cuda")) for name in ("plain", "hoarder")
+    )
     assert plain.method == "max_memory_allocated"
     # the hoarder's tensor lies on the CPU
     assert plain.training_peak_bytes == hoarder.training_peak_bytes > plain.inference_peak_bytes > 0

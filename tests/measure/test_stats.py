@@ -57,7 +57,9 @@ def test_pairs_see_through_a_drift_that_hides_the_difference_from_unpaired_times
 
 
 def test_equal_candidates_are_a_tie_nearly_always() -> None:
-    wrong = sum(not paired_speedup(*_machine(12, seed, 1.0, 1.0), resamples=200).is_tie for seed in range(100))
+    wrong = sum(
+        not paired_speedup(*_machine(12, seed, 1.0, 1.0), resamples=200).is_tie for seed in range(100)
+    )
     assert wrong <= 10
 
 

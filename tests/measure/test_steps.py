@@ -90,7 +90,9 @@ def test_inference_calls_the_model_as_the_loss_does_and_not_the_loss(mlp: Worklo
         return mlp.loss(model, batch)
 
     run = InferenceRun(replace(mlp, loss=loss), FP32, CPU)
-    run.model.register_forward_hook(lambda module, args, out: calls.append(f"{list(args[0].shape)} {out.is_inference()}"))
+    run.model.register_forward_hook(
+        lambda module, args, out: calls.append(f"{list(args[0].shape)} {out.is_inference()}")
+    )
     calls.clear()
     run.before(2)
     run.run(2)

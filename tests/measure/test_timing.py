@@ -52,7 +52,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def _race(clock: Clock, costs: dict[str, Callable[[int], float]], **options: object) -> tuple[dict[str, Lap], dict[str, Candidate]]:
+def _race(
+    clock: Clock, costs: dict[str, Callable[[int], float]], **options: object
+) -> tuple[dict[str, Lap], dict[str, Candidate]]:
     candidates = {name: Candidate(clock, name, cost) for name, cost in costs.items()}
     laps = race(list(candidates.items()), rounds=6, steps=3, device=CPU, **options)  # type: ignore[arg-type]
     assert all(candidate.open == 0 for candidate in candidates.values())
@@ -97,7 +99,9 @@ def test_short_hopeless_steps_are_stopped_when_two_rounds_agree(clock: Clock) ->
 
 def test_a_slow_start_is_not_held_against_a_candidate(clock: Clock) -> None:
     # kernels are built in the first step; a neighbour's burst falls on the second and on the first round
-    laps, _ = _race(clock, {"fp32": lambda _: 0.01, "late": lambda step: (20.0, *[0.5] * 4, *[0.008] * 99)[step]})
+    laps, _ = _race(
+        clock, {"fp32": lambda _: 0.01, "late": lambda step: (20.0, *[0.5] * 4, *[0.008] * 99)[step]}
+    )
     assert laps["late"].slowdown is None
     assert laps["late"].times_s[1:] == pytest.approx([0.008] * 5)
 

@@ -190,10 +190,10 @@ def bench(
 ) -> BenchResult:
     """Train a workload under several plans, in turns, and measure what each costs.
 
-    Every plan trains a copy of the model of its own from the same weights on the same batches. Times of training and
-    of inference come from rounds in which each plan runs a block of steps; batches are fetched outside of them.
-    Memory is measured in a process per plan. A plan that the device cannot run, that is hopelessly slow or that fails
-    gets a row that says so and leaves the others alone.
+    Every plan trains a copy of the model of its own from the same weights on the same batches. Times of training
+    and of inference come from rounds in which each plan runs a block of steps; batches are fetched outside of them.
+    Memory is measured in a process per plan. A plan that the device cannot run, that is hopelessly slow or that
+    fails gets a row that says so and leaves the others alone.
 
     Args:
         workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
@@ -218,8 +218,8 @@ def bench(
     """
     if steps < WARMUP + 1 or rounds < 1 or not hopeless > 1:
         raise PlanError(
-            f"bench(steps={steps}, rounds={rounds}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, rounds >= 1 and "
-            "hopeless > 1"
+            f"bench(steps={steps}, rounds={rounds}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, "
+            "rounds >= 1 and hopeless > 1"
         )
     where = torch.device(device if device is not None else default_device_type())
     rows = _rows(plans)
@@ -293,6 +293,7 @@ class _Work:
                 row.run = TrainingRun(self.workload, row.plan, self.device, self.seed, initial)
             except Exception as error:
                 self._lost(row, error)
+                self.progress(Event("training", row.name, self.steps, self.steps, row.reason))
                 continue
             initial = initial or row.run.weights()
         runners: list[tuple[str, Runner]] = [(row.name, row.run) for row in self.rows if row.run is not None]
@@ -336,8 +337,8 @@ class _Work:
         assert run is not None
         if not math.isfinite(run.losses[0]):
             raise NonFiniteError(
-                f"workload {self.workload.name!r}: the loss of the first step is {run.losses[0]} in fp32, so no plan can be "
-                "compared; look for NaN or infinite values in its data or weights"
+                f"workload {self.workload.name!r}: the loss of the first step is {run.losses[0]} in fp32, so no plan "
+                "can be compared; look for NaN or infinite values in its data or weights"
             )
 
     def _look(self, row: _Row) -> None:
@@ -362,24 +363,31 @@ class _Work:
                 runs.append((row, InferenceRun(self.workload, row.plan, self.device, self.seed, row.state)))
             except Exception as error:
                 row.notes.append(f"inference: {_sentence(error)}")
+        if not runs:
+            return
         total = WARMUP + self.rounds * self.per_round
+        # without the baseline there is nothing to be hopeless against
+        hopeless = self.hopeless if runs[0][0] is self.rows[0] else math.inf
         counts = dict.fromkeys((row.name for row, _ in runs), 0)
 
         def on_block(name: str, taken: int) -> None:
             counts[name] += taken
             self.progress(Event("inference", name, counts[name], total))
 
-        laps = race(
-            [(row.name, run) for row, run in runs], rounds=self.rounds, steps=self.per_round, device=self.device,
-            warmup=WARMUP, hopeless=self.hopeless, on_block=on_block,
-        )  # fmt: skip
-        for row, run in runs:
+        try:
+            laps = race(
+                [(row.name, run) for row, run in runs], rounds=self.rounds, steps=self.per_round,
+                device=self.device, warmup=WARMUP, hopeless=hopeless, on_block=on_block,
+            )  # fmt: skip
+        finally:
+            for _, run in runs:
+                run.close()
+        for row, _ in runs:
             row.inference = laps[row.name]
             if row.inference.slowdown is not None:
                 row.notes.append(f"inference {_stopped(row.inference.slowdown)}")
             elif row.inference.error is not None:
                 row.notes.append(f"inference: {_sentence(row.inference.error)}")
-            run.close()
             self.progress(Event("inference", row.name, total, total))
 
     def weigh(self) -> None:
@@ -406,7 +414,9 @@ class _Work:
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
                 raise error
-            raise WorkloadError(f"workload {self.workload.name!r} fails in fp32: {_sentence(error)}") from error
+            raise WorkloadError(
+                f"workload {self.workload.name!r} fails in fp32: {_sentence(error)}"
+            ) from error
         row.end("unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed", _sentence(error))
 
     def close(self) -> None:

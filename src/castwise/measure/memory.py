@@ -1,9 +1,9 @@
 """Peak memory of a training step and of inference, each plan in a process of its own.
 
 On a CPU the bytes that torch's allocator holds are counted, from torch's profiler: the same run gives the same
-number to the byte, where the resident size of a process (``VmHWM`` of ``/proc/self/status``) moved by 7 MB between
-runs that differ by nothing, for a network whose tensors take 31 MB. What libraries allocate behind torch's back is
-not in it. On an accelerator it is ``max_memory_allocated`` with its peak reset.
+number to the byte, where the resident size of a process (``VmHWM`` of ``/proc/self/status``) moved by 7 MB
+between runs that differ by nothing, for a network whose tensors take 31 MB. What libraries allocate behind torch's
+back is not in it. On an accelerator it is ``max_memory_allocated`` with its peak reset.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Memory:
     """Memory of a workload under a plan, all in bytes.
 
     Attributes:
-        training_peak_bytes: Most that was allocated at once during one training step: weights, masters, gradients,
-            optimizer state, activations and the batch.
+        training_peak_bytes: Most that was allocated at once during one training step: weights, masters,
+            gradients, optimizer state, activations and the batch.
         inference_peak_bytes: The same during one inference call, without anything training needs.
         saved_bytes: Storages kept for the backward pass that are neither parameters nor buffers.
         method: How the peaks were found.
@@ -69,9 +69,9 @@ def measure_memory(
     """Measure a plan's memory in a new process.
 
     Args:
-        workload: A specification as :func:`castwise.workload.find_workload` takes it, or a workload. One that cannot
-            be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this process,
-            where the operating system and the device allow it.
+        workload: A specification as :func:`castwise.workload.find_workload` takes it, or a workload. One that
+            cannot be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this
+            process, where the operating system and the device allow it.
         plan: How to train.
         device: Where.
         seed: Of weights and data.
@@ -99,7 +99,10 @@ def measure_memory(
         else:
             pickled = _pickle(workload)
             if pickled is None:
-                _in_fork(lambda: _answer(answer, lambda: measure_here(workload, plan, device, seed, inference)), device)
+                _in_fork(
+                    lambda: _answer(answer, lambda: measure_here(workload, plan, device, seed, inference)),
+                    device,
+                )
                 forked = _read(answer, "")
                 return replace(forked, method=f"{forked.method}, one thread")
             request["pickle"] = base64.b64encode(pickled).decode("ascii")
@@ -221,8 +224,8 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
 def _window_peak_bytes(events: list[dict[str, Any]]) -> int:
     """The largest total of the allocator's events inside the marked window of a trace.
 
-    Blocks from before the window are part of the total, since the trace saw them too; what the count began with, left
-    over from an earlier trace in this process, is not.
+    Blocks from before the window are part of the total, since the trace saw them too; what the count began with,
+    left over from an earlier trace in this process, is not.
     """
     window = next(e for e in events if e.get("name") == _WINDOW and e.get("ph") == "X")
     start, end = window["ts"], window["ts"] + window["dur"]
@@ -231,7 +234,7 @@ def _window_peak_bytes(events: list[dict[str, Any]]) -> int:
     totals = [(event["ts"], event["args"]["Total Allocated"]) for event in memory]
     before = totals[0][1] - memory[0]["args"]["Bytes"]
     held = [total for ts, total in totals if ts < start][-1:]
-    return max([*held, *(total for ts, total in totals if start <= ts <= end)]) - before
+    return int(max([*held, *(total for ts, total in totals if start <= ts <= end)])) - int(before)
 
 
 def _steps(run: TrainingRun | InferenceRun, steps: int) -> None:
@@ -257,8 +260,8 @@ def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
     """Count what autograd keeps for the backward pass of the code inside.
 
     A storage that several operators save is counted once, and those of the model's parameters and buffers not at
-    all. Casts of weights to a lower format are counted: they are memory that training needs. The storages stay alive
-    until the block ends, so peaks should be measured elsewhere.
+    all. Casts of weights to a lower format are counted: they are memory that training needs. The storages stay
+    alive until the block ends, so peaks should be measured elsewhere.
 
     Args:
         model: Whose parameters and buffers do not count.
@@ -291,14 +294,14 @@ def _pickle(workload: Workload) -> bytes | None:
 def _in_fork(work: Callable[[], None], device: torch.device) -> None:
     if device.type != "cpu" or not sys.platform.startswith("linux"):
         raise WorkloadError(
-            "memory was not measured: the workload holds functions that cannot be sent to another process; put it into a "
-            "file and name it file.py:attribute"
+            "memory was not measured: the workload holds functions that cannot be sent to another process; "
+            "put it into a file and name it file.py:attribute"
         )
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler talks on standard error
-            # torch's worker threads do not survive a fork; with one thread none is needed, as in DataLoader's workers
+            # torch's threads do not survive a fork; with one thread none is needed, as in DataLoader's workers
             torch.set_num_threads(1)
             work()
         finally:

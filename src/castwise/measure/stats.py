@@ -1,8 +1,8 @@
 """Statistics of repeated times: pure functions of numbers, free of torch.
 
 Times on a shared machine have a long right tail and drift slowly. So the centre is a median, the spread an
-interquartile range, and two candidates are compared by the ratios of times taken next to each other, where the drift
-cancels.
+interquartile range, and two candidates are compared by the ratios of times taken next to each other, where the
+drift cancels.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def quantile(values: Sequence[float], q: float) -> float:
         ValueError: No values, or ``q`` out of range.
     """
     if not values or not 0.0 <= q <= 1.0:
-        raise ValueError(f"quantile(values of length {len(values)}, q={q}): needs one value or more and 0 <= q <= 1")
+        raise ValueError(
+            f"quantile(values of length {len(values)}, q={q}): needs one value or more and 0 <= q <= 1"
+        )
     ordered = sorted(values)
     position = q * (len(ordered) - 1)
     below = math.floor(position)
@@ -116,16 +118,16 @@ def paired_speedup(
         resamples: How many bootstrap samples.
 
     Returns:
-        The ratio; > 1 means that the candidate is faster. With fewer than six pairs no interval reaches 95 %: the one
-        returned is the range of the pairs, and its ``level`` says how often such a range covers the truth.
+        The ratio; > 1 means that the candidate is faster. With fewer than six pairs no interval reaches 95 %: the
+        one returned is the range of the pairs, and its ``level`` says how often such a range covers the truth.
 
     Raises:
         ValueError: No pairs, lists of different lengths, or times that are not positive and finite.
     """
     if not baseline_s or len(baseline_s) != len(candidate_s):
         raise ValueError(
-            f"paired_speedup: {len(baseline_s)} baseline and {len(candidate_s)} candidate times; needs as many of each, at "
-            "least one, from the same rounds"
+            f"paired_speedup: {len(baseline_s)} baseline and {len(candidate_s)} candidate times; needs as many of "
+            "each, at least one, from the same rounds"
         )
     if not all(math.isfinite(t) and t > 0 for t in (*baseline_s, *candidate_s)):
         raise ValueError("paired_speedup: every time must be a positive finite number of seconds")
@@ -141,7 +143,7 @@ def paired_speedup(
 
 
 def _order_statistic(n: int, tail: float) -> int:
-    """Index k of the innermost order statistic with P(median < x_k) <= tail; 0 if even the extreme falls short."""
+    """Index k of the innermost order statistic with P(median < x_k) <= tail; 0 if none has."""
     covered, k = 0.0, 0
     for index in range(n):
         covered += math.comb(n, index) * 0.5**n

@@ -54,7 +54,8 @@ def build_model(
     model = workload.model()
     if not isinstance(model, nn.Module):
         raise WorkloadError(
-            f"workload {workload.name!r}: model() returned {type(model).__name__}, not a torch.nn.Module; return the module"
+            f"workload {workload.name!r}: model() returned {type(model).__name__}, not a torch.nn.Module; "
+            "return the module"
         )
     model = model.to(device)
     if state is not None:
@@ -63,7 +64,7 @@ def build_model(
 
 
 class _RandomState:
-    """Torch's random numbers as one candidate sees them, so that dropout draws the same whatever runs in between."""
+    """Torch's random numbers as one candidate sees them: dropout draws the same whatever runs in between."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
@@ -168,8 +169,8 @@ class TrainingRun:
             self._block = [to_device(next(self._batches), self._device) for _ in range(steps)]
         except StopIteration:
             raise WorkloadError(
-                f"workload {self._workload.name!r}: batches(seed) ended after {len(self.losses)} batches; make it an endless "
-                "iterator, or ask for fewer steps"
+                f"workload {self._workload.name!r}: batches(seed) ended after {len(self.losses)} batches; "
+                "make it an endless iterator, or ask for fewer steps"
             ) from None
         self._claim = Claim(self._plan, self._device.type)
 
@@ -235,16 +236,16 @@ class TrainingRun:
 def _not_scalar(workload: Workload, loss: object) -> str:
     got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     return (
-        f"workload {workload.name!r}: loss(model, batch) returned {got}; it must return a scalar tensor. Reduce it with "
-        ".mean() or .sum()."
+        f"workload {workload.name!r}: loss(model, batch) returned {got}; it must return a scalar tensor. "
+        "Reduce it with .mean() or .sum()."
     )
 
 
 class InferenceRun:
     """The model's own forward under a plan, with weights cast once, under ``torch.inference_mode``.
 
-    What is called is the model with the arguments that ``workload.loss`` gives it, without the loss around it; where
-    the loss calls the model more than once, or not at all, the whole loss.
+    What is called is the model with the arguments that ``workload.loss`` gives it, without the loss around it;
+    where the loss calls the model more than once, or not at all, the whole loss.
 
     Args:
         workload: Whose model.

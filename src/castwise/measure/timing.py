@@ -1,8 +1,8 @@
 """Interleaved rounds of steps.
 
-Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them, and
-ratios are formed within rounds (see :mod:`castwise.measure.stats`). The order turns from round to round, so that no
-candidate always follows the same neighbour.
+Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them,
+and ratios are formed within rounds (see :mod:`castwise.measure.stats`). The order turns from round to round, so that
+no candidate always follows the same neighbour.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOPELESS = 10.0
 PATIENCE_S = 30.0
 """A first step is not held against a candidate (kernels are built in it) unless it takes longer than this."""
 SURE_S = 1.0
-"""Below this, a neighbour on the machine can make a step look hopeless, so two rounds beside the baseline must agree."""
+"""A shorter step can look hopeless by a neighbour's doing, so two rounds beside the baseline must agree."""
 WARMUP = 2
 
 
@@ -101,10 +101,10 @@ def race(
         steps: Steps per block.
         device: Waited for at both ends of each block.
         warmup: Single steps before the first round, not counted.
-        hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first two
-            steps if they are long (``sure_s``), else when every round so far says so, of which there must be two.
-        patience_s: A candidate is stopped after one step if that alone took longer than this and than ``hopeless``
-            times the baseline's first.
+        hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first
+            two steps if they are long (``sure_s``), else when every round so far says so, two of them at least.
+        patience_s: A candidate is stopped after one step if that alone took longer than this and than
+            ``hopeless`` times the baseline's first.
         sure_s: Length of a step, in seconds, that cannot be the machine's noise.
         on_block: Called with a name and the steps just run, after each block.
 

@@ -31,7 +31,9 @@ def bench_page(record: Mapping[str, Any]) -> str:
     """
     import jinja2
 
-    source = importlib.resources.files("castwise.report").joinpath("bench.html.j2").read_text(encoding="utf-8")
+    source = (
+        importlib.resources.files("castwise.report").joinpath("bench.html.j2").read_text(encoding="utf-8")
+    )
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -38,7 +38,7 @@ _COLOURS = ("#2f6fde", "#e0872b", "#2a9d74", "#c2479c", "#7a5bd6", "#b8a01f", "#
 def _style(ink: str) -> Iterator[None]:
     import matplotlib
 
-    settings = {
+    settings: dict[Any, Any] = {
         "font.size": 9.5, "font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "castwise",
         "axes.edgecolor": _GREY, "axes.labelcolor": ink, "axes.titlesize": 10.5, "axes.titleweight": "bold",
         "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "text.color": ink,
@@ -93,14 +93,14 @@ def _bars(
         axes.text(end + 0.015 * top, index, label, va="center", ha="left")
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(0, top * 1.52)
+    axes.set_xlim(0, top * 1.62)
     axes.tick_params(axis="y", length=0)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 18 else f"{name[:17]}…"
+    return name if len(name) <= 16 else f"{name[:15]}…"
 
 
 def _panels(counts: Sequence[int]) -> tuple[Figure, list[Axes]]:
@@ -124,7 +124,9 @@ def _time_figure(record: Record) -> Figure | None:
         timings = [row[stage] for row in rows]
         values = [t["step"]["median_s"] if t else None for t in timings]
         errors = [
-            (t["step"]["median_s"] - t["step"]["q1_s"], t["step"]["q3_s"] - t["step"]["median_s"]) if t else (0.0, 0.0)
+            (t["step"]["median_s"] - t["step"]["q1_s"], t["step"]["q3_s"] - t["step"]["median_s"])
+            if t
+            else (0.0, 0.0)
             for t in timings
         ]
         labels = []
@@ -144,7 +146,9 @@ def _time_figure(record: Record) -> Figure | None:
 def _why_not(row: Record) -> str:
     if row["status"] == "stopped":
         return str(row["reason"])
-    return {"ok": "not measured", "unsupported": "cannot run here"}.get(row["status"], row["status"])
+    if row["status"] == "unsupported":
+        return "cannot run here"
+    return "not measured" if row["status"] == "ok" else str(row["status"])
 
 
 def _memory_figure(record: Record) -> Figure | None:
@@ -214,18 +218,25 @@ def _curves(
     for index, (name, values) in enumerate(curves.items()):
         x = list(steps) if steps is not None else list(range(1, len(values) + 1))
         y = [float("nan") if v is None else v for v in values]
-        axes.plot(x[: len(y)], y, color=chosen[name], lw=1.8, ls=dashes[index % len(dashes)], label=name)
+        axes.plot(
+            x[: len(y)], y, color=chosen[name], lw=1.8, ls=dashes[index % len(dashes)], label=_short(name)
+        )
     if known and min(known) > 0 and max(known) > 10 * min(known):
         axes.set_yscale("log")
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.grid(visible=True)
     if len(curves) > 1:
-        axes.legend(loc="upper right", fontsize=9)
+        if len(curves) <= 3:
+            axes.legend(loc="upper right", fontsize=9)
+        else:
+            figure.legend(loc="outside lower center", fontsize=9, ncols=2)
 
 
 def _loss_figure(record: Record) -> Figure | None:
-    curves = {row["name"]: row["losses"] for row in record["plans"] if row["status"] == "ok" and row["losses"]}
+    curves = {
+        row["name"]: row["losses"] for row in record["plans"] if row["status"] == "ok" and row["losses"]
+    }
     if not curves:
         return None
     figure = _figure(2.9)
@@ -251,7 +262,7 @@ def _image_figure(record: Record) -> Figure | None:
     for axes, (name, picture) in zip(grid.flat, images.items(), strict=False):
         rows = [[float("nan") if x is None else x for x in line] for line in picture]
         axes.imshow(rows, vmin=low, vmax=high, cmap="viridis", interpolation="nearest")
-        axes.set_title(name, fontsize=9.5, fontweight="normal")
+        axes.set_title(_short(name), fontsize=8.5, fontweight="normal")
     return figure
 
 
@@ -288,7 +299,9 @@ def to_svg(draw: Callable[[str], Figure], label: str) -> str:
     """
     buffer = io.StringIO()
     with _style(_SENTINEL):
-        draw(_SENTINEL).savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        draw(_SENTINEL).savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -328,8 +341,16 @@ def plot_curves(records: Sequence[Record], path: str | os.PathLike[str]) -> Path
     scaled = any(scale is not None for scale in scales)
     with _style(_INK):
         figure = _figure(4.6 if scaled else 2.9)
-        parts = figure.subfigures(2, 1, height_ratios=(3, 2)) if scaled else [figure]
+        parts: Sequence[Any] = [figure]
+        if scaled:
+            parts = list(figure.subfigures(2, 1, height_ratios=(3, 2), squeeze=False)[:, 0])
         _curves(parts[0], {"loss": [record.get("loss") for record in records]}, "Training loss", None, steps)
         if scaled:
-            _curves(parts[1], {"loss scale": scales}, "Loss scale", {"loss scale": _COLOURS[1]}, steps)
+            axes = parts[1].subplots()
+            known = [(step, scale) for step, scale in zip(steps, scales, strict=True) if scale is not None]
+            axes.step(*zip(*known, strict=True), where="post", color=_COLOURS[1], lw=1.8)
+            axes.set_yscale("log", base=2)
+            axes.set_title("Loss scale")
+            axes.set_xlabel("step")
+            axes.grid(visible=True)
         return save_png(figure, path)

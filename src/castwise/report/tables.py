@@ -29,7 +29,14 @@ def bench_table(record: Mapping[str, Any]) -> RenderableType:
 
     parts: list[RenderableType] = [Text(text.headline(record), style="bold"), Text()]
     for grid in text.grids(record):
-        table = Table(title=grid.title, title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table = Table(
+            title=grid.title,
+            title_justify="left",
+            title_style="bold cyan",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
         for index, name in enumerate(grid.header):
             table.add_column(Text(name), justify="right" if index else "left", overflow="fold")
         for number, row in enumerate(grid.rows):

@@ -15,7 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 BEHIND = 0.1
-"""A plan whose final loss lies above the baseline's by this part of what the baseline gained is not recommended."""
+"""A plan is not recommended if its final loss is above the baseline's by this part of what that one gained."""
 
 Record = Mapping[str, Any]
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
@@ -123,8 +123,9 @@ def headline(record: Record) -> str:
     if faster:
         best = faster[0]
         out.append(
-            f"On this machine {best['name']} trains {workload} {format_factor(_speedup(best)['value'])} as fast as {name} "
-            f"({_level(best)} interval {interval(_speedup(best))}){_memory_words(best, base)}; {_loss_words(best, base)}."
+            f"On this machine {best['name']} trains {workload} {format_factor(_speedup(best)['value'])} as fast as "
+            f"{name} ({_level(best)} interval {interval(_speedup(best))}){_memory_words(best, base)}; "
+            f"{_loss_words(best, base)}."
         )
         ties = [row["name"] for row in faster[1:] if _level_with(best, row)]
         if ties:
@@ -137,8 +138,9 @@ def headline(record: Record) -> str:
         else:
             said = f"{close['name']} comes closest: {format_factor(speed['value'])} as fast"
         out.append(
-            f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. {said} "
-            f"({_level(close)} interval {interval(speed)}){_memory_words(close, base)}; {_loss_words(close, base)}."
+            f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. "
+            f"{said} ({_level(close)} interval {interval(speed)}){_memory_words(close, base)}; "
+            f"{_loss_words(close, base)}."
         )
     lagging = [row["name"] for row in rows if row not in sound]
     if lagging:
@@ -218,7 +220,10 @@ def grids(record: Record) -> list[Grid]:
     versus = f"vs {base['name']}"
     stages = ["training", *(["inference"] if any(row["inference"] for row in rows) else [])]
     speed = [(row["name"], *(c for stage in stages for c in _timed(row, stage))) for row in rows]
-    header = ("plan", *(c for stage in stages for c in ("training step" if stage == "training" else "inference", versus)))
+    header = (
+        "plan",
+        *(c for stage in stages for c in ("training step" if stage == "training" else "inference", versus)),
+    )
     out = [Grid("Speed", header, tuple(speed), dim)]
     kinds = {
         "training peak": "training_peak_bytes",
@@ -274,8 +279,9 @@ def interval_note(record: Record) -> str:
     levels = {t["speedup"]["level"] for r in record["plans"] for t in (r["training"],) if t and t["speedup"]}
     level = f"{min(levels, default=stats.LEVEL) * 100:.3g} %"
     return (
-        f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds, {record['steps']} "
-        f"training steps in all; speeds come with their {level} interval from paired rounds. An interval that contains 1 is a tie."
+        f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds, "
+        f"{record['steps']} training steps in all; speeds come with their {level} interval from paired rounds. "
+        "An interval that contains 1 is a tie."
     )
 
 
@@ -284,7 +290,8 @@ def where(record: Record) -> str:
     env = record["environment"]
     castwise = f"castwise {env['castwise']}" + (f" at {env['commit']}" if env["commit"] else "")
     threads = f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"
-    return f"{env['device']}, {threads}; torch {env['torch']}, Python {env['python']}, {castwise}; {env['date'][:10]}"
+    versions = f"torch {env['torch']}, Python {env['python']}, {castwise}"
+    return f"{env['device']}, {threads}; {versions}; {env['date'][:10]}"
 
 
 def notes(record: Record) -> list[str]:
