@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -391,6 +392,9 @@ class _Work:
             self.progress(Event("inference", row.name, total, total))
 
     def weigh(self) -> None:
+        if self.device.type != "cpu":
+            gc.collect()
+            torch.accelerator.empty_cache()  # what this process holds is not to be had by the next
         for row in self.rows:
             if row.status != "ok":
                 continue

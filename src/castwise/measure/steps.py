@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -75,14 +75,18 @@ class _RandomState:
 
     def _get(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(getattr(torch, self._device.type).get_rng_state())
+        if self._device.type == "mps":
+            states.append(torch.mps.get_rng_state())
+        elif self._device.type != "cpu":
+            states.append(getattr(torch, self._device.type).get_rng_state(self._device))
         return states
 
     def _set(self, states: list[torch.Tensor]) -> None:
         torch.set_rng_state(states[0])
-        if len(states) > 1:
-            getattr(torch, self._device.type).set_rng_state(states[1])
+        if self._device.type == "mps":
+            torch.mps.set_rng_state(states[1])
+        elif self._device.type != "cpu":
+            getattr(torch, self._device.type).set_rng_state(states[1], self._device)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -284,7 +288,7 @@ class InferenceRun:
             hook.remove()
         if len(calls) == 1:
             args, kwargs = calls[0]
-            self._call = lambda: self.model(*args, **kwargs)
+            self._call: Callable[[], Any] = lambda: self.model(*args, **kwargs)
         else:
             self._call = lambda: workload.loss(self.model, batch)
         self.amp = Amp(split, device=device)

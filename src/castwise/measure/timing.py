@@ -65,8 +65,10 @@ def synchronize(device: torch.device) -> None:
     Args:
         device: On which to wait.
     """
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    if device.type == "mps":
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
 
 
 def _block_s(runner: Runner, steps: int, device: torch.device) -> float:
