@@ -64,13 +64,14 @@ def test_sharded_parameters_train_like_whole_ones(options: dict[str, bool]) -> N
 def _ddp(rank: int, store: str, as_view: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.manual_seed(0)
+    torch.manual_seed(rank)  # as users do: DDP makes the ranks' weights equal
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     attachment = attach(optimizer, model, originals=former)
     attachment.accept_low_gradients()
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+    attachment.rewrite(lambda master: dist.broadcast(master, 0))
     oracle = [m.detach().clone().requires_grad_() for m in held(optimizer)]
     plain = torch.optim.SGD(oracle, lr=0.1, momentum=0.9)
     for step in range(4):
@@ -87,9 +88,10 @@ def _ddp(rank: int, store: str, as_view: bool) -> None:
             assert master.grad is not None
             assert parameter.grad is master.grad
             assert master.grad.dtype is torch.float32
-            both = [master.grad.clone(), master.grad.clone()]
-            dist.broadcast(both[0], 0)
-            assert torch.equal(*both)
+            for tensor in (master.grad, master.detach()):
+                both = [tensor.clone(), tensor.clone()]
+                dist.broadcast(both[0], 0)
+                assert torch.equal(*both)
             want.grad = master.grad.clone()
         optimizer.step()
         plain.step()

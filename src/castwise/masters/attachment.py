@@ -243,6 +243,16 @@ class Attachment:
         self._targets = [local(parameter) for parameter in self._stored]
         self._push(list(range(len(self._stored))))
 
+    def rewrite(self, write: Callable[[Tensor], object]) -> None:
+        """Let ``write`` change every master in place, then bring the model up to date.
+
+        DistributedDataParallel gives all ranks the first one's *parameters* when it wraps a model. Their masters
+        must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
+        """
+        for master in self._sources:
+            write(master)
+        self.copy_to_model()
+
     def _refresh(self, index: int) -> None:
         parameter, master = self._stored[index], self._masters[index]
         if not is_low(parameter):
