@@ -348,3 +348,12 @@ def refuse_inlining(function: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def never_trace(function: Callable[..., Any]) -> None:
+    """Have Dynamo leave calls of ``function`` to Python, as ``torch.compiler.disable`` does.
+
+    The public decorator imports Dynamo and wraps the function, which every call in eager mode would pay for.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "castwise's GradScaler runs between graphs"  # type: ignore[attr-defined]

@@ -288,7 +288,7 @@ class Border:
         if torch.compiler.is_compiling():
             frames.graph_pop()
         else:
-            saved = thread.saved
+            saved = thread.state.saved
             if not saved or saved[-1][6] is not self:
                 return output  # an exception came before enter
             if self.follow_backward and output is not None:
@@ -299,7 +299,7 @@ class Border:
         if self.cast_outputs is not None:
             if self.root:
                 if isinstance(output, torch.Tensor):
-                    return output.to(self.cast_outputs) if output.dtype in LOW_DTYPES else output
+                    return output.float() if output.dtype in LOW_DTYPES else output
                 return cast_floating(output, self.cast_outputs, LOW_DTYPES)
             return cast_floating(output, self.cast_outputs)
         return output
@@ -333,7 +333,7 @@ def leave_interrupted() -> None:
 
     torch runs hooks after an ``Exception`` only. Called where no forward can be running.
     """
-    saved = thread.saved
+    saved = thread.state.saved
     while saved and isinstance(saved[-1][6], Border):
         frames.pop()
 

@@ -38,6 +38,8 @@ from castwise.scaler import GradScaler, StepResult
 __all__ = ["Amp"]
 
 _LOW = (torch.bfloat16, torch.float16)
+_STEPPED = StepResult(None)
+"""What became of a step that nothing could have skipped."""
 _prepared: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Amp]] = weakref.WeakKeyDictionary()
 
 
@@ -79,7 +81,8 @@ class Amp:
                 process_group=group,
                 allow_fp16_grads=self.plan.stores_low and not self.plan.keeps_masters,
             )
-        self._group = group
+        if self.scaler is not None:
+            self.scaler.param_names = self._parameter_names
         self._closers: list[Callable[[], None]] = []
         self._claim: process.Claim | None = None
         self._models: list[weakref.ref[nn.Module]] = []
@@ -308,16 +311,20 @@ class Amp:
         Raises:
             ValueError: A loss that is not a scalar or has no graph.
         """
-        if loss.dim() != 0 and loss.numel() != 1:
+        if loss.numel() != 1:
             raise PlanError(
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
             )
         if self._stepped:
             self._open_window()
-        if self._root is not None and self._root.follow_backward:
-            loss = mark_boundary(loss, self._root.frame)
+        root = self._root
+        if root is not None and root.follow_backward:
+            loss = mark_boundary(loss, root.frame)
         if self.scaler is None:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            if kwargs:
+                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            else:
+                torch.autograd.backward(loss)
         else:
             self.scaler.backward(loss, name, params=self._parameters, **kwargs)
 
@@ -427,9 +434,14 @@ class Amp:
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
-        if frames.thread.saved:
+        if frames.thread.state.saved:
             regions.leave_interrupted()
         scaler = self.scaler
+        if scaler is None and max_norm is None and closure is None:
+            for optimizer in optimizers:
+                optimizer.step()
+            frames.clear_weight_cache()
+            return _STEPPED
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
             raise StateError(
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
@@ -457,6 +469,9 @@ class Amp:
                 scaler.step(optimizer)
             else:
                 scaler.step(optimizer, closure=closure)
+                attachment = masters.attachment_of(optimizer)
+                if attachment is not None:
+                    attachment.copy_to_model()  # a step taken back restores the masters alone
         frames.clear_weight_cache()
         self._stepped = True
         return scaler.result_of(*optimizers, grad_norm=norm)

@@ -65,15 +65,23 @@ class Frame:
         return self.dtype is not None
 
 
-class _Thread(threading.local):
-    """Per-thread state: the frame in force, what to restore, and the frame of a running backward."""
+class State:
+    """One thread's stack: the frame in force, what to restore, copies of weights, the frame of a running backward."""
 
-    frame: Frame | None = None
-    backward: _BackwardFrame | None = None
+    __slots__ = ("backward", "frame", "saved", "weights")
 
     def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.backward: _BackwardFrame | None = None
         self.saved: list[tuple[Any, ...]] = []
         self.weights: dict[Any, Any] = {}
+
+
+class _Thread(threading.local):
+    """Holds the state in one attribute, because every access to a thread-local costs."""
+
+    def __init__(self) -> None:
+        self.state = State()
 
 
 thread = _Thread()
@@ -98,53 +106,62 @@ def push(frame: Frame, owner: object = None, *, scope: bool = False) -> None:
         scope: Whether this is a scope of its own for the low-precision copies of weights, as each forward of a
             prepared model is; the copies made inside end with it, whatever region lies around.
     """
+    state = thread.state
+    before = state.frame
     device = frame.device_type
-    before = thread.frame
     dtype = frame.dtype
     enabled = _is_enabled(device)
-    old_dtype = _get_dtype(device)
     if dtype is None:
-        thread.saved.append((before, device, enabled, old_dtype, True, thread.weights, owner, False))
+        state.saved.append((before, device, enabled, None, None, state.weights, owner, False))
         if enabled:
             _set_enabled(device, False)
     else:
+        old_dtype = _get_dtype(device)
         # torch's cast cache is keyed by the weight alone, so a copy in another format would be taken for ours.
         clear = scope or (enabled and old_dtype is not dtype)
-        thread.saved.append((before, device, enabled, old_dtype, _is_cache(), thread.weights, owner, clear))
+        cache = None if frame.cache is None else _is_cache()
+        state.saved.append((before, device, enabled, old_dtype, cache, state.weights, owner, clear))
         if not enabled:
             _set_enabled(device, True)
         if old_dtype is not dtype:
             _set_dtype(device, dtype)
-        if frame.cache is not None:
+        if cache is not None:
             _set_cache(frame.cache)
         if _increment() > 1 and clear:
             _clear()
-    thread.frame = frame
+    state.frame = frame
     if frame.overrides:
-        thread.weights = {}
+        state.weights = {}
     if frame.code or (before is not None and before.code):
         _torch.set_guard_code(frame.code)
 
 
 def pop() -> None:
     """Restore what was in force before the last :func:`push`."""
-    frame = thread.frame
-    before, device, enabled, dtype, cache, thread.weights, _, clear = thread.saved.pop()
-    thread.frame = before
+    state = thread.state
+    frame = state.frame
     assert frame is not None, "pop without push"
-    if frame.dtype is not None:
+    before, device, enabled, dtype, cache, state.weights, _, clear = state.saved.pop()
+    state.frame = before
+    if frame.dtype is None:
+        if enabled:
+            _set_enabled(device, True)
+    else:
         if _decrement() == 0 or clear:
             _clear()
-        _set_cache(cache)
-        _set_dtype(device, dtype)
-    _set_enabled(device, enabled)
+        if cache is not None:
+            _set_cache(cache)
+        if dtype is not frame.dtype:
+            _set_dtype(device, dtype)
+        if not enabled:
+            _set_enabled(device, False)
     if frame.code or (before is not None and before.code):
         _torch.set_guard_code(0 if before is None else before.code)
 
 
 def depth() -> int:
     """How many frames are on this thread's stack."""
-    return len(thread.saved)
+    return len(thread.state.saved)
 
 
 def unwind(to: int = 0, owner: object = None) -> None:
@@ -155,19 +172,21 @@ def unwind(to: int = 0, owner: object = None) -> None:
         owner: Go back to before this owner entered instead, where it is on the stack.
     """
     if owner is not None:
-        for index, entry in enumerate(thread.saved):
+        for index, entry in enumerate(thread.state.saved):
             if entry[6] is owner:
                 to = index
                 break
         else:
             return
-    while len(thread.saved) > to:
+    while len(thread.state.saved) > to:
         pop()
 
 
 def clear_weight_cache() -> None:
     """Forget low-precision copies of weights; called when a step has changed the weights."""
-    thread.weights.clear()
+    weights = thread.state.weights
+    if weights:
+        weights.clear()
     _clear()
 
 
@@ -203,29 +222,29 @@ _live_tasks: set[int] = set()
 
 def current_frame() -> Frame | None:
     """The frame in force on this thread, in forward or in a recomputation during backward."""
-    if thread.backward is None:
-        return thread.frame
-    entry: _BackwardFrame | None = thread.backward
+    if thread.state.backward is None:
+        return thread.state.frame
+    entry: _BackwardFrame | None = thread.state.backward
     inside = _torch.graph_task_id() != -1
     while entry is not None and not (inside and entry.task in _live_tasks):
         entry = entry.outer
-    thread.backward = entry
-    if entry is None or len(thread.saved) != entry.depth:
-        return thread.frame
+    thread.state.backward = entry
+    if entry is None or len(thread.state.saved) != entry.depth:
+        return thread.state.frame
     return entry.frame
 
 
 def _enter_backward(frame: Frame | None) -> None:
     task = _torch.graph_task_id()
-    entry = thread.backward
+    entry = thread.state.backward
     if entry is not None and entry.task == task:
         entry.frame = frame
-        entry.depth = len(thread.saved)
+        entry.depth = len(thread.state.saved)
         return
     if task not in _live_tasks:
         _live_tasks.add(task)
         _torch.on_graph_task_end(lambda: _live_tasks.discard(task))
-    thread.backward = _BackwardFrame(task, frame, len(thread.saved), entry)
+    thread.state.backward = _BackwardFrame(task, frame, len(thread.state.saved), entry)
 
 
 class _Boundary(torch.autograd.Function):
@@ -286,7 +305,7 @@ def code_for(key: str) -> int:
 def _graph_push(key: str) -> None:
     trace = _torch.DynamoTrace.current()
     if trace is not None:
-        level = len(thread.saved)
+        level = len(thread.state.saved)
         trace.hold(lambda: unwind(level))
     push(graph_frames[key])
 
@@ -319,7 +338,7 @@ def get_ready_for_compile() -> None:
     )
 
     def tag_caches() -> None:
-        frame = thread.frame
+        frame = thread.state.frame
         tag = _torch.get_cache_tag()
         user = tag.split("|castwise:")[0]
         _torch.set_cache_tag(

@@ -65,12 +65,12 @@ def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     ):
         return tensor.to(dtype)
     key = (id(tensor), dtype, torch.is_grad_enabled())
-    kept = thread.weights.get(key)
+    kept = thread.state.weights.get(key)
     if kept is not None and kept[1] == tensor._version:
         copy: torch.Tensor = kept[2]
         return copy
     copy = tensor.to(dtype)
-    thread.weights[key] = (tensor, tensor._version, copy)
+    thread.state.weights[key] = (tensor, tensor._version, copy)
     return copy
 
 
@@ -200,7 +200,8 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     current = frames.current_frame
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = thread.frame if thread.backward is None else current()
+        state = thread.state
+        frame = state.frame if state.backward is None else current()
         if frame is not None:
             action = frame.overrides.get(name)
             if action is _parts:

@@ -1,0 +1,100 @@
+"""Loss-scaler state dicts of Apex and Colossal-AI, to and from torch's.
+
+What a foreign format cannot hold (Apex saves no factors; Colossal-AI no tracker for growth under that name) takes the
+values given, and nothing is made up silently: fields that castwise does not know raise.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from castwise.errors import CheckpointError
+
+__all__ = ["from_apex", "from_colossalai", "to_apex", "to_colossalai"]
+
+
+def from_apex(
+    state: Mapping[str, Any], *, names: tuple[str, ...] = ("loss",), growth_interval: int = 2000
+) -> dict[str, Any]:
+    """A state for :meth:`castwise.GradScaler.load_state_dict` from ``apex.amp.state_dict()``.
+
+    Args:
+        state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+        names: Names of the losses, in Apex's order of ``loss_id``; further ones are called ``loss1``, ``loss2``, ...
+        growth_interval: Apex does not save it; its own is 2000.
+
+    Raises:
+        CheckpointError: Other keys, or none.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for index, (key, value) in enumerate(state.items()):
+        if key != f"loss_scaler{index}" or set(value) != {"loss_scale", "unskipped"}:
+            raise CheckpointError(
+                f"from_apex: unexpected entry {key!r}: {value!r}; expected loss_scaler0, loss_scaler1, ... with loss_scale "
+                "and unskipped, as apex.amp.state_dict() gives them"
+            )
+        name = names[index] if index < len(names) else f"loss{index}"
+        found[name] = {"scale": float(value["loss_scale"]), "_growth_tracker": int(value["unskipped"])}
+    if not found:
+        raise CheckpointError("from_apex: the state is empty; expected loss_scaler0, loss_scaler1, ...")
+    first, *others = found
+    out: dict[str, Any] = {
+        **found[first], "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval
+    }  # fmt: skip
+    if first != "loss":
+        raise CheckpointError(f"from_apex: names={names!r}: the first loss must be 'loss', the scaler's default")
+    if others:
+        out["losses"] = {name: {**found[name], "hysteresis_tracker": 0} for name in others}
+    return out
+
+
+def to_apex(state: Mapping[str, Any]) -> OrderedDict[str, dict[str, Any]]:
+    """The state of a :class:`castwise.GradScaler` as ``apex.amp.load_state_dict`` takes it."""
+    out: OrderedDict[str, dict[str, Any]] = OrderedDict()
+    for index, entry in enumerate([state, *state.get("losses", {}).values()]):
+        out[f"loss_scaler{index}"] = {"loss_scale": float(entry["scale"]), "unskipped": int(entry["_growth_tracker"])}
+    return out
+
+
+_COLOSSAL = {
+    "scale": "scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "growth_step": "_growth_tracker",
+    "hysteresis_step": "hysteresis_tracker",
+}
+
+
+def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state for :meth:`castwise.GradScaler.load_state_dict` from Colossal-AI's naive ``DynamicGradScaler``.
+
+    Args:
+        state: Its fields: ``scale`` and any of growth_factor, backoff_factor, growth_interval, growth_step,
+            hysteresis_step; min_scale, max_scale and hysteresis belong to the plan and are passed over.
+
+    Raises:
+        CheckpointError: A field that is none of these, or no scale.
+    """
+    unknown = set(state) - set(_COLOSSAL) - {"min_scale", "max_scale", "hysteresis"}
+    if unknown or "scale" not in state:
+        raise CheckpointError(
+            f"from_colossalai: unexpected or missing fields in {sorted(state)}; expected scale and any of "
+            f"{', '.join(list(_COLOSSAL)[1:])}, min_scale, max_scale, hysteresis"
+        )
+    out = {
+        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000, "_growth_tracker": 0,
+        "hysteresis_tracker": 0,
+    }  # fmt: skip
+    for theirs, ours in _COLOSSAL.items():
+        if theirs in state:
+            value = state[theirs]
+            out[ours] = value.item() if hasattr(value, "item") else value
+    return out
+
+
+def to_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a :class:`castwise.GradScaler` in the fields of Colossal-AI's ``DynamicGradScaler``."""
+    return {theirs: state.get(ours, 0) for theirs, ours in _COLOSSAL.items()}

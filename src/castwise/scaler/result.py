@@ -1,0 +1,76 @@
+"""What became of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["StepResult"]
+
+
+class StepResult:
+    """Whether a step was taken, without waiting for the device unless asked.
+
+    Args:
+        flags: Non-finite flags of the step's gradients, 0-dim fp32 each, above zero where one was found; None where
+            nothing could have been skipped.
+        skipped: The outcome, where the host knows it already.
+        grad_norm: Norm of the gradients before clipping, where they were clipped: 0-dim, on the gradients' device.
+    """
+
+    __slots__ = ("_event", "_flags", "_host", "_skipped", "grad_norm")
+
+    def __init__(
+        self,
+        flags: Sequence[torch.Tensor] | None,
+        *,
+        skipped: bool | None = None,
+        grad_norm: torch.Tensor | None = None,
+    ) -> None:
+        self._flags = flags
+        self._skipped = False if flags is None else skipped
+        self.grad_norm = grad_norm
+        self._host: torch.Tensor | None = None
+        self._event: torch.Event | None = None
+        if self._skipped is None and flags is not None and flags[0].device.type != "cpu":
+            self._send()
+
+    def _send(self) -> None:
+        """Start copying the flag to the host, so that it is there when the next step asks."""
+        flag = self.found_inf
+        self._host = torch.empty((), dtype=flag.dtype, pin_memory=flag.device.type == "cuda")
+        self._host.copy_(flag, non_blocking=True)
+        self._event = torch.Event(flag.device)
+        self._event.record()
+
+    @property
+    def found_inf(self) -> torch.Tensor:
+        """0-dim fp32 tensor on the gradients' device: above zero if a gradient was not finite, and so skipped."""
+        if not self._flags:
+            return torch.zeros(())
+        first = self._flags[0]
+        return first if len(self._flags) == 1 else torch.stack([f.to(first.device) for f in self._flags]).amax(0)
+
+    @property
+    def known(self) -> bool:
+        """Whether reading :attr:`skipped` now costs no wait."""
+        if self._skipped is not None or self._event is None:
+            return True
+        return self._event.query()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped. Waits for the device, unless the next step has been made since."""
+        if self._skipped is None:
+            if self._event is not None:
+                self._event.synchronize()
+                assert self._host is not None
+                self._skipped = bool(self._host > 0)
+            else:
+                self._skipped = bool(self.found_inf > 0)
+        return self._skipped
+
+    def __repr__(self) -> str:
+        outcome = self.skipped if self.known else "not known yet"
+        return f"StepResult(skipped={outcome}, grad_norm={self.grad_norm})"
