@@ -210,6 +210,13 @@ def test_bad_numbers_and_plans_are_refused_before_any_work(tiny: str) -> None:
         bench(f"{tiny}:mlp", ["bf16-mixd"])
 
 
+def test_the_baseline_is_fp32_by_name_wherever_it_stands(tiny: str) -> None:
+    plans = ["O0", Plan.preset("bf16-mixed"), "fp32", torch.float16, "O0"]
+    result = bench(f"{tiny}:mlp", plans, device="cpu", steps=4, rounds=1, inference=False, memory=False)
+    assert [row.name for row in result.plans] == ["fp32", "O0", "bf16-mixed", "fp16-mixed"]
+    assert result.plans[1].losses == result.plans[0].losses  # O0 is fp32 by another name
+
+
 def test_short_runs_have_fewer_rounds(tiny: str) -> None:
     result = bench(
         f"{tiny}:mlp", ["bf16-mixed"], device="cpu", steps=5, rounds=12, inference=False, memory=False

@@ -128,6 +128,13 @@ def test_bars_are_as_long_as_the_numbers(full: dict[str, Any]) -> None:
     assert peaks == [[100, 60], [25, 15], [50, 30]]
 
 
+def test_a_bar_much_longer_than_the_baselines_is_cut_and_says_so(record: Make, row: Make) -> None:
+    figure = plots.bench_figures(record(row("fp16-mixed", 0.9, 0.2), row("O1", 0.2, 0.2)))["time"]
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.1, 0.3, 0.2])
+    assert [text.get_text() for text in axes.texts] == ["100 ms", "//", "900 ms, 0.111x", "200 ms, 0.500x"]
+
+
 def test_curves_have_gaps_where_a_loss_was_not_finite(full: dict[str, Any]) -> None:
     full["plans"][1]["losses"] = [1.0, None, 0.01]
     (axes,) = plots.bench_figures(full)["loss"].axes

@@ -60,6 +60,14 @@ def test_plans_that_the_rounds_do_not_tell_apart_are_said_to_be_level(record: Ma
     assert text.headline(made).endswith("The measurement does not tell it apart from bf16-master in speed.")
 
 
+def test_of_level_plans_the_first_asked_for_is_the_answer(record: Make, row: Make) -> None:
+    made = record(row("bf16-mixed", 0.0501, 0.2), row("O1", 0.07, 0.2), row("bf16-true", 0.05, 0.2))
+    made["plans"][1]["training"]["rounds_s"] = [0.0501 + 0.001 * (-1) ** n for n in range(12)]
+    said = text.headline(made)
+    assert said.startswith("On this machine bf16-mixed trains sine 2.00x as fast")
+    assert said.endswith("does not tell it apart from bf16-true in speed.")
+
+
 def test_a_tie_with_the_baseline_is_said_as_a_tie(record: Make, row: Make) -> None:
     said = text.headline(record(row("bf16-mixed", 0.098, 0.2)))
     assert said.startswith(

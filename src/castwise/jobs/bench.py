@@ -254,9 +254,7 @@ def _rows(plans: Iterable[Any]) -> list[_Row]:
         if name in rows and rows[name].plan != plan:
             name = f"{name} ({plan.digest[:8]})"
         rows.setdefault(name, _Row(name, plan))
-    base = next((row for row in rows.values() if row.plan == PRESETS[BASELINE]), None)
-    if base is None:
-        base = _Row(BASELINE, PRESETS[BASELINE])
+    base = rows.get(BASELINE) or _Row(BASELINE, PRESETS[BASELINE])
     return [base, *(row for row in rows.values() if row is not base)]
 
 
@@ -458,7 +456,7 @@ def _plan_result(row: _Row, base: _Row) -> PlanResult:
         digest=row.plan.digest,
         status=row.status,
         reason=row.reason,
-        training=_timing(row.training, base.training, row is base) if row.status == "ok" else None,
+        training=_timing(row.training, base.training, row is base),
         inference=_timing(row.inference, base.inference, row is base),
         memory=row.memory,
         notes=tuple(row.notes),
@@ -471,9 +469,9 @@ def _plan_result(row: _Row, base: _Row) -> PlanResult:
 
 
 def _timing(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
-    times = [t for t in lap.times_s if t is not None] if lap is not None else []
-    if lap is None or not times:
+    if lap is None or lap.done:
         return None
+    times = [t for t in lap.times_s if t is not None]
     speedup = None
     if base is not None and not is_base:
         before, after = paired(base, lap)

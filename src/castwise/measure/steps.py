@@ -14,6 +14,7 @@ from castwise.casting.trees import map_tensors
 from castwise.errors import WorkloadError
 from castwise.plan import Plan
 from castwise.process import Claim, check_device
+from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload
 
@@ -155,7 +156,7 @@ class TrainingRun:
             self._batches = iter(workload.batches(seed))
         self._block: list[Any] = []
         self._losses: list[torch.Tensor] = []
-        self._flags: list[torch.Tensor] = []
+        self._results: list[StepResult] = []
         self.losses: list[float] = []
         self.skipped_steps = 0
 
@@ -193,8 +194,7 @@ class TrainingRun:
             result = amp.step(optimizer)
             optimizer.zero_grad()
             self._losses.append(loss.detach())
-            if result.found_inf is not None:
-                self._flags.append(result.found_inf)
+            self._results.append(result)
 
     def after(self) -> None:
         """Read the block's losses and give the process back as it was."""
@@ -204,8 +204,8 @@ class TrainingRun:
         self._random.leave()
         self._block = []
         self.losses += [float(loss) for loss in self._losses]
-        self.skipped_steps += sum(bool(flag.item()) for flag in self._flags)
-        self._losses, self._flags = [], []
+        self.skipped_steps += sum(result.skipped for result in self._results)
+        self._losses, self._results = [], []
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights now, in fp32 under the model's own keys, on the CPU.

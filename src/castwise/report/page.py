@@ -13,7 +13,7 @@ from castwise.report import plots, text
 __all__ = ["bench_page", "write_bench_page"]
 
 _CAPTIONS = {
-    "time": "Medians, whiskers from the first to the third quartile; shorter is faster.",
+    "time": "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is longer.",
     "memory": "Most that was allocated at once, each plan in a process of its own.",
     "loss": "Every plan started from the same weights and saw the same batches.",
     "prediction": "The target, and what each plan's model makes of it after training.",

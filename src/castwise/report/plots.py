@@ -26,6 +26,8 @@ Record = Mapping[str, Any]
 
 WIDTH = 4.2
 """Inches; at 100 units per inch about the width of a phone."""
+CUT = 3.0
+"""Bars longer than this many times the baseline's are cut."""
 _INK = "#1b1f24"
 _SENTINEL = "#010203"
 """Stands for the page's own text colour while an SVG is drawn."""
@@ -77,19 +79,26 @@ def _bars(
     colours: Mapping[str, str],
     errors: Sequence[tuple[float, float]] | None = None,
 ) -> None:
-    """Horizontal bars from the top down, each labelled at its end; a missing value shows its label alone."""
+    """Horizontal bars from the top down, each labelled at its end; a missing value shows its label alone.
+
+    A bar longer than ``CUT`` times the baseline's, the first, is cut and marked, so that the others stay readable.
+    """
     import matplotlib
 
     ink = matplotlib.rcParams["text.color"]
-    top = max((v for v in values if v is not None), default=1.0) or 1.0
+    known = [v for v in values if v is not None]
+    cut = CUT * (values[0] or max(known, default=1.0))
+    top = min(max(known, default=1.0), cut) or 1.0
     for index, (name, value, label) in enumerate(zip(names, values, labels, strict=True)):
         end = 0.0
         if value is not None:
             spread = errors[index] if errors is not None else (0.0, 0.0)
-            axes.barh(index, value, height=0.62, color=colours[name])
-            if errors is not None:
+            axes.barh(index, min(value, cut), height=0.62, color=colours[name])
+            if value > cut:
+                axes.text(0.94 * cut, index, "//", va="center", ha="center", color="white", fontweight="bold")
+            elif errors is not None:
                 axes.errorbar(value, index, xerr=[[spread[0]], [spread[1]]], color=ink, lw=1, capsize=2)
-            end = value + spread[1]
+            end = cut if value > cut else value + spread[1]
         axes.text(end + 0.015 * top, index, label, va="center", ha="left")
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
