@@ -46,11 +46,12 @@ def test_peak_is_exact_and_repeats_to_the_byte(tiny: str) -> None:
     workload = find_workload(f"{tiny}:plain")
     peaks = {peak_bytes(lambda: InferenceRun(workload, FP32, CPU), CPU) for _ in range(3)}
     weights = 4 * (8 * 16 + 16 + 16 + 1)
-    inputs, hidden, out = 4 * 32 * 8, 4 * 32 * 16, 4 * 32
+    inputs, hidden = 4 * 32 * 8, 4 * 32 * 16
+    states = (
+        2 * torch.get_rng_state().nbytes
+    )  # the runner's own: torch's random numbers, its and those outside
     # at its height the call holds weights, the input, the hidden layer before and after the relu
-    exact = weights + inputs + 2 * hidden
-    assert len(peaks) == 1
-    assert exact <= peaks.pop() <= exact + out + 2 * 5056 + 8
+    assert peaks == {weights + inputs + 2 * hidden + states}
 
 
 def test_a_tensor_held_in_passing_shows_in_full(tiny: str) -> None:

@@ -231,7 +231,12 @@ def _curves(
             x[: len(y)], y, color=chosen[name], lw=1.8, ls=dashes[index % len(dashes)], label=_short(name)
         )
     if known and min(known) > 0 and max(known) > 10 * min(known):
+        from matplotlib.ticker import FuncFormatter, LogLocator
+
         axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.grid(visible=True)
