@@ -365,7 +365,11 @@ def install(
     """
     assigned = assign(model, plan.regions)
     computes = {plan.compute} | {r.compute for r in plan.regions if r.compute}
-    rows = override_rows(plan, device_type) if any(_casts_operators(plan, c) for c in computes) else {}
+    rows = dict(override_rows(plan, device_type)) if any(_casts_operators(plan, c) for c in computes) else {}
+    if device_type == "cpu" and "fp16" in computes and any(isinstance(m, nn.LSTM) for m in model.modules()):
+        # torch.autocast asks oneDNN for an fp16 LSTM, which it has on no CPU so far ("could not create a primitive
+        # descriptor"). Casting around the whole operator runs it in fp16 by torch's own kernels instead.
+        rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
     follow = bool(rows)
     root_frame = _frame_for(plan, plan.compute, device_type, rows)
     root_cast = plan.compute_dtype if plan.params == "compute" else None

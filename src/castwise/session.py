@@ -336,6 +336,14 @@ class Amp:
                     seen.add(id(parameter))
                     yield parameter
 
+    def _parameter_names(self) -> dict[int, str]:
+        names = {}
+        for model in self._live(self._models):
+            for name, parameter in model.named_parameters():
+                names[id(parameter)] = name
+                names[id(masters.master_of(parameter))] = name
+        return names
+
     def grad(
         self,
         loss: torch.Tensor,
@@ -446,6 +454,8 @@ class Amp:
             raise StateError(
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
             )
+        if closure is not None:
+            self._open_window()
         norm = None
         if scaler is None:
             if max_norm is not None:

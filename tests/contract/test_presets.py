@@ -35,7 +35,9 @@ def start(case: Case, name: str) -> tuple[castwise.Amp, nn.Module, torch.optim.O
     return amp, model, optimizer
 
 
-def train(amp: castwise.Amp, model: nn.Module, optimizer: Any, case: Case, steps: int, run: Any = None) -> list[float]:
+def train(
+    amp: castwise.Amp, model: nn.Module, optimizer: Any, case: Case, steps: int, run: Any = None
+) -> list[float]:
     losses = []
     batch = case.batch()
     for _ in range(steps):
@@ -66,7 +68,8 @@ def test_save_and_load_continue_bit_for_bit(name: str, case: Case) -> None:
     train(amp, model, optimizer, case, 3)
     file = io.BytesIO()
     torch.save(
-        {"model": amp.model_state_dict(model), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, file
+        {"model": amp.model_state_dict(model), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()},
+        file,
     )
     want = train(amp, model, optimizer, case, 3)
     weights = amp.model_state_dict(model)
@@ -132,7 +135,9 @@ def test_a_checkpoint_of_any_plan_loads_into_any_other() -> None:
         amp.close()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this CPU session would be refused for another reason on CUDA")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this CPU session would be refused for another reason on CUDA"
+)
 def test_tf32_is_refused_where_there_is_none() -> None:
     with pytest.raises(DeviceError, match="no TF32"):
         castwise.Amp("tf32", device="cpu")

@@ -59,6 +59,11 @@ class Frame:
     def __deepcopy__(self, memo: object) -> Frame:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        from castwise.casting.kernels import rebuild_frame  # kernels stands on this module
+
+        return rebuild_frame, (self.device_type, self.dtype, dict(self.rows), self.surrounding, self.cache)
+
     @property
     def enabled(self) -> bool:
         """Whether operators are autocast in this frame."""

@@ -194,6 +194,17 @@ def frame_of(
     return frame
 
 
+def rebuild_frame(
+    device_type: str,
+    dtype: torch.dtype | None,
+    rows: Mapping[str, Row],
+    surrounding: torch.dtype,
+    cache: bool | None,
+) -> Frame:
+    """Unpickle a frame."""
+    return frame_of(device_type, dtype, rows, surrounding=surrounding, cache=cache)
+
+
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)

@@ -44,7 +44,9 @@ def from_apex(
         **found[first], "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval
     }  # fmt: skip
     if first != "loss":
-        raise CheckpointError(f"from_apex: names={names!r}: the first loss must be 'loss', the scaler's default")
+        raise CheckpointError(
+            f"from_apex: names={names!r}: the first loss must be 'loss', the scaler's default"
+        )
     if others:
         out["losses"] = {name: {**found[name], "hysteresis_tracker": 0} for name in others}
     return out
@@ -54,7 +56,10 @@ def to_apex(state: Mapping[str, Any]) -> OrderedDict[str, dict[str, Any]]:
     """The state of a :class:`castwise.GradScaler` as ``apex.amp.load_state_dict`` takes it."""
     out: OrderedDict[str, dict[str, Any]] = OrderedDict()
     for index, entry in enumerate([state, *state.get("losses", {}).values()]):
-        out[f"loss_scaler{index}"] = {"loss_scale": float(entry["scale"]), "unskipped": int(entry["_growth_tracker"])}
+        out[f"loss_scaler{index}"] = {
+            "loss_scale": float(entry["scale"]),
+            "unskipped": int(entry["_growth_tracker"]),
+        }
     return out
 
 

@@ -152,7 +152,10 @@ class GradScaler(torch.amp.GradScaler):
                 ("hysteresis_tracker", torch.int32, 0),
             )
             self._others[name] = _Loss(
-                *(torch.full(_ZERO_DIM, saved.get(key, first), dtype=dtype, device=where) for key, dtype, first in values)
+                *(
+                    torch.full(_ZERO_DIM, saved.get(key, first), dtype=dtype, device=where)
+                    for key, dtype, first in values
+                )
             )
         return self._others[name]
 
@@ -350,12 +353,16 @@ class GradScaler(torch.amp.GradScaler):
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         skip = any(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
         self._host_skips[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)
 
-    def step(self, optimizer: Optimizer, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(
+        self, optimizer: Optimizer, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
         """Unscale where that was not done, then step, or skip where a gradient is not finite.
 
         Args:
@@ -421,8 +428,6 @@ class GradScaler(torch.amp.GradScaler):
             flags.extend(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
             known = self._host_skips.get(id(optimizer))
             skipped = None if known is None or skipped is None else skipped or known
-        if len(self._per_optimizer_states) > 1:
-            flags = [flag.clone() for flag in flags]  # update() adds others' flags into them
         if skipped is None and flags and all(flag.device.type == "cpu" for flag in flags):
             skipped = any(flag.item() for flag in flags)
         return StepResult(flags or None, skipped=skipped, grad_norm=grad_norm)
@@ -442,7 +447,11 @@ class GradScaler(torch.amp.GradScaler):
             self._streak = 0 if known is False else self._streak
             return
         self._streak += 1
-        if self._streak < self._patience or self._floor is None or self.get_scale(self._base or "loss") > self._floor:
+        if (
+            self._streak < self._patience
+            or self._floor is None
+            or self.get_scale(self._base or "loss") > self._floor
+        ):
             return
         names = self.non_finite_params(optimizer)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -480,10 +489,14 @@ class GradScaler(torch.amp.GradScaler):
         base, self._base = self._base, None
         self._host_skips.clear()
         flags, self._flags = self._flags, {}
-        if base in (None, "loss") and not flags and (self._plain or new_scale is not None):
+        # torch adds the flags of several optimizers into the first of them, which a StepResult may still hold.
+        simple = self._plain and len(self._per_optimizer_states) < 2
+        if base in (None, "loss") and not flags and (simple or new_scale is not None):
             super().update(new_scale)
             return
         name = base or "loss"
+        if name == "loss":
+            self._check_scale_growth_tracker("update")
         loss = self._loss(name)
         if new_scale is not None:
             loss.scale.fill_(float(new_scale))

@@ -50,7 +50,9 @@ class StepResult:
         if not self._flags:
             return torch.zeros(())
         first = self._flags[0]
-        return first if len(self._flags) == 1 else torch.stack([f.to(first.device) for f in self._flags]).amax(0)
+        return (
+            first if len(self._flags) == 1 else torch.stack([f.to(first.device) for f in self._flags]).amax(0)
+        )
 
     @property
     def known(self) -> bool:

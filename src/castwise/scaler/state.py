@@ -103,7 +103,9 @@ def update_on_device(
     if not policy.dynamic:
         return
     if policy.is_plain:
-        torch._amp_update_scale_(scale, growth_tracker, found_inf, policy.growth, policy.backoff, policy.interval)
+        torch._amp_update_scale_(
+            scale, growth_tracker, found_inf, policy.growth, policy.backoff, policy.interval
+        )
         return
     assert hysteresis_tracker is not None
     found = found_inf > 0

@@ -1,0 +1,183 @@
+"""What castwise costs on top of a hand-written torch.amp loop, where nothing hides it.
+
+A dispatch-bound MLP (6 layers of width 32, batch 8, SGD, one thread on a CPU): every microsecond of Python shows. Each
+pair of loops does the same arithmetic; blocks of steps are interleaved, and ratios are formed within rounds. The
+hand-written loop runs twice, so that the noise of the method is in the table too. Accelerate and Lightning Fabric are
+measured beside them where they are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import castwise
+from castwise.measure.stats import paired_speedup
+from castwise.measure.timing import paired, race
+
+from common import check_losses_agree, write
+
+WIDTH, LAYERS, BATCH, RATE = 32, 6, 8, 0.01
+
+
+class Loop:
+    """One way to write the loop."""
+
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        self.step = step
+        self.losses: list[float] = []
+
+    def before(self, steps: int) -> None:
+        """Nothing to fetch: the batch is fixed."""
+
+    def run(self, steps: int) -> None:
+        """Train for some steps."""
+        for _ in range(steps):
+            loss = self.step()
+        self.losses.append(float(loss.detach()))
+
+    def after(self) -> None:
+        """Nothing to clean up."""
+
+
+def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+    """The same weights and data for every loop."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS - 1):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    return model, optimizer, torch.randn(BATCH, WIDTH, device=device), torch.randn(BATCH, WIDTH, device=device)
+
+
+def by_hand(dtype: torch.dtype, device: torch.device, scaled: bool) -> Loop:
+    """torch.autocast around forward and loss, GradScaler for fp16: as PyTorch's documentation writes it."""
+    model, optimizer, x, y = build(device)
+    loss_fn = nn.MSELoss()
+    scaler = torch.amp.GradScaler(device.type) if scaled else None
+
+    def step() -> torch.Tensor:
+        with torch.autocast(device.type, dtype=dtype):
+            loss = loss_fn(model(x), y)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)
+
+
+def by_castwise(plan: Any, device: torch.device) -> Loop:
+    """The loop of the README."""
+    model, optimizer, x, y = build(device)
+    amp = castwise.Amp(plan, device=device)
+    model, optimizer = amp.prepare(model, optimizer)
+    loss_fn = nn.MSELoss()
+
+    def step() -> torch.Tensor:
+        loss = loss_fn(model(x), y)
+        amp.backward(loss)
+        amp.step(optimizer)
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)
+
+
+def by_accelerate(device: torch.device) -> Loop:
+    """Hugging Face Accelerate, bf16."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
+    model, optimizer, x, y = build(device)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loss_fn = nn.MSELoss()
+
+    def step() -> torch.Tensor:
+        loss = loss_fn(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)
+
+
+def by_fabric(device: torch.device) -> Loop:
+    """Lightning Fabric, bf16-mixed."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
+    model, optimizer, x, y = build(device)
+    model, optimizer = fabric.setup(model, optimizer)
+    loss_fn = nn.MSELoss()
+
+    def step() -> torch.Tensor:
+        loss = loss_fn(model(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)
+
+
+def main() -> None:
+    """Measure and write ``results/overhead-<device>.json``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=54)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    groups: dict[str, list[tuple[str, Loop]]] = {
+        "bf16": [
+            ("torch.amp by hand", by_hand(torch.bfloat16, device, scaled=False)),
+            ("torch.amp by hand, again", by_hand(torch.bfloat16, device, scaled=False)),
+            ("castwise bf16-mixed", by_castwise("bf16-mixed", device)),
+        ],
+        "fp16": [
+            ("torch.amp by hand", by_hand(torch.float16, device, scaled=True)),
+            ("torch.amp by hand, again", by_hand(torch.float16, device, scaled=True)),
+            ("castwise fp16-mixed", by_castwise("fp16-mixed", device)),
+        ],
+    }
+    if importlib.util.find_spec("accelerate"):
+        groups["bf16"].append(("Accelerate", by_accelerate(device)))
+    if importlib.util.find_spec("lightning"):
+        groups["bf16"].append(("Lightning Fabric", by_fabric(device)))
+    for dtype, loops in groups.items():
+        laps = race(loops, rounds=options.rounds, steps=options.steps, device=device)
+        check_losses_agree({name: loop.losses[-1] for name, loop in loops}, relative=0.02)
+        base = laps[loops[0][0]]
+        for name, _ in loops:
+            speedup = paired_speedup(*paired(base, laps[name]))
+            times = sorted(t for t in laps[name].times_s if t is not None)
+            rows.append(
+                {
+                    "format": dtype,
+                    "loop": name,
+                    "step_us": 1e6 * times[len(times) // 2],
+                    "ratio": 1 / speedup.value,
+                    "low": 1 / speedup.high,
+                    "high": 1 / speedup.low,
+                }
+            )
+    write("overhead", device, __doc__, rows)
+
+
+if __name__ == "__main__":
+    main()
