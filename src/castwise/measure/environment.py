@@ -6,6 +6,7 @@ Nothing in it names the machine's owner: no host name, no user, no path.
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import platform
 import re
@@ -15,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-import castwise
 
 __all__ = ["Environment", "command_line", "environment"]
 
@@ -73,7 +72,7 @@ def environment(device: torch.device | str = "cpu", command: str | None = None) 
         capability=_capability(device),
         torch=torch.__version__,
         python=platform.python_version(),
-        castwise=castwise.__version__,
+        castwise=_version(),
         commit=_commit(),
         system=f"{platform.system()} {platform.machine()}",
         command=command_line(sys.argv) if command is None else command,
@@ -115,6 +114,11 @@ def _capability(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         return f"{major}.{minor}"
     return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
+
+
+def _version() -> str:
+    # by name: the package's front door stands above this room in the order of imports
+    return str(importlib.import_module("castwise").__version__)
 
 
 def _cores() -> int:
