@@ -97,6 +97,14 @@ def test_short_hopeless_steps_are_stopped_when_two_rounds_agree(clock: Clock) ->
     assert candidates["slow"].steps == 2 + 2 * 3
 
 
+def test_a_burst_on_the_baseline_only_delays_that(clock: Clock) -> None:
+    laps, candidates = _race(
+        clock, {"fp32": lambda step: 0.05 if step in (2, 3, 4) else 0.001, "slow": lambda _: 0.02}
+    )
+    assert laps["slow"].slowdown == pytest.approx(20.0)
+    assert candidates["slow"].steps == 2 + 3 * 3
+
+
 def test_a_slow_start_is_not_held_against_a_candidate(clock: Clock) -> None:
     # kernels are built in the first step; a neighbour's burst falls on the second and on the first round
     laps, _ = _race(

@@ -104,7 +104,7 @@ def race(
         device: Waited for at both ends of each block.
         warmup: Single steps before the first round, not counted.
         hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first
-            two steps if they are long (``sure_s``), else when every round so far says so, two of them at least.
+            two steps if they are long (``sure_s``), else when two rounds say so and the median of all so far does.
         patience_s: A candidate is stopped after one step if that alone took longer than this and than
             ``hopeless`` times the baseline's first.
         sure_s: Length of a step, in seconds, that cannot be the machine's noise.
@@ -153,7 +153,10 @@ def race(
 
 def _hopeless_rounds(baseline: Lap, lap: Lap, factor: float) -> float | None:
     ratios = [after / before for before, after in zip(*paired(baseline, lap), strict=True)]
-    return statistics.median(ratios) if len(ratios) >= 2 and min(ratios) > factor else None
+    if sum(ratio > factor for ratio in ratios) < 2:
+        return None
+    slowdown = statistics.median(ratios)
+    return slowdown if slowdown > factor else None
 
 
 def _hopeless(
