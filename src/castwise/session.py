@@ -450,6 +450,11 @@ class Amp:
                 optimizer.step()
             frames.clear_weight_cache()
             return _STEPPED
+        if scaler is not None and max_norm is None and closure is None and len(optimizers) == 1:
+            scaler.step(optimizers[0])
+            frames.clear_weight_cache()
+            self._stepped = True
+            return scaler.result_of(optimizers[0])
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
             raise StateError(
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"

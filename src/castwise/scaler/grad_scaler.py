@@ -96,7 +96,8 @@ class GradScaler(torch.amp.GradScaler):
         self._init_hysteresis_tracker = 0
         self._others: dict[str, _Loss] = {}
         self._saved_others: dict[str, dict[str, Any]] = {}
-        self._base: str | None = None
+        self._base: str | None = None  # the loss that opened the window
+        self._slot = "loss"  # the loss whose record is in torch's own attributes
         self._flags: dict[str, torch.Tensor] = {}
         self._pending: StepResult | None = None
         self._host_skips: dict[int, bool] = {}
@@ -135,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _loss(self, name: str, device: torch.device | None = None) -> _Loss:
         """The record of a named loss, made at its first use."""
-        if name == "loss":
+        if name == self._slot:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(device or torch.device(self._device))
             if self._hysteresis_tracker is None:
@@ -146,28 +147,35 @@ class GradScaler(torch.amp.GradScaler):
         if name not in self._others:
             saved = self._saved_others.pop(name, {})
             where = device or (self._scale.device if self._scale is not None else torch.device(self._device))
-            values = (
-                ("scale", torch.float32, self._init_scale),
-                ("_growth_tracker", torch.int32, 0),
-                ("hysteresis_tracker", torch.int32, 0),
-            )
+            first = (self._init_scale, self._init_growth_tracker if name == "loss" else 0)
             self._others[name] = _Loss(
-                *(
-                    torch.full(_ZERO_DIM, saved.get(key, first), dtype=dtype, device=where)
-                    for key, dtype, first in values
-                )
+                torch.full(_ZERO_DIM, saved.get("scale", first[0]), dtype=torch.float32, device=where),
+                torch.full(_ZERO_DIM, saved.get("_growth_tracker", first[1]), dtype=torch.int32, device=where),
+                torch.full(_ZERO_DIM, saved.get("hysteresis_tracker", 0), dtype=torch.int32, device=where),
             )
         return self._others[name]
 
+    def _occupy(self, name: str, device: torch.device | None = None) -> None:
+        """Put a loss into the attributes that torch's own methods work on; the one there steps aside."""
+        if name == self._slot:
+            return
+        mine = self._loss(name, device)
+        if self._scale is not None:
+            self._others[self._slot] = self._loss(self._slot)
+        del self._others[name]
+        self._slot = name
+        self._scale, self._growth_tracker = mine.scale, mine.growth_tracker
+        self._hysteresis_tracker = mine.hysteresis_tracker
+
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
-        return self._loss(name or self._base or "loss").scale
+        return self._loss(name or self._base or self._slot).scale
 
     def get_scale(self, name: str = "loss") -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
         if not self._enabled:
             return 1.0
-        if name == "loss":
+        if name == self._slot:
             return float(super().get_scale())
         return float(self._loss(name).scale)
 
@@ -206,6 +214,8 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         if self._base is None:
             self._base = name
+            if name != self._slot:
+                self._occupy(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
         elif self._base != name:
             raise StateError(
                 f"scale(loss, {name!r}): the loss {self._base!r} was scaled in this window, and gradients of losses with "
@@ -213,15 +223,15 @@ class GradScaler(torch.amp.GradScaler):
                 "Amp.backward(loss, name), which keep them apart, or call update() in between."
             )
         if isinstance(outputs, torch.Tensor):
+            if self._scale is not None and not outputs.dim():
+                return outputs * self._scale.to(outputs.device, non_blocking=True)
             return self._scaled(outputs, name)
-        if name == "loss":
-            return super().scale(outputs)
-        return type(outputs)(self._scaled(item, name) for item in outputs)
+        return super().scale(outputs)
 
     def _scaled(self, outputs: torch.Tensor, name: str) -> torch.Tensor:
         if outputs.dim() and outputs.dtype in _LOW:
             outputs = outputs.float()
-        if name == "loss":
+        if name == self._slot:
             return super().scale(outputs)
         return outputs * self._loss(name, outputs.device).scale.to(outputs.device, non_blocking=True)
 
@@ -249,7 +259,11 @@ class GradScaler(torch.amp.GradScaler):
             return
         base = self._base
         if base is None or (base == name and not self._flags):
-            self.scale(loss, name).backward(**kwargs)
+            scaled = self.scale(loss, name)
+            if kwargs:
+                scaled.backward(**kwargs)
+            else:
+                torch.autograd.backward(scaled)
             return
         everything = list(params() if callable(params) else params)
         aside = [(p, p.grad) for p in everything if p.grad is not None]
@@ -273,7 +287,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check(self, grads: Sequence[torch.Tensor], factor: torch.Tensor | None) -> torch.Tensor:
         """Multiply gradients in place by ``factor``; returns a flag of 1.0 where one is not finite."""
-        device = grads[0].device if grads else self._loss("loss").scale.device
+        device = grads[0].device if grads else self._loss(self._slot).scale.device
         found = torch.zeros(_ZERO_DIM, device=device)
         factor = torch.ones(_ZERO_DIM, device=device) if factor is None else factor.to(device)
         by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
@@ -309,33 +323,12 @@ class GradScaler(torch.amp.GradScaler):
         flags = flags or {found_inf.device: found_inf}
         return {device: self._agreed(flag) for device, flag in flags.items()}
 
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the window's scale, in place, and note whether all were finite."""
-        if self._base in (None, "loss") or not self._enabled:
-            super().unscale_(optimizer)
-            return
-        default, self._scale = self._scale, self._loss(self._base).scale
-        self._growth_tracker, tracker = self._loss(self._base).growth_tracker, self._growth_tracker
-        try:
-            super().unscale_(optimizer)
-        finally:
-            self._scale, self._growth_tracker = default, tracker
-
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have been unscaled in this window."""
         if not self._enabled:
             return True
         state = self._per_optimizer_states.get(id(optimizer))
         return state is not None and state["stage"] is OptState.UNSCALED
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._base in (None, "loss"):
-            return super()._check_scale_growth_tracker(funcname)
-        loss = self._loss(self._base)
-        return loss.scale, loss.growth_tracker
-
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return self._scale if self._base in (None, "loss") else self._loss(self._base).scale
 
     def decide_together(self, optimizers: Iterable[Optimizer]) -> None:
         """Make optimizers whose gradients are unscaled step or skip together."""
@@ -356,7 +349,9 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        skip = any(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        skip = False
+        for flag in optimizer_state["found_inf_per_device"].values():
+            skip = skip or flag.item() != 0.0
         self._host_skips[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)
 
@@ -388,7 +383,10 @@ class GradScaler(torch.amp.GradScaler):
         else:
             value = super().step(optimizer, *args, **kwargs)
         if self._floor is not None and self._enabled:
-            self._watch_floor(optimizer)
+            if self._host_skips.get(id(optimizer)) is False:
+                self._streak = 0
+            else:
+                self._watch_floor(optimizer)
         return value
 
     def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -422,6 +420,9 @@ class GradScaler(torch.amp.GradScaler):
         """What became of the steps of these optimizers in this window; call it before :meth:`update`."""
         if not self._enabled:
             return StepResult(None, grad_norm=grad_norm)
+        if len(optimizers) == 1 and (known := self._host_skips.get(id(optimizers[0]))) is not None:
+            held = self._per_optimizer_states[id(optimizers[0])]["found_inf_per_device"]
+            return StepResult(held.values(), skipped=known, grad_norm=grad_norm)
         flags: list[torch.Tensor] = []
         skipped: bool | None = False
         for optimizer in optimizers:
@@ -450,7 +451,7 @@ class GradScaler(torch.amp.GradScaler):
         if (
             self._streak < self._patience
             or self._floor is None
-            or self.get_scale(self._base or "loss") > self._floor
+            or self.get_scale(self._slot) > self._floor
         ):
             return
         names = self.non_finite_params(optimizer)
@@ -487,42 +488,46 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         base, self._base = self._base, None
-        self._host_skips.clear()
         flags, self._flags = self._flags, {}
+        skips = self._host_skips
+        unskipped = len(skips) == len(self._per_optimizer_states) and not any(skips.values())
+        skips.clear()
         # torch adds the flags of several optimizers into the first of them, which a StepResult may still hold.
-        simple = self._plain and len(self._per_optimizer_states) < 2
-        if base in (None, "loss") and not flags and (simple or new_scale is not None):
+        simple = self._dynamic and self._hysteresis == 1 and len(self._per_optimizer_states) < 2
+        if not flags and (simple or new_scale is not None):
             super().update(new_scale)
+            if new_scale is None and not self._plain:
+                floor = None if unskipped else self._floor  # finite gradients do not shrink a scale
+                if floor is not None or self._ceiling is not None:
+                    self._scale.clamp_(floor, self._ceiling)
             return
-        name = base or "loss"
-        if name == "loss":
-            self._check_scale_growth_tracker("update")
+        self._check_scale_growth_tracker("update")
+        name = base or self._slot
         loss = self._loss(name)
-        if new_scale is not None:
-            loss.scale.fill_(float(new_scale))
-        else:
-            found = [
-                flag.to(loss.scale.device, non_blocking=True)
-                for state in self._per_optimizer_states.values()
-                for flag in state["found_inf_per_device"].values()
-            ]
-            if not found:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            flags = flags or {name: found[0] if len(found) == 1 else torch.stack(found).amax(0)}
-            policy = self.policy
-            for used, flag in flags.items():
-                mine = self._loss(used)
-                flag = flag.to(mine.scale.device)
-                update_on_device(mine.scale, mine.growth_tracker, mine.hysteresis_tracker, flag, policy)
+        found = [
+            flag.to(loss.scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        flags = flags or {name: found[0] if len(found) == 1 else torch.stack(found).amax(0)}
+        policy = self.policy
+        for used, flag in flags.items():
+            mine = self._loss(used)
+            flag = flag.to(mine.scale.device)
+            update_on_device(mine.scale, mine.growth_tracker, mine.hysteresis_tracker, flag, policy)
         self._per_optimizer_states.clear()
 
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
-        state = super().state_dict()
         if not self._enabled:
-            return state
+            return super().state_dict()
+        slot = self._slot
+        self._occupy("loss")
+        state = super().state_dict()
         if self._hysteresis > 1:
             tracker = self._hysteresis_tracker
             state["hysteresis_tracker"] = self._init_hysteresis_tracker if tracker is None else int(tracker)
@@ -535,10 +540,13 @@ class GradScaler(torch.amp.GradScaler):
             }
         if losses:
             state["losses"] = losses
+        self._occupy(slot)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of torch's scaler."""
+        if self._enabled:
+            self._occupy("loss")
         super().load_state_dict(state_dict)
         if not self._enabled:
             return
@@ -550,6 +558,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self.state_dict() if self._enabled else {}
+        if self._enabled:
+            self._occupy("loss")
         state = super().__getstate__()
         if self._enabled:
             state["_saved_others"] = saved.get("losses", {})
@@ -558,5 +568,5 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
 
-for _name in ("backward", "unscale_", "step", "update", "result_of", "decide_together", "_maybe_opt_step"):
+for _name in ("backward", "step", "update", "result_of", "decide_together", "_maybe_opt_step"):
     _torch.never_trace(getattr(GradScaler, _name))

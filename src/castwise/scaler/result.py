@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 
@@ -23,7 +23,7 @@ class StepResult:
 
     def __init__(
         self,
-        flags: Sequence[torch.Tensor] | None,
+        flags: Collection[torch.Tensor] | None,
         *,
         skipped: bool | None = None,
         grad_norm: torch.Tensor | None = None,
@@ -33,7 +33,7 @@ class StepResult:
         self.grad_norm = grad_norm
         self._host: torch.Tensor | None = None
         self._event: torch.Event | None = None
-        if self._skipped is None and flags is not None and flags[0].device.type != "cpu":
+        if self._skipped is None and self.found_inf.device.type != "cpu":
             self._send()
 
     def _send(self) -> None:
