@@ -1,0 +1,361 @@
+"""Workloads: a model, its loss, its optimizer and its batches under one name, so that a command can run them.
+
+A workload is named as a built-in with options (``sine?size=128``), as ``path/to/file.py:attribute`` or as
+``package.module:attribute``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.errors import NonFiniteError, WorkloadError
+
+__all__ = ["BUILT_IN", "Workload", "check_loss", "find_workload", "non_finite_parts"]
+
+BUILT_IN: Mapping[str, str] = {
+    "sine": "castwise.workloads.sine",
+    "gpt": "castwise.workloads.gpt",
+    "digits": "castwise.workloads.digits",
+}
+"""Name -> module; the module's function of the same name makes the workload, its parameters are the options."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training job that a command can run.
+
+    Attributes:
+        name: Short, for tables and file names.
+        model: Makes the model, with weights drawn from torch's global random numbers, on the CPU.
+        optimizer: Makes the optimizer of the model's parameters.
+        batches: From a seed an endless iterator of batches: tensors on the CPU in tuples, lists or mappings. The same
+            seed gives the same batches.
+        loss: From the model and a batch (on the model's device) the loss, a floating tensor with one element.
+        evaluate: From the trained model, in evaluation mode and without gradients, numbers by name.
+        description: One sentence.
+        picture: From the trained model images by name, ``target`` and ``prediction``, each ``[height, width]``.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    batches: Callable[[int], Iterator[Any]]
+    loss: Callable[[nn.Module, Any], Tensor]
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    description: str = ""
+    picture: Callable[[nn.Module], Mapping[str, Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise WorkloadError(f"Workload(name={self.name!r}): needs a name, a string that is not empty")
+        for field in ("model", "optimizer", "batches", "loss", "evaluate", "picture"):
+            value = getattr(self, field)
+            if value is None and field in ("evaluate", "picture"):
+                continue
+            if not callable(value):
+                raise WorkloadError(
+                    f"Workload({self.name!r}): {field} must be a function, got {type(value).__name__}"
+                )
+        if isinstance(self.model, nn.Module):
+            raise WorkloadError(
+                f"Workload({self.name!r}): model must be a function that makes the model, got a "
+                f"{type(self.model).__name__}; give e.g. model=lambda: {type(self.model).__name__}(...)"
+            )
+
+
+# --- finding ------------------------------------------------------------------------------------------------
+
+
+def find_workload(spec: str) -> Workload:
+    """Find a workload by what a user types.
+
+    Args:
+        spec: ``sine``, ``gpt?layers=4&width=384`` (a built-in with options), ``path/to/file.py:attribute`` or
+            ``package.module:attribute``. The attribute is a :class:`Workload` or a function without arguments
+            that returns one. A file's folder joins ``sys.path``, as if the file were run as a script.
+
+    Returns:
+        The workload.
+
+    Raises:
+        WorkloadError: Nothing there by that name, or it does not import, or it is something else.
+    """
+    if not isinstance(spec, str) or not spec.strip():
+        raise WorkloadError(
+            f"find_workload({spec!r}): expected a name ({', '.join(BUILT_IN)}), file.py:attribute or "
+            "package.module:attribute"
+        )
+    spec = spec.strip()
+    name, _, options = spec.partition("?")
+    if name in BUILT_IN:
+        return _built_in(name, options)
+    where, colon, attribute = spec.rpartition(":")
+    if not colon or not where or not attribute:
+        raise WorkloadError(_not_found(spec, name))
+    is_file = where.endswith(".py") or "/" in where or "\\" in where
+    module = _import_file(spec, Path(where).expanduser()) if is_file else _import_module(spec, where)
+    return _workload_in(spec, module, attribute)
+
+
+def _not_found(spec: str, name: str) -> str:
+    if name.endswith(".py") or "/" in name or (Path(name).exists() and Path(name).is_file()):
+        names = ""
+        with contextlib.suppress(OSError):
+            found = [line.split("=")[0].split(":")[0].strip() for line in _workload_lines(Path(name))]
+            names = f", such as {name}:{found[0]}" if found else ""
+        return (
+            f"workload {spec!r}: a file needs the attribute that holds the workload: {name}:attribute{names}"
+        )
+    close = difflib.get_close_matches(name.lower(), BUILT_IN, n=3, cutoff=0.4)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    return (
+        f"workload {spec!r} not found; {meant}Built in are {', '.join(BUILT_IN)}; your own is named file.py:attribute "
+        "or package.module:attribute"
+    )
+
+
+def _workload_lines(path: Path) -> list[str]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if "Workload(" in line and "=" in line.split("Workload(")[0]]
+
+
+def _built_in(name: str, options: str) -> Workload:
+    make: Callable[..., Workload] = getattr(importlib.import_module(BUILT_IN[name]), name)
+    allowed = typing.get_type_hints(make)
+    allowed.pop("return", None)
+    given: dict[str, Any] = {}
+    for part in filter(None, options.split("&")):
+        key, equals, text = part.partition("=")
+        if key not in allowed:
+            close = difflib.get_close_matches(key, allowed, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise WorkloadError(
+                f"workload {name!r} has no option {key!r}{meant}; allowed: {_options(make, allowed)}"
+            )
+        if not equals or not text:
+            raise WorkloadError(f"workload {name!r}: option {key!r} has no value; write {name}?{key}=...")
+        given[key] = _value(name, key, text, allowed[key])
+    return make(**given)
+
+
+def _options(make: Callable[..., Workload], allowed: Mapping[str, Any]) -> str:
+    parameters = inspect.signature(make).parameters
+    defaults = {key: parameters[key].default for key in allowed}
+    return ", ".join(key if value is None else f"{key}={value}" for key, value in defaults.items())
+
+
+def _value(name: str, key: str, text: str, kind: Any) -> Any:
+    """An option's text as its parameter's type: int, float, or one of a ``Literal``'s strings."""
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    if choices:
+        if text not in choices:
+            raise WorkloadError(
+                f"workload {name!r}: option {key}={text!r}; allowed: {', '.join(map(str, choices))}"
+            )
+        return text
+    kinds = [part for part in (typing.get_args(kind) or (kind,)) if part is not types.NoneType]
+    try:
+        return kinds[0](text)
+    except ValueError:
+        raise WorkloadError(
+            f"workload {name!r}: option {key}={text!r} is not {'a whole number' if kinds[0] is int else 'a number'}"
+        ) from None
+
+
+def _import_file(spec: str, path: Path) -> types.ModuleType:
+    if not path.is_file():
+        folder = path.parent
+        there = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
+        close = difflib.get_close_matches(path.name, there, n=3)
+        more = f"; did you mean {' or '.join(str(folder / c) for c in close)}?" if close else ""
+        what = "is a folder, not a file" if path.is_dir() else "there is no such file"
+        raise WorkloadError(
+            f"workload {spec!r}: {what} ({path}){more or '; give the path from the current folder'}"
+        )
+    path = path.resolve()
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and not _is_from(loaded, path):
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        loaded = sys.modules.get(name)
+    if loaded is not None:
+        return loaded
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise WorkloadError(f"workload {spec!r}: {path.name} is not a Python file; name one that ends in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # dataclasses, pickle and torch.compile look a function's module up there
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, (Exception, SystemExit)):
+            raise _does_not_import(spec, error, path) from error
+        raise
+    return module
+
+
+def _is_from(module: types.ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path
+
+
+def _import_module(spec: str, name: str) -> types.ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            hint = f"; did you mean {name}.py:...?" if Path(f"{name}.py").is_file() else ""
+            raise WorkloadError(
+                f"workload {spec!r}: there is no module {error.name!r}{hint or '; install it, or name a file: file.py:attribute'}"
+            ) from error
+        raise _does_not_import(spec, error, None) from error
+    except (Exception, SystemExit) as error:
+        raise _does_not_import(spec, error, None) from error
+
+
+def _does_not_import(spec: str, error: BaseException, path: Path | None) -> WorkloadError:
+    """One sentence with the place: the last line outside of the import machinery, in the file itself if it is in it."""
+    if isinstance(error, SyntaxError):
+        place = f"{Path(error.filename or '?').name}, line {error.lineno}"
+    else:
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "importlib" not in frame.filename and Path(frame.filename) != Path(__file__)
+        ]
+        own = [frame for frame in frames if path is not None and Path(frame.filename) == path]
+        last = (own or frames)[-1:]
+        place = f"{Path(last[0].filename).name}, line {last[0].lineno}" if last else "the file"
+    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return WorkloadError(f"workload {spec!r} does not import: {place}: {' '.join(what.split())}")
+
+
+def _workload_in(spec: str, module: types.ModuleType, attribute: str) -> Workload:
+    names = [n for n, value in vars(module).items() if isinstance(value, Workload)]
+    own = [
+        n
+        for n, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not n.startswith("_")
+    ]
+    try:
+        value = getattr(module, attribute)
+    except AttributeError:
+        has = names or own
+        close = difflib.get_close_matches(attribute, [*names, *own], n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        kind = "workloads" if names else "functions"
+        holds = f"its {kind} are {', '.join(has[:8])}" if has else "it holds no workload and no function"
+        raise WorkloadError(f"workload {spec!r}: no attribute {attribute!r}; {meant}{holds}") from None
+    if isinstance(value, Workload):
+        return value
+    got = type(value).__name__
+    if callable(value) and not isinstance(value, nn.Module):
+        try:
+            value = value()
+        except Exception as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise WorkloadError(
+                f"workload {spec!r}: {attribute}() failed with {what}; it must be a Workload or a function that returns "
+                "one and needs no arguments"
+            ) from error
+        if isinstance(value, Workload):
+            return value
+        got = f"a function that returned {type(value).__name__}"
+    others = [name for name in names if name != attribute]
+    hint = f"; the file's workloads are {', '.join(others[:8])}" if others else ""
+    raise WorkloadError(
+        f"workload {spec!r}: {attribute} is {got}, expected a castwise.Workload or a function that returns one{hint}"
+    )
+
+
+# --- checking -----------------------------------------------------------------------------------------------
+
+
+def check_loss(loss: object, workload: Workload, batch: Any = None, step: int | None = None) -> Tensor:
+    """Check what ``workload.loss`` returned. Synchronises with the device where ``step`` is given.
+
+    Args:
+        loss: What it returned.
+        workload: Whose loss it is, for the message.
+        batch: What it was computed from, so that the message can name a tensor that holds NaN.
+        step: Number of the step; None leaves the value unchecked.
+
+    Returns:
+        The loss.
+
+    Raises:
+        WorkloadError: Not a tensor, not a scalar, not floating, or without a graph.
+        NonFiniteError: The loss is NaN or infinite.
+    """
+    must = "it must return a floating tensor with one element"
+    call = f"workload {workload.name!r}: loss(model, batch) returned"
+    if not isinstance(loss, Tensor):
+        raise WorkloadError(f"{call} {type(loss).__name__}; {must}, computed by torch and without .item()")
+    if loss.numel() != 1:
+        raise WorkloadError(
+            f"{call} a tensor of shape {list(loss.shape)}; {must}. Reduce it with .mean() or .sum()"
+        )
+    if not loss.is_floating_point():
+        raise WorkloadError(f"{call} a tensor of {str(loss.dtype).removeprefix('torch.')}; {must}")
+    if not loss.requires_grad and torch.is_grad_enabled():
+        raise WorkloadError(
+            f"{call} a tensor without a graph: no gradient can reach the model; remove .detach(), .item() or no_grad() "
+            "from the loss, and see that the model has parameters that require gradients"
+        )
+    if step is not None:
+        value = float(loss.detach())
+        if value != value or value in (float("inf"), float("-inf")):
+            raise NonFiniteError(_why_non_finite(workload, value, batch, step))
+    return loss
+
+
+def _why_non_finite(workload: Workload, value: float, batch: Any, step: int) -> str:
+    said = f"workload {workload.name!r}: the loss of step {step} is {value}"
+    holders = non_finite_parts(batch)
+    if holders:
+        return f"{said}: its data holds NaN or infinite values, in {'; '.join(holders[:3])}. Clean the data first"
+    return f"{said}, from data that is finite"
+
+
+def non_finite_parts(batch: Any, path: str = "batch") -> list[str]:
+    """Which tensors of a batch hold values that are not finite. Synchronises with the device.
+
+    Args:
+        batch: Tensors in tuples, lists and mappings.
+        path: How the batch itself is called in the answer.
+
+    Returns:
+        Phrases such as ``batch[0] (3 of 256 values)``.
+    """
+    if isinstance(batch, Tensor):
+        if not (batch.is_floating_point() or batch.is_complex()):
+            return []
+        bad = int((~torch.isfinite(batch.detach())).sum())
+        return [f"{path} ({bad} of {batch.numel()} values)"] if bad else []
+    if isinstance(batch, Mapping):
+        return [hit for key, value in batch.items() for hit in non_finite_parts(value, f"{path}[{key!r}]")]
+    if isinstance(batch, (list, tuple)):
+        return [hit for i, value in enumerate(batch) for hit in non_finite_parts(value, f"{path}[{i}]")]
+    return []

@@ -1,0 +1,152 @@
+"""``digits``: a small convolutional network, or a small vision transformer, reads scikit-learn's handwritten digits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from castwise.errors import WorkloadError
+from castwise.workload import Workload
+from castwise.workloads.blocks import Block
+
+__all__ = ["DigitsNet", "DigitsViT", "digits", "split"]
+
+HELD_OUT = 360
+"""Images that are not trained on, a fifth of the 1,797."""
+
+
+@functools.cache
+def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The images and their labels, shuffled once and for all.
+
+    Returns:
+        Training images fp32 ``[1437, 1, 8, 8]`` with mean 0 and variance 1, training labels int64 ``[1437]``, and the
+        same of the 360 held-out images.
+
+    Raises:
+        WorkloadError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise WorkloadError(
+            "workload 'digits': its images come with scikit-learn, which is not installed; pip install scikit-learn"
+        ) from error
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32)[order, None]
+    labels = torch.tensor(data.target, dtype=torch.int64)[order]
+    train = images[:-HELD_OUT]
+    images = (images - train.mean()) / train.std()
+    return images[:-HELD_OUT], labels[:-HELD_OUT], images[-HELD_OUT:], labels[-HELD_OUT:]
+
+
+class DigitsNet(nn.Module):
+    """Three convolutions with batch normalization, pooled, and a linear layer.
+
+    Args:
+        width: Channels of the first convolution; the others have twice as many.
+    """
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[batch, 10]`` of images ``[batch, 1, 8, 8]``."""
+        logits: Tensor = self.head(self.features(images).mean((2, 3)))
+        return logits
+
+
+class DigitsViT(nn.Module):
+    """Vision transformer on patches of 2x2 pixels, averaged over positions.
+
+    Args:
+        width: Features.
+        layers: Blocks.
+    """
+
+    def __init__(self, width: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 2, stride=2)
+        self.position = nn.Parameter(0.02 * torch.randn(1, 16, width))
+        heads = 4 if width % 4 == 0 else 1
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[batch, 10]`` of images ``[batch, 1, 8, 8]``."""
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        logits: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+        return logits
+
+
+def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-3, weight_decay=0.01)
+
+
+def _batches(batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    images, labels, _, _ = split()
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        for part in torch.randperm(len(labels), generator=draw).split(batch):
+            if len(part) == batch:
+                yield images[part], labels[part]
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return functional.cross_entropy(model(images), labels)
+
+
+def _evaluate(model: nn.Module) -> dict[str, float]:
+    _, _, images, labels = split()
+    device = next(model.parameters()).device
+    logits = model(images.to(device)).float()
+    return {
+        "accuracy": float((logits.argmax(1).cpu() == labels).double().mean()),
+        "held_out_loss": float(functional.cross_entropy(logits, labels.to(device))),
+    }
+
+
+def digits(model: Literal["conv", "vit"] = "conv", width: int | None = None, batch: int = 64) -> Workload:
+    """The workload.
+
+    Args:
+        model: ``conv`` or ``vit``.
+        width: Channels of the convolutional network (32) or features of the transformer (64).
+        batch: Images per batch, at most 1,437.
+
+    Returns:
+        The workload.
+
+    Raises:
+        WorkloadError: An option out of range.
+    """
+    if (width is not None and width < 1) or not 2 <= batch <= 1437:
+        raise WorkloadError(
+            f"workload 'digits': width={width}, batch={batch}; needs width >= 1 and 2 <= batch <= 1437"
+        )
+    width = width if width is not None else (32 if model == "conv" else 64)
+    kind = "convolutional network" if model == "conv" else "vision transformer"
+    return Workload(
+        name="digits" if model == "conv" else "digits-vit",
+        model=partial(DigitsNet if model == "conv" else DigitsViT, width),
+        optimizer=_adamw,
+        batches=partial(_batches, batch),
+        loss=_loss,
+        evaluate=_evaluate,
+        description=f"small {kind} (width {width}) on scikit-learn's 8x8 images of digits, {batch} at a time",
+    )
