@@ -19,7 +19,6 @@ from torch import nn
 import castwise
 from castwise.measure.stats import paired_speedup
 from castwise.measure.timing import paired, race
-
 from common import check_losses_agree, write
 
 WIDTH, LAYERS, BATCH, RATE = 32, 6, 8, 0.01
@@ -53,7 +52,12 @@ def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, torch
         layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    return model, optimizer, torch.randn(BATCH, WIDTH, device=device), torch.randn(BATCH, WIDTH, device=device)
+    return (
+        model,
+        optimizer,
+        torch.randn(BATCH, WIDTH, device=device),
+        torch.randn(BATCH, WIDTH, device=device),
+    )
 
 
 def by_hand(dtype: torch.dtype, device: torch.device, scaled: bool) -> Loop:
@@ -166,16 +170,14 @@ def main() -> None:
         for name, _ in loops:
             speedup = paired_speedup(*paired(base, laps[name]))
             times = sorted(t for t in laps[name].times_s if t is not None)
-            rows.append(
-                {
-                    "format": dtype,
-                    "loop": name,
-                    "step_us": 1e6 * times[len(times) // 2],
-                    "ratio": 1 / speedup.value,
-                    "low": 1 / speedup.high,
-                    "high": 1 / speedup.low,
-                }
-            )
+            rows.append({
+                "format": dtype,
+                "loop": name,
+                "step_us": 1e6 * times[len(times) // 2],
+                "ratio": 1 / speedup.value,
+                "low": 1 / speedup.high,
+                "high": 1 / speedup.low,
+            })
     write("overhead", device, __doc__, rows)
 
 

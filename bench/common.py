@@ -23,14 +23,20 @@ def check_losses_agree(losses: Mapping[str, float], relative: float) -> None:
     """
     values = list(losses.values())
     if not max(values) - min(values) <= relative * abs(values[0]):
-        raise SystemExit(f"the losses differ by more than {relative:.0%}, so their speeds say nothing: {dict(losses)}")
+        raise SystemExit(
+            f"the losses differ by more than {relative:.0%}, so their speeds say nothing: {dict(losses)}"
+        )
 
 
 def write(name: str, device: torch.device, what: str | None, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Print the rows and write them with the environment to ``results/<name>-<device type>.json``."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{device.type}.json"
-    record = {"what": (what or "").strip(), "environment": dataclasses.asdict(environment(device)), "rows": list(rows)}
+    record = {
+        "what": (what or "").strip(),
+        "environment": dataclasses.asdict(environment(device)),
+        "rows": list(rows),
+    }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))

@@ -100,7 +100,7 @@ def test_microbatches_accumulate_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_torch_grad_scaler_unscales_and_skips(dtype: torch.dtype, fused: bool) -> None:
-    """torch's own scaler takes the masters for ordinary fp32 parameters."""
+    """Torch's own scaler takes the masters for ordinary fp32 parameters."""
     torch.manual_seed(0)
     model = Weights()
     former = lower(model, dtype)

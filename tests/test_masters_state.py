@@ -360,7 +360,7 @@ def test_loading_part_of_the_weights() -> None:
     assert result.unexpected_keys == ["more"]
     assert (master_of(model.a.weight) == 1).all()
     assert torch.equal(master_of(model.b.weight).detach(), kept)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="size mismatch for a.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for a\.weight"):
         model.load_state_dict({"a.weight": torch.ones(2), "b.weight": torch.ones(4, 16)})
 
 

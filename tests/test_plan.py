@@ -43,9 +43,15 @@ def loss_scales(draw: st.DrawFn) -> LossScale:
 
 
 patterns = st.one_of(
-    st.sampled_from(
-        ["encoder.layers.*.norm", "type:BatchNorm*", "layers.[0-3]", "head", "*", "type:type:x", "a-b"]
-    ),
+    st.sampled_from([
+        "encoder.layers.*.norm",
+        "type:BatchNorm*",
+        "layers.[0-3]",
+        "head",
+        "*",
+        "type:type:x",
+        "a-b",
+    ]),
     st.text(min_size=1).filter(lambda text: text.removeprefix("type:") != ""),
 )
 region_formats = st.sampled_from(["fp64", "fp32", "bf16", "fp16"])

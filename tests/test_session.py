@@ -337,7 +337,7 @@ def test_checkpointing_with_overrides(reentrant: bool) -> None:
         torch.manual_seed(0)
         model = Model()
         model.checkpoint = use
-        amp, model, optimizer = ready(Plan(compute="bf16", ops={"exp": "fp32"}), model=model)
+        amp, model, _ = ready(Plan(compute="bf16", ops={"exp": "fp32"}), model=model)
         x, y = data()
         loss = nn.functional.mse_loss(model(x.requires_grad_()), y)
         amp.backward(loss)
@@ -498,7 +498,7 @@ def test_close_leaves_everything_as_it_was() -> None:
 def test_live_plans_that_disagree_on_process_settings() -> None:
     first = castwise.Amp(Plan(compute="fp32", fp32_matmul="ieee"), device="cpu")
     first.prepare(mlp())
-    with pytest.raises(StateError, match="fp32_matmul='bf16'.*set it to 'ieee'"):
+    with pytest.raises(StateError, match=r"fp32_matmul='bf16'.*set it to 'ieee'"):
         castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device="cpu").prepare(mlp())
     first.close()
     second = castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device="cpu")

@@ -103,7 +103,7 @@ def graph_task_id() -> int:
 
 def on_graph_task_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 # --- Dynamo -------------------------------------------------------------------------------------------------
@@ -239,12 +239,12 @@ def on_compile_start(callback: Callable[[], None]) -> None:
 
 def set_cache_tag(tag: str) -> None:
     """Put a tag into the key of the compile caches on disk."""
-    torch.compiler.config.cache_key_tag = tag  # type: ignore[attr-defined]
+    torch.compiler.config.cache_key_tag = tag
 
 
 def get_cache_tag() -> str:
     """The tag that is in the key of the compile caches on disk now."""
-    return str(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
+    return str(torch.compiler.config.cache_key_tag)
 
 
 # --- what operators are -------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
 
 def is_composite(overload: OpOverload) -> bool:
     """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
-    name: str = overload.name()  # type: ignore[no-untyped-call]
+    name: str = overload.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 

@@ -74,22 +74,20 @@ def _ieee(name: str, exponent_bits: int, mantissa_bits: int, torch_name: str) ->
     )
 
 
-FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
-    {
-        format.name: format
-        for format in (
-            _ieee("fp64", 11, 52, "float64"),
-            _ieee("fp32", 8, 23, "float32"),
-            _ieee("tf32", 8, 10, "float32"),
-            _ieee("bf16", 8, 7, "bfloat16"),
-            _ieee("fp16", 5, 10, "float16"),
-            # e4m3fn has no infinities: the top exponent holds numbers too, and only its last mantissa is NaN,
-            # so the largest value is 1.75 * 2**8 and not 1.875 * 2**7.
-            Format("fp8_e4m3", 8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, "float8_e4m3fn"),
-            _ieee("fp8_e5m2", 5, 2, "float8_e5m2"),
-        )
-    }
-)
+FORMATS: Final[Mapping[str, Format]] = MappingProxyType({
+    format.name: format
+    for format in (
+        _ieee("fp64", 11, 52, "float64"),
+        _ieee("fp32", 8, 23, "float32"),
+        _ieee("tf32", 8, 10, "float32"),
+        _ieee("bf16", 8, 7, "bfloat16"),
+        _ieee("fp16", 5, 10, "float16"),
+        # e4m3fn has no infinities: the top exponent holds numbers too, and only its last mantissa is NaN,
+        # so the largest value is 1.75 * 2**8 and not 1.875 * 2**7.
+        Format("fp8_e4m3", 8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, "float8_e4m3fn"),
+        _ieee("fp8_e5m2", 5, 2, "float8_e5m2"),
+    )
+})
 """Every format by name."""
 
 LOW: Final = ("bf16", "fp16")

@@ -310,7 +310,7 @@ class Plan:
     @classmethod
     def _from_values(cls, call: str, values: object) -> Plan:
         try:
-            return cast(Plan, from_mapping(cls, values, "a plan"))
+            return cast("Plan", from_mapping(cls, values, "a plan"))
         except PlanError as error:
             raise type(error)(f"{call}: {error}") from None
 

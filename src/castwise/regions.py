@@ -41,10 +41,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _path_regex(glob: str) -> re.Pattern[str]:
-    parts = []
-    for piece in re.split(r"(\*\*|\*|\?)", glob):
-        parts.append({"**": r".*", "*": r"[^.]*", "?": r"[^.]"}.get(piece) or re.escape(piece))
-    return re.compile("".join(parts))
+    wild = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
+    return re.compile(
+        "".join(wild.get(piece) or re.escape(piece) for piece in re.split(r"(\*\*|\*|\?)", glob))
+    )
 
 
 def _matches(region: Region, name: str, module: nn.Module) -> bool:

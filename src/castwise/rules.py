@@ -204,7 +204,7 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
         check_rule(name, rule)
         operator_overloads(name)
         op = name.removeprefix("aten::")
-        table[op] = Row(op, cast(Rule, rule), _CHOSEN)
+        table[op] = Row(op, cast("Rule", rule), _CHOSEN)
     return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
 
 

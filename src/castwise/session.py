@@ -20,7 +20,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -322,7 +322,7 @@ class Amp:
             loss = mark_boundary(loss, root.frame)
         if self.scaler is None:
             if kwargs:
-                loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+                loss.backward(**kwargs)
             else:
                 torch.autograd.backward(loss)
         else:
@@ -555,7 +555,7 @@ class Amp:
     def _live(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
         return [found for ref in refs if (found := ref()) is not None]
 
-    def __enter__(self) -> Amp:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

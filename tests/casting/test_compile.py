@@ -96,7 +96,7 @@ def test_prepared_module_compiles_as_it_runs(plan: Plan, graph_break: bool, how:
     model = Net(graph_break)
     regions.store(model, regions.storage_dtypes(model, plan))
     frames.get_ready_for_compile()
-    root, remove = regions.install(model, plan, "cpu")
+    _, remove = regions.install(model, plan, "cpu")
     want = model(X)
     want.sum().backward()
     grad = model.a.weight.grad.clone()

@@ -91,7 +91,7 @@ def test_save_and_load_continue_bit_for_bit(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes_and_state_are_restored_after_exceptions(name: str) -> None:
     case = CASES["mlp"]
-    amp, model, optimizer = start(case, name)
+    amp, model, _ = start(case, name)
     before = torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
     with pytest.raises(RuntimeError):
         model(torch.ones(3, 3))

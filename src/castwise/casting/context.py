@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -143,7 +143,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
             if names:
                 frames.get_ready_for_compile()
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
             frames.graph_push(self._key)
         else:

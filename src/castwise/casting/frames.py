@@ -130,7 +130,7 @@ def push(frame: Frame, owner: object = None, *, scope: bool = False) -> None:
             _set_enabled(device, True)
         if old_dtype is not dtype:
             _set_dtype(device, dtype)
-        if cache is not None:
+        if frame.cache is not None:
             _set_cache(frame.cache)
         if _increment() > 1 and clear:
             _clear()
@@ -256,12 +256,12 @@ class _Boundary(torch.autograd.Function):
     """Identity whose backward says which frame the nodes before it (in forward order) were made in."""
 
     @staticmethod
-    def forward(ctx: Any, frame: Frame | None, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, frame: Frame | None, tensor: torch.Tensor) -> torch.Tensor:
         ctx.frame = frame
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
         _enter_backward(ctx.frame)
         return None, gradient
 
@@ -278,7 +278,7 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
-    out: torch.Tensor = _Boundary.apply(frame, tensor)
+    out: torch.Tensor = _Boundary.apply(frame, tensor)  # type: ignore[no-untyped-call]
     return out
 
 

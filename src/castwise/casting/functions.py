@@ -22,7 +22,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: (found.append(tensor), tensor)[1], value)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
     return iter(found)
 
 
@@ -107,7 +112,7 @@ def _device_of(device_type: str | None, args: Any, kwargs: Any) -> str:
     return "cpu"
 
 
-def _classes_with(forward: Callable[..., Any], base: type) -> Iterator[type]:
+def _classes_with(forward: Callable[..., Any], base: Any) -> Iterator[Any]:
     for cls in base.__subclasses__():
         if getattr(cls, "forward", None) is forward:
             yield cls
@@ -117,7 +122,7 @@ def _classes_with(forward: Callable[..., Any], base: type) -> Iterator[type]:
 def _record_in_setup_context(forward: Callable[..., Any], pending: list[Frame]) -> None:
     """Wrap ``setup_context`` of the classes that use ``forward``, to note the frame on the context."""
     for cls in _classes_with(forward, torch.autograd.Function):
-        original = cls.setup_context  # type: ignore[attr-defined]
+        original = cls.setup_context
         if getattr(original, _STATE, False):
             continue
 
@@ -128,7 +133,7 @@ def _record_in_setup_context(forward: Callable[..., Any], pending: list[Frame]) 
             return _original(ctx, *args, **kwargs)
 
         setattr(setup_context, _STATE, True)
-        cls.setup_context = staticmethod(setup_context)  # type: ignore[attr-defined]
+        cls.setup_context = staticmethod(setup_context)
 
 
 def custom_fwd(

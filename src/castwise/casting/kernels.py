@@ -177,7 +177,7 @@ def frame_of(
     """
     rows = {} if dtype is None or rows is None else dict(rows)
     surrounding = surrounding or dtype or torch.float32
-    content = [device_type, str(dtype), str(surrounding), cache]
+    content: list[object] = [device_type, str(dtype), str(surrounding), cache]
     content += sorted([row.op, row.rule, row.only_low, row.opaque] for row in rows.values())
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     frame = Frame(

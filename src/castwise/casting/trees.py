@@ -37,8 +37,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             return type(value)(*items)
         if type(value) in (tuple, list):
             return type(value)(items)
-        rebuilt = type(value)(items)
-        return rebuilt
+        return type(value)(items)
     if isinstance(value, Mapping):
         changed = {}
         for key, item in value.items():
@@ -47,9 +46,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
                 changed[key] = new
         if not changed:
             return value
-        out = copy.copy(value)
+        out: Any = copy.copy(value)
         for key, item in changed.items():
-            out[key] = item  # type: ignore[index]
+            out[key] = item
         return out
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {}
@@ -60,10 +59,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
                 fields[field.name] = new
         if not fields:
             return value
-        out = copy.copy(value)
+        record: Any = copy.copy(value)
         for name, item in fields.items():
-            object.__setattr__(out, name, item)
-        return out
+            object.__setattr__(record, name, item)
+        return record
     return value
 
 

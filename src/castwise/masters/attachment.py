@@ -382,7 +382,8 @@ def _after_compiled_step(attachment: Attachment) -> None:
 
 @functools.cache
 def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
 
 
 class _Reducer:

@@ -87,5 +87,5 @@ def install_load_hooks(model: nn.Module) -> None:
     for module in model.modules():
         installed = getattr(module, "_castwise_loads_masters", False)
         if not installed and next(module.parameters(recurse=False), None) is not None:
-            module.register_load_state_dict_pre_hook(LoadIntoMasters())  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(LoadIntoMasters())
             module._castwise_loads_masters = True  # type: ignore[assignment]

@@ -322,8 +322,7 @@ def to_svg(draw: Callable[[str], Figure], label: str) -> str:
     svg = svg.replace(_SENTINEL, "currentColor")
     svg = re.sub(r"font: (\d+ )?([\d.]+px) [^;\"]+", r"font: \1\2 inherit", svg)
     svg = re.sub(r'^<svg ([^>]*?)width="[^"]*"', r"<svg \1", svg, count=1)
-    svg = re.sub(r'^<svg ([^>]*?)height="[^"]*"', rf'<svg role="img" aria-label="{label}" \1', svg, count=1)
-    return svg
+    return re.sub(r'^<svg ([^>]*?)height="[^"]*"', rf'<svg role="img" aria-label="{label}" \1', svg, count=1)
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> Path:

@@ -123,7 +123,9 @@ def headline(record: Record) -> str:
     if faster:
         # Of those that the rounds do not tell from the fastest, the first that was asked for: on a second run the
         # fastest may be another, the answer should not.
-        best = next(row for row in sound if row is faster[0] or (row in faster and _level_with(faster[0], row)))
+        best = next(
+            row for row in sound if row is faster[0] or (row in faster and _level_with(faster[0], row))
+        )
         out.append(
             f"On this machine {best['name']} trains {workload} {format_factor(_speedup(best)['value'])} as fast as "
             f"{name} ({_level(best)} interval {interval(_speedup(best))}){_memory_words(best, base)}; "

@@ -139,6 +139,8 @@ class GradScaler(torch.amp.GradScaler):
         if name == self._slot:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(device or torch.device(self._device))
+            assert self._scale is not None
+            assert self._growth_tracker is not None
             if self._hysteresis_tracker is None:
                 self._hysteresis_tracker = torch.full(
                     _ZERO_DIM, self._init_hysteresis_tracker, dtype=torch.int32, device=self._scale.device
@@ -150,7 +152,9 @@ class GradScaler(torch.amp.GradScaler):
             first = (self._init_scale, self._init_growth_tracker if name == "loss" else 0)
             self._others[name] = _Loss(
                 torch.full(_ZERO_DIM, saved.get("scale", first[0]), dtype=torch.float32, device=where),
-                torch.full(_ZERO_DIM, saved.get("_growth_tracker", first[1]), dtype=torch.int32, device=where),
+                torch.full(
+                    _ZERO_DIM, saved.get("_growth_tracker", first[1]), dtype=torch.int32, device=where
+                ),
                 torch.full(_ZERO_DIM, saved.get("hysteresis_tracker", 0), dtype=torch.int32, device=where),
             )
         return self._others[name]
@@ -185,7 +189,7 @@ class GradScaler(torch.amp.GradScaler):
         state = ScaleState(float(loss.scale), int(loss.growth_tracker), int(loss.hysteresis_tracker))
         return next_state(state, found_inf, self.policy)
 
-    @overload  # type: ignore[override]
+    @overload
     def scale(self, outputs: torch.Tensor, name: str = ...) -> torch.Tensor: ...
 
     @overload
@@ -255,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
             kwargs: As in ``Tensor.backward``.
         """
         if not self._enabled:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            loss.backward(**kwargs)
             return
         base = self._base
         if base is None or (base == name and not self._flags):
@@ -448,11 +452,7 @@ class GradScaler(torch.amp.GradScaler):
             self._streak = 0 if known is False else self._streak
             return
         self._streak += 1
-        if (
-            self._streak < self._patience
-            or self._floor is None
-            or self.get_scale(self._slot) > self._floor
-        ):
+        if self._streak < self._patience or self._floor is None or self.get_scale(self._slot) > self._floor:
             return
         names = self.non_finite_params(optimizer)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -499,7 +499,7 @@ class GradScaler(torch.amp.GradScaler):
             if new_scale is None and not self._plain:
                 floor = None if unskipped else self._floor  # finite gradients do not shrink a scale
                 if floor is not None or self._ceiling is not None:
-                    self._scale.clamp_(floor, self._ceiling)
+                    self.scale_tensor().clamp_(floor, self._ceiling)
             return
         self._check_scale_growth_tracker("update")
         name = base or self._slot
@@ -522,7 +522,7 @@ class GradScaler(torch.amp.GradScaler):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
+        """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
         if not self._enabled:
             return super().state_dict()
         slot = self._slot

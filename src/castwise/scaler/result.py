@@ -49,10 +49,8 @@ class StepResult:
         """0-dim fp32 tensor on the gradients' device: above zero if a gradient was not finite, and so skipped."""
         if not self._flags:
             return torch.zeros(())
-        first = self._flags[0]
-        return (
-            first if len(self._flags) == 1 else torch.stack([f.to(first.device) for f in self._flags]).amax(0)
-        )
+        first, *others = self._flags
+        return torch.stack([first, *(flag.to(first.device) for flag in others)]).amax(0) if others else first
 
     @property
     def known(self) -> bool:
