@@ -3,13 +3,15 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint bench gpu clean
+.PHONY: demo test lint bench gpu changelog clean
 
+# What plans cost on this machine, on two jobs. Writes pages under runs/.
 demo: $(STAMP)
 	$(BIN)/castwise bench sine --plans fp32,bf16-mixed,bf16-mixed+memory_format=channels_last --steps 12 --rounds 4 --out runs/demo-sine
 	$(BIN)/castwise bench gpt --plans fp32,bf16-mixed,bf16-master --steps 20 --rounds 4 --out runs/demo-gpt
-	@echo; echo "Open in a browser:"; ls runs/demo-sine/*.html runs/demo-gpt/*.html
+	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-sine/*.html "$(CURDIR)"/runs/demo-gpt/*.html
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
@@ -18,8 +20,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
+# Every benchmark; each writes bench/results/<name>-<device>.json.
 bench: $(STAMP)
 	for script in bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
@@ -29,11 +32,16 @@ gpu:
 	PYTHONPATH=src $(PYTHON_GPU) -m pytest -m gpu
 	for script in bench/bench_*.py; do PYTHONPATH=src $(PYTHON_GPU) $$script --device cuda || exit 1; done
 
-# torch goes first and by itself: any other request for it would bring gigabytes of CUDA libraries.
+# The news fragments of changes/ as the next release's notes, to look at.
+changelog: $(STAMP)
+	$(BIN)/towncrier build --draft
+
+# torch goes first and by itself: any other request for it would bring another build.
 $(STAMP): pyproject.toml constraints.txt Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "castwise needs Python >= 3.11, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(PIP) $(TORCH)
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

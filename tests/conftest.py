@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
 import pytest
 import torch
 
+# Examples that compute on tensors take as long as the machine's other work lets them.
+hypothesis.settings.register_profile("castwise", deadline=None)
+hypothesis.settings.load_profile("castwise")
+
+
+def can_compile_cpp() -> bool:
+    """Whether torch.compile's default backend can work here: it needs a C++ compiler and Python's headers."""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.is_file()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none, saying so."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+    """Skip tests that need what this machine lacks, saying so."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+    no_cpp = pytest.mark.skip(
+        reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"
+    )
+    has_gpu, has_cpp = torch.cuda.is_available(), can_compile_cpp()
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if "gpu" in item.keywords and not has_gpu:
+            item.add_marker(no_gpu)
+        if "inductor" in item.keywords and not has_cpp:
+            item.add_marker(no_cpp)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    """No test leaves autocast on, or another default dtype behind, for the tests after it."""
+    yield
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    assert not on, f"autocast is still on for {on} after the test"
+    assert torch.get_default_dtype() is torch.float32
