@@ -1,0 +1,8 @@
+"""``python -m castwise``: the command line."""
+
+from __future__ import annotations
+
+from castwise.cli import main
+
+if __name__ == "__main__":
+    main()

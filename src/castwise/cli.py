@@ -1,0 +1,276 @@
+"""The command line: arguments, exit codes, progress. What the commands do is in :mod:`castwise.jobs`.
+
+Results go to standard output, progress and errors to standard error. Exit codes: 0; 1 where what was asked for could
+not be done; 2 where the command was not understood; 130 where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from castwise.errors import CastwiseError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from castwise.jobs import Event
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="castwise",
+    help="Automatic mixed precision for PyTorch: see what precision plans cost on this machine, and train under them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+WorkloadName = Annotated[
+    str,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help="sine, gpt or digits, with options as in 'sine?size=256'; or file.py:attribute, or package.module:attribute.",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU"),
+]
+Seed = Annotated[int, typer.Option(help="Of weights and data.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process.
+
+    Args:
+        arguments: Words after the command's name; by default the process's own.
+    """
+    app(args=None if arguments is None else list(arguments), prog_name="castwise")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import castwise
+
+        typer.echo(f"castwise {castwise.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def bench(
+    workload: WorkloadName,
+    plans: Annotated[
+        str,
+        typer.Option(
+            help="Between commas: presets, plan lines such as bf16-mixed+ops.exp=fp32, or paths of plan files. "
+            "fp32 is always among them."
+        ),
+    ] = "fp32,bf16-mixed",
+    steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
+    rounds: Annotated[
+        int,
+        typer.Option(help="Interleaved rounds the steps are spread over; 6 or more give a 95 % interval."),
+    ] = 12,
+    device: Device = None,
+    seed: Seed = 0,
+    memory: Annotated[bool, typer.Option(help="Measure memory, each plan in a process of its own.")] = True,
+    inference: Annotated[bool, typer.Option(help="Measure inference too.")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the page and the record.", show_default="runs/bench-WORKLOAD"),
+    ] = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Train a workload under several plans, in turns, and show what each costs."""
+    with _errors(show_traceback):
+        from castwise.jobs import bench as job
+        from castwise.plan import as_plan
+
+        chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
+        for plan in chosen:
+            as_plan(plan)  # before anything is made or measured
+        folder = _folder(out, "bench", workload)
+        with _bars() as progress:
+            result = job.bench(
+                workload, chosen, device=device, steps=steps, rounds=rounds, seed=seed, inference=inference,
+                memory=memory, progress=progress,
+            )  # fmt: skip
+        _console().print(result.table())
+        _wrote(result.save(folder))
+
+
+@app.command()
+def train(
+    workload: WorkloadName,
+    plan: Annotated[
+        str, typer.Option(help="A preset, a plan line or the path of a plan file.")
+    ] = "bf16-mixed",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results.", show_default="runs/train-WORKLOAD")
+    ] = None,
+    device: Device = None,
+    seed: Seed = 0,
+    show_traceback: Traceback = False,
+) -> None:
+    """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
+    with _errors(show_traceback):
+        from castwise.jobs import train as job
+        from castwise.plan import as_plan
+
+        chosen = as_plan(plan)
+        folder = _folder(out, "train", workload)
+        with _bars() as progress:
+            result = job.train(
+                workload, chosen, steps=steps, out=folder, device=device, seed=seed, progress=progress
+            )
+        _console().print(result.summary(), highlight=False)
+        _wrote([folder / "result.json", *(folder / name for name in result.files)])
+
+
+@app.command()
+def doctor(
+    workload: Annotated[
+        str | None, typer.Argument(metavar="[WORKLOAD]", help="Look at this one too.", show_default=False)
+    ] = None,
+    device: Device = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the record to this file.", show_default=False)
+    ] = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Measure what this machine's device makes of each format, and what holds a workload back."""
+    with _errors(show_traceback):
+        from castwise.jobs import doctor as job
+        from castwise.workload import find_workload
+
+        found = None if workload is None else find_workload(workload)
+        with _bars() as progress:
+            result = job.doctor(found, device=device, progress=progress)
+        _console().print(result.table())
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)
+            json.write_text(result.to_json() + "\n", encoding="utf-8")
+            _wrote([json])
+
+
+# --- what goes to the terminal --------------------------------------------------------------------------------
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    # Typer captures what goes through sys.stdout and sys.stderr as they are now, so no console is kept.
+    return Console(stderr=stderr)
+
+
+def _wrote(paths: Sequence[Path]) -> None:
+    typer.echo("Wrote")
+    for path in paths:
+        typer.echo(f"  {path}")
+
+
+def _folder(out: Path | None, command: str, workload: str) -> Path:
+    """Where results go: made before the work, so that it is not lost for want of a place."""
+    from castwise.workload import find_workload
+
+    name = find_workload(workload).name  # first, so that a wrong name makes no folder
+    plain = re.sub(r"[^\w.-]+", "-", name)
+    folder = out if out is not None else Path("runs") / f"{command}-{plain}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _errors(show_traceback: bool) -> Iterator[None]:
+    """One sentence on standard error and exit code 1 for whatever goes wrong."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        typer.echo("castwise: interrupted", err=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if show_traceback:
+            traceback.print_exc(file=sys.stderr)
+        typer.echo(f"castwise: {_sentence(error)}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, CastwiseError):
+        return text
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {text} (--traceback shows where)"
+
+
+class _Bars:
+    """A progress bar per stage and subject of a job's events."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        def column() -> Column:
+            return Column(no_wrap=True)
+
+        self.bars = Progress(
+            TextColumn("{task.description}", markup=False, table_column=column()),
+            BarColumn(bar_width=20),  # the only one that gives way where the terminal is narrow
+            MofNCompleteColumn(table_column=column()),
+            TimeRemainingColumn(compact=True, table_column=column()),
+            TextColumn("{task.fields[figures]}", markup=False, table_column=column()),
+            console=console,
+        )
+        self._tasks: dict[tuple[str, str], Any] = {}
+
+    def __call__(self, event: Event) -> None:
+        key = (event.stage, event.subject)
+        figures = _figures(event)
+        if key not in self._tasks:
+            said = event.subject if figures else f"{event.stage} {event.subject}".strip()
+            self._tasks[key] = self.bars.add_task(said, total=event.total, figures="")
+        self.bars.update(
+            self._tasks[key], completed=event.done, total=event.total, figures=figures or event.message
+        )
+
+
+def _figures(event: Event) -> str:
+    from castwise.jobs.train import TrainEvent
+
+    if not isinstance(event, TrainEvent):
+        return ""
+    parts = [f"loss {event.loss:.4g}"]
+    if event.loss_scale is not None:
+        parts += [f"scale {event.loss_scale:g}", f"skipped {event.skipped_steps}"]
+    return ", ".join([*parts, f"{event.steps_per_s:.3g} steps/s"])
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[_Bars]:
+    bars = _Bars(_console(stderr=True))
+    with bars.bars:
+        yield bars
