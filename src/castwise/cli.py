@@ -239,7 +239,7 @@ class _Bars:
 
         self.bars = Progress(
             TextColumn("{task.description}", markup=False, table_column=column()),
-            BarColumn(bar_width=20),  # the only one that gives way where the terminal is narrow
+            BarColumn(bar_width=16, table_column=Column(min_width=4)),  # gives way in a narrow terminal
             MofNCompleteColumn(table_column=column()),
             TimeRemainingColumn(compact=True, table_column=column()),
             TextColumn("{task.fields[figures]}", markup=False, table_column=column()),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import torch
 
@@ -286,12 +286,12 @@ class _Run:
     def _evaluate(self, model: torch.nn.Module) -> None:
         if self.workload.evaluate is None:
             return
-        self.progress(Event("evaluating", str(self.plan), 0, 1))
+        self.progress(Event("evaluating", "", 0, 1))
         model.eval()
         with torch.no_grad(), _calls(self.workload, "evaluate(model)"):
             self.metrics = {key: float(value) for key, value in self.workload.evaluate(model).items()}
         model.train()
-        self.progress(Event("evaluating", str(self.plan), 1, 1))
+        self.progress(Event("evaluating", "", 1, 1))
 
     def _finish(self, status: str, reason: str) -> TrainResult:
         if self.history:
@@ -331,7 +331,7 @@ class _Journal:
         self._lines_path = out / "metrics.jsonl"
         self.files = [self._lines_path.name, self._events.name]
 
-    def __enter__(self) -> _Journal:
+    def __enter__(self) -> Self:
         from torch.utils.tensorboard import SummaryWriter
 
         for name in ("model.pt", "result.json", "curves.png"):
