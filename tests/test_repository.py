@@ -1,0 +1,353 @@
+"""The repository itself: what a reader, an installer and a reviewer rely on without looking."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+import castwise
+from castwise import cli
+from castwise.plan import PRESETS
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "castwise"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+
+
+def tracked() -> list[Path]:
+    """Every file under version control."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a checkout: this tree is an unpacked archive")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def run_python(code: str, cwd: Path, *flags: str) -> str:
+    """What ``code`` prints in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, *flags, "-"],
+        input=code,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(SOURCE.parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- private torch API --------------------------------------------------------------------------------------
+
+ALLOWED_PRIVATE = {
+    "torch.nn.modules.batchnorm._BatchNorm",  # the common base of BatchNorm1d to 3d; there is no public one
+    "torch.nn.modules.conv._ConvNd",  # the same of convolutions
+    # The two kernels that torch.amp.GradScaler is made of: the subclass calls what its parent calls.
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    "torch._amp_update_scale_",
+}
+
+
+def private_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Uses of names that begin with an underscore and are reached through torch: ``(line, dotted name)``."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    known[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    yield from _private(node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield from _private(node.lineno, f"{node.module}.{alias.name}")
+    inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue  # the longer chain around it is looked at
+        parts: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner.attr)
+            inner = inner.value
+        if parts and isinstance(inner, ast.Name) and inner.id in known:
+            yield from _private(inner.lineno, ".".join([known[inner.id], *reversed(parts)]))
+
+
+def _private(line: int, dotted: str) -> Iterator[tuple[int, str]]:
+    parts = dotted.split(".")
+    hidden = any(part.startswith("_") and not part.endswith("__") for part in parts)
+    if hidden and not any(f"{dotted}.".startswith(f"{allowed}.") for allowed in ALLOWED_PRIVATE):
+        yield line, dotted
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import torch\ntorch._C._get_privateuse1_backend_name()", "torch._C._get_privateuse1_backend_name"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("import torch._inductor.config as config", "torch._inductor.config"),
+        ("from torch._inductor import config", "torch._inductor.config"),
+        ("from torch import _foreach_mul_", "torch._foreach_mul_"),
+        ("from torch import nn\nnn.functional._verify_batch_size", "torch.nn.functional._verify_batch_size"),
+        ("import torch.nn.functional as F\nF._pad_circular", "torch.nn.functional._pad_circular"),
+        ("import torch\nprint(torch.__version__, torch.nn.modules.conv._ConvNd)", None),
+        ("import torch\nself._C = torch.cuda", None),
+    ],
+)
+def test_the_search_for_private_torch_api_finds_it(line: str, found: str | None) -> None:
+    assert {name for _, name in private_torch(ast.parse(line))} == ({found} if found else set())
+
+
+def test_private_torch_api_has_one_home() -> None:
+    """Whatever a new torch release moves is mended in one file."""
+    uses = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SOURCE.rglob("*.py")
+        if path.name != "_torch.py"
+        for line, name in private_torch(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not uses, "private torch API belongs into src/castwise/_torch.py:\n" + "\n".join(uses)
+
+
+# --- what importing costs -----------------------------------------------------------------------------------
+
+
+def test_importing_castwise_imports_nothing_else(tmp_path: Path) -> None:
+    code = """
+        import sys, torch
+        before = set(sys.modules)
+        import castwise
+        print(sorted(set(sys.modules) - before))
+    """
+    assert run_python(textwrap.dedent(code), tmp_path) == "['castwise']\n"
+
+
+def test_a_training_loop_imports_no_library_of_the_commands(tmp_path: Path) -> None:
+    code = """
+        import sys, torch, castwise
+        for name in castwise.__all__:
+            getattr(castwise, name)
+        layer = torch.nn.Linear(2, 2)
+        castwise.Amp("bf16-mixed", device="cpu").prepare(layer, torch.optim.SGD(layer.parameters(), 0.1))
+        heavy = ["rich", "typer", "jinja2", "matplotlib", "sklearn", "tensorboard", "transformers"]
+        print([name for name in heavy if name in sys.modules])
+    """
+    assert run_python(textwrap.dedent(code), tmp_path) == "[]\n"
+
+
+# --- the public face ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", castwise.__all__)
+def test_every_public_name_says_what_it_is(name: str) -> None:
+    doc = getattr(castwise, name).__doc__
+    assert doc, f"castwise.{name} has no docstring"
+    assert not doc.startswith(f"{name}("), f"castwise.{name} has the docstring that dataclass makes"
+
+
+def test_public_names_are_listed_once_and_in_order() -> None:
+    assert castwise.__all__ == sorted(set(castwise.__all__))
+    assert set(castwise.__all__) < set(dir(castwise))
+    with pytest.raises(AttributeError, match=r"module 'castwise' has no attribute 'autocats'; it has Amp, "):
+        castwise.autocats  # noqa: B018 - the access is the test
+
+
+# --- what a release is made of ------------------------------------------------------------------------------
+
+
+def test_news_fragments_are_of_a_known_type() -> None:
+    known = {entry["directory"] for entry in PROJECT["tool"]["towncrier"]["type"]}
+    fragments = [path for path in (ROOT / "changes").iterdir() if not path.name.startswith(".")]
+    assert fragments
+    for path in fragments:
+        slug, kind, suffix = path.name.split(".")
+        assert re.fullmatch(r"[a-z0-9-]+", slug), path.name
+        assert kind in known, f"{path.name}: {kind!r} is none of {sorted(known)}"
+        assert suffix == "md", path.name
+        text = path.read_text(encoding="utf-8")
+        assert text.strip().endswith("."), f"{path.name}: not a sentence"
+        assert text.count("\n") == 1, f"{path.name}: more than one line"
+
+
+def test_every_development_tool_has_its_version_pinned() -> None:
+    pinned = {
+        line.partition("==")[0].lower()
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#")
+    }
+    asked = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["dev"]]
+    names = {re.split(r"[\[<>=~!;]", requirement)[0].lower() for requirement in asked}
+    assert names - pinned == {"torch", "castwise"}
+    assert "torch" not in pinned, "make installs torch first; a second pin could pull another build"
+
+
+def test_every_exempted_warning_says_why() -> None:
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    start = lines.index("filterwarnings = [")
+    entries = lines[start + 1 : lines.index("]", start)]
+    assert entries[0].strip() == '"error",'
+    for before, line in itertools.pairwise(entries):
+        if not line.strip().startswith("#"):
+            assert before.strip().startswith("#"), f"no reason above {line.strip()}"
+
+
+# --- what must not be in it ---------------------------------------------------------------------------------
+
+# Written in pieces, since this file is tracked too.
+MACHINE_PATH = re.compile(
+    r"(?<![\w.$)}/~-])/(?:wor" + r"k|roo" + r"t|hom" + r"e|User" + r"s)/(?!joe/)"
+)  # joe is nobody: tests use his name
+REGISTRY = re.compile(r"py" + r"pi\.org|python" + r"hosted|download\.py" + r"torch|npm" + r"js")
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        ("see /ro" + "ot/x", True),
+        ('"/ho' + 'me/me/a"', True),
+        ("src/wo" + "rk/a", False),
+        ("./ho" + "me/a", False),
+    ],
+)
+def test_the_search_for_machine_paths_finds_them(text: str, bad: bool) -> None:
+    assert bool(MACHINE_PATH.search(text)) is bad
+
+
+def test_no_tracked_file_names_a_machine_or_a_registry() -> None:
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture
+        for pattern in (MACHINE_PATH, REGISTRY):
+            found += [f"{path.relative_to(ROOT)}: {match.group()}" for match in pattern.finditer(text)]
+    assert not found, "\n".join(found)
+
+
+# --- pages --------------------------------------------------------------------------------------------------
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python examples of a page that are meant to run: those that are not are marked ``py``."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_opens_with_an_example_short_enough_to_paste() -> None:
+    first = blocks(ROOT / "README.md")[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 15
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_examples_run_as_pasted(page: Path, tmp_path: Path) -> None:
+    """One after the other in one fresh interpreter, with warnings as errors."""
+    run_python("\n".join(blocks(page)), tmp_path, "-W", "error")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        assert other.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {target}; {other.name} has {sorted(slugs)}"
+
+
+def table(page: Path, heading: str) -> list[dict[str, str]]:
+    """The rows of the first table under a heading, by column."""
+    section = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1]
+    lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert lines is not None, f"{page.name}: no table under {heading!r}"
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines.group().splitlines()
+    ]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
+def test_tables_of_presets_say_what_presets_are(page: str) -> None:
+    told = {}
+    for row in table(ROOT / page, "Presets"):
+        cells = {name: cell for name, cell in row.items() if name}
+        for name in re.findall(r"`([^`]+)`", cells["preset"]):
+            told[name] = {
+                "compute": next(cell for key, cell in cells.items() if "compute" in key)
+                .split()[0]
+                .strip(","),
+                "params": next(cell for key, cell in cells.items() if "parameters" in key)
+                .split()[0]
+                .strip(","),
+                "masters": next(cell for key, cell in cells.items() if "masters" in key) in ("fp32", "yes"),
+                "scaled": bool(cells["loss scale"]),
+            }
+    assert told == {
+        name: {
+            "compute": plan.compute,
+            "params": plan.compute if plan.stores_low else "fp32",
+            "masters": plan.keeps_masters,
+            "scaled": plan.loss_scale is not None,
+        }
+        for name, plan in PRESETS.items()
+    }
+
+
+def test_the_concepts_name_every_field_of_a_plan() -> None:
+    rows = table(ROOT / "docs" / "concepts.md", "A plan and its fields")
+    assert [row["field"].strip("`") for row in rows] == [
+        field.name for field in dataclasses.fields(castwise.Plan)
+    ]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The castwise command lines of a page's shell examples."""
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```(?:sh|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words[:1] == ["castwise"]:
+                yield words[1:]
+
+
+def test_the_examples_of_commands_are_understood() -> None:
+    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    shown = [line for page in PAGES for line in commands(page)]
+    assert {line[0] for line in shown} == set(known)
+    for name, *words in shown:
+        context = known[name].make_context(name, list(words), resilient_parsing=False)
+        plans = str(context.params.get("plans") or context.params.get("plan") or "fp32")
+        for plan in plans.split(","):
+            assert plan.endswith(".json") or castwise.Plan.parse(plan), f"{name} {words}"
+
+
+def test_make_targets_that_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {
+        match
+        for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+        for match in re.findall(r"(?:^\$ |`|^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {"demo", "test", "lint", "bench", "gpu"} <= named <= targets
