@@ -101,6 +101,17 @@ def graph_task_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def sequence_number() -> int:
+    """The number that the next autograd node made on this thread will get."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def running_node_number() -> int | None:
+    """The number of the autograd node that this thread is executing, or None outside of backward."""
+    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    return None if node is None else int(node._sequence_nr())
+
+
 def on_graph_task_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -230,11 +241,17 @@ class DynamoTrace:
                 return
 
 
-def on_compile_start(callback: Callable[[], None]) -> None:
-    """Call ``callback`` on the compiling thread whenever Dynamo starts to compile a frame."""
+def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Have Dynamo call ``start`` and ``end`` around each compilation, on the compiling thread.
+
+    Cheap to call again, which is needed: ``torch._dynamo.reset()`` forgets callbacks.
+    """
     from torch._dynamo.callback import callback_handler
 
-    callback_handler.register_start_callback(lambda _args: callback())
+    if start not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(start)
+    if end not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(end)
 
 
 def set_cache_tag(tag: str) -> None:

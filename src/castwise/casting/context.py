@@ -78,9 +78,6 @@ def _resolve(
     return frame.key, tuple(rows), device
 
 
-_trace_leases: list[kernels.Lease] = []
-
-
 def _resolve_for_trace(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> str:
@@ -89,7 +86,7 @@ def _resolve_for_trace(
     key, names, device = _resolve(plan, dtype, enabled, cache_enabled, device_type)
     if names:
         # The graph holds the casts once it is traced; the kernels are needed until then.
-        _trace_leases.append(kernels.Lease(names, device))
+        frames.trace_leases.append(kernels.Lease(names, device))
     return key
 
 
@@ -113,8 +110,8 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
             would be used.
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``; by default the accelerator at hand, else the CPU.
 
-    Operators outside the block are never affected. Overrides stay registered for as long as the instance lives, so
-    in a loop make one and enter it often.
+    Operators outside the block are never affected. Overrides stay registered for as long as the instance lives: make
+    one, enter it often, and keep it until backward is done where activation checkpointing recomputes what ran inside.
 
     Raises:
         PlanError: For a plan, dtype or device type that is not one of the allowed values.
@@ -147,14 +144,14 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
         if torch.compiler.is_compiling():
             frames.graph_push(self._key)
         else:
-            frames.push(self._frame)
+            frames.push_region(self._frame)
         return self
 
     def __exit__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
             frames.graph_pop()
         else:
-            frames.pop()
+            frames.pop_region()
 
     def __call__(self, function: _F) -> _F:
         """Decorate ``function`` so that every call of it runs inside this region."""

@@ -11,6 +11,9 @@ Two things make this more than a stack.
 its backward runs before any node inside the module and tells this thread which frame the module ran in. Autograd
 executes nodes that were made on one thread strictly in reverse order, so nested regions are right too.
 
+A region that was entered by hand has no such place to return from. It notes which numbers autograd gave to the nodes
+made inside it, and a recomputation finds its region by the number of the node that asked for it.
+
 **torch.compile.** A frame that is entered outside of a compiled function is part of what Dynamo guards
 (``_torch.set_guard_code``) and of the key of the compile caches on disk; one that is entered inside is a node of
 the traced graph (:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the
@@ -20,6 +23,7 @@ casts are in the graph and eager and compiled code follow one implementation.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,12 +77,13 @@ class Frame:
 class State:
     """One thread's stack: the frame in force, what to restore, copies of weights, the frame of a running backward."""
 
-    __slots__ = ("backward", "frame", "saved", "weights")
+    __slots__ = ("backward", "frame", "marks", "saved", "weights")
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self.backward: _BackwardFrame | None = None
         self.saved: list[tuple[Any, ...]] = []
+        self.marks: list[int] = []
         self.weights: dict[Any, Any] = {}
 
 
@@ -139,6 +144,8 @@ def push(frame: Frame, owner: object = None, *, scope: bool = False) -> None:
         state.weights = {}
     if frame.code or (before is not None and before.code):
         _torch.set_guard_code(frame.code)
+        if _compile_ready:
+            _torch.keep_compile_callbacks(_tag_caches, _end_trace)
 
 
 def pop() -> None:
@@ -162,6 +169,47 @@ def pop() -> None:
             _set_enabled(device, False)
     if frame.code or (before is not None and before.code):
         _torch.set_guard_code(0 if before is None else before.code)
+
+
+_left: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
+"""Regions with overrides that were left: first and last node made inside, thread, frame. The newest matter: a graph
+that is older than this many regions is not recomputed in practice."""
+
+
+def push_region(frame: Frame) -> None:
+    """:func:`push` for a region that is entered by hand."""
+    push(frame)
+    if frame.overrides:
+        thread.state.marks.append(_torch.sequence_number())
+
+
+def pop_region() -> None:
+    """:func:`pop` for a region that was entered by hand."""
+    state = thread.state
+    frame = state.frame
+    if frame is not None and frame.overrides:
+        first, last = state.marks.pop(), _torch.sequence_number()
+        if last > first:
+            _left.append((first, last, threading.get_ident(), frame))
+    pop()
+
+
+def left_region() -> Frame | None:
+    """The frame of the region by hand whose nodes are running backward on this thread now."""
+    number = _torch.running_node_number() if _left else None
+    if number is None:
+        return None
+    here = threading.get_ident()
+    best, found = -1, None
+    for first, last, made_by, frame in reversed(_left):
+        # Numbers are counted per thread. The CPU's nodes run on the thread that calls backward; a device has its own.
+        if made_by != here and frame.device_type == "cpu":
+            continue
+        if last <= number:
+            break
+        if best < first <= number:
+            best, found = first, frame  # of regions inside one another the innermost began last
+    return found
 
 
 def depth() -> int:
@@ -324,12 +372,27 @@ def _graph_pop() -> None:
 
 graph_push: Callable[[str], None] = _graph_push
 graph_pop: Callable[[], None] = _graph_pop
+trace_leases: list[Any] = []
+"""Override kernels of regions inside a function that is being compiled, needed until its graph has been traced."""
 _compile_ready = False
+
+
+def _tag_caches(_: object) -> None:
+    """Put the frame in force into the key of the compile caches on disk."""
+    frame = thread.state.frame
+    tag = _torch.get_cache_tag()
+    user = tag.split("|castwise:")[0]
+    _torch.set_cache_tag(f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user)
+
+
+def _end_trace(_: object) -> None:
+    trace_leases.clear()
 
 
 def get_ready_for_compile() -> None:
     """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
     global _compile_ready
+    _torch.keep_compile_callbacks(_tag_caches, _end_trace)
     if _compile_ready:
         return
     _compile_ready = True
@@ -341,13 +404,3 @@ def get_ready_for_compile() -> None:
             for name in ("_torch", "casting", "regions", "rules", "plan", "masters", "scaler")
         )
     )
-
-    def tag_caches() -> None:
-        frame = thread.state.frame
-        tag = _torch.get_cache_tag()
-        user = tag.split("|castwise:")[0]
-        _torch.set_cache_tag(
-            f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
-        )
-
-    _torch.on_compile_start(tag_caches)

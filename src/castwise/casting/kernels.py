@@ -208,11 +208,13 @@ def rebuild_frame(
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)
-    current = frames.current_frame
+    current, left_region = frames.current_frame, frames.left_region
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         state = thread.state
         frame = state.frame if state.backward is None else current()
+        if frame is None:
+            frame = left_region()
         if frame is not None:
             action = frame.overrides.get(name)
             if action is _parts:

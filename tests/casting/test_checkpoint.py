@@ -1,0 +1,56 @@
+"""Regions entered by hand, followed into recomputation by whoever calls backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import castwise
+from castwise import Plan
+
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+P = Plan(compute="bf16", ops={"exp": "fp32"})
+
+
+class Piece:
+    """A function to checkpoint that notes the dtype of each run."""
+
+    def __init__(self) -> None:
+        self.runs: list[torch.dtype] = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(x @ x)
+        self.runs.append(y.dtype)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_plain_backward_after_the_region(reentrant: bool) -> None:
+    by_plan, native = Piece(), Piece()
+    region = castwise.autocast(P, device_type="cpu")
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):
+        with region:
+            loss = checkpoint(by_plan, x, use_reentrant=reentrant).sum()
+        with castwise.autocast("bf16", device_type="cpu"):
+            other = checkpoint(native, x, use_reentrant=reentrant).float().sum()
+        (loss + other).backward()
+    assert by_plan.runs == [torch.float32, torch.float32]
+    assert native.runs == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_regions_inside_regions(reentrant: bool) -> None:
+    outer, inner = Piece(), Piece()
+    p = castwise.autocast(P, device_type="cpu")
+    q = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type="cpu")
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):
+        with p:
+            y = checkpoint(outer, x, use_reentrant=reentrant)
+            with q:
+                y = y + checkpoint(inner, x, use_reentrant=reentrant)
+        y.sum().backward()
+    assert outer.runs == [torch.float32] * 2
+    assert inner.runs == [torch.bfloat16] * 2
