@@ -42,9 +42,19 @@ WorkloadName = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _is_device(name: str | None) -> str | None:
+    if name is not None and not re.fullmatch(r"(cpu|cuda|xpu|mps)(:\d+)?", name):
+        raise typer.BadParameter(f"{name!r} is not a device; allowed: cpu, cuda, xpu, mps, cuda:1 and so on")
+    return name
+
+
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU"),
+    typer.Option(
+        help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU", callback=_is_device
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
@@ -109,8 +119,7 @@ def bench(
         chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
         for plan in chosen:
             as_plan(plan)  # before anything is made or measured
-        folder = _folder(out, "bench", workload)
-        with _bars() as progress:
+        with _folder(out, "bench", workload) as folder, _bars() as progress:
             result = job.bench(
                 workload, chosen, device=device, steps=steps, rounds=rounds, seed=seed, inference=inference,
                 memory=memory, progress=progress,
@@ -139,8 +148,7 @@ def train(
         from castwise.plan import as_plan
 
         chosen = as_plan(plan)
-        folder = _folder(out, "train", workload)
-        with _bars() as progress:
+        with _folder(out, "train", workload) as folder, _bars() as progress:
             result = job.train(
                 workload, chosen, steps=steps, out=folder, device=device, seed=seed, progress=progress
             )
@@ -190,7 +198,8 @@ def _wrote(paths: Sequence[Path]) -> None:
         typer.echo(f"  {path}")
 
 
-def _folder(out: Path | None, command: str, workload: str) -> Path:
+@contextlib.contextmanager
+def _folder(out: Path | None, command: str, workload: str) -> Iterator[Path]:
     """Where results go: made before the work, so that it is not lost for want of a place."""
     from castwise.workload import find_workload
 
@@ -198,7 +207,12 @@ def _folder(out: Path | None, command: str, workload: str) -> Path:
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    try:
+        yield folder
+    except BaseException:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # only where it is empty
+        raise
 
 
 @contextlib.contextmanager
@@ -208,13 +222,13 @@ def _errors(show_traceback: bool) -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except KeyboardInterrupt:
-        typer.echo("castwise: interrupted", err=True)
+    except KeyboardInterrupt as error:
+        typer.echo(f"castwise: interrupted{_notes(error)}", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
         if show_traceback:
             traceback.print_exc(file=sys.stderr)
-        typer.echo(f"castwise: {_sentence(error)}", err=True)
+        typer.echo(f"castwise: {_sentence(error)}{_notes(error)}", err=True)
         raise typer.Exit(1) from None
 
 
@@ -225,6 +239,10 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
     return f"{type(error).__name__}: {text} (--traceback shows where)"
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
 
 
 class _Bars:
@@ -252,6 +270,7 @@ class _Bars:
         figures = _figures(event)
         if key not in self._tasks:
             said = event.subject if figures else f"{event.stage} {event.subject}".strip()
+            self.bars.start()  # not before there is something to show
             self._tasks[key] = self.bars.add_task(said, total=event.total, figures="")
         self.bars.update(
             self._tasks[key], completed=event.done, total=event.total, figures=figures or event.message
@@ -272,5 +291,8 @@ def _figures(event: Event) -> str:
 @contextlib.contextmanager
 def _bars() -> Iterator[_Bars]:
     bars = _Bars(_console(stderr=True))
-    with bars.bars:
+    try:
         yield bars
+    finally:
+        if bars.bars.tasks:
+            bars.bars.stop()

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["TrainEvent", "TrainResult", "train"]
 
 _PENDING = 16
-"""Steps whose losses may wait on an accelerator before the host reads them; a CPU's are read at once."""
+"""Steps whose figures may wait on the device, so that reading them does not hold it up; their batches wait too."""
+_PATIENCE_S = 0.1
+"""Seconds after which they are read though they be fewer."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,9 @@ class _Run:
                 self.files.append("model.pt")
             except BaseException as error:
                 stopped = not isinstance(error, Exception)
-                self._finish("interrupted" if stopped else "failed", _sentence(error))
+                with contextlib.suppress(Exception):  # nor may a full disk
+                    self._finish("interrupted" if stopped else "failed", _sentence(error))
+                    error.add_note(f"What there was to record is in {self.out}")
                 raise
         return self._finish("ok", "")
 
@@ -217,8 +221,7 @@ class _Run:
         torch.manual_seed(self.seed)  # dropout's, whatever building the model drew
         with _calls(self.workload, "batches(seed)"):
             batches = iter(self.workload.batches(self.seed))
-        patience = 1 if self.device.type == "cpu" else _PENDING
-        start = time.perf_counter()
+        start = read = time.perf_counter()
         for number in range(1, self.steps + 1):
             batch = self._next(batches, number)
             with _calls(self.workload, "loss(model, batch)"):
@@ -231,9 +234,11 @@ class _Run:
             optimizer.zero_grad()
             self.time_s = time.perf_counter() - start
             self.pending.append(_Step(number, loss.detach(), scale, result, self.time_s, batch))
-            if len(self.pending) >= patience or number in (1, self.steps):
+            due = start + self.time_s - read >= _PATIENCE_S or len(self.pending) >= _PENDING
+            if due or number in (1, self.steps):
                 self._read(journal)
-                self.time_s = time.perf_counter() - start
+                read = time.perf_counter()
+                self.time_s = read - start
 
     def _next(self, batches: Iterator[Any], number: int) -> Any:
         with _calls(self.workload, "batches(seed)"):

@@ -1,0 +1,37 @@
+"""A plain fp32 training loop for the tests of workloads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from castwise import Workload
+
+
+def train(workload: Workload, steps: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
+    """Train on one thread.
+
+    Args:
+        workload: What.
+        steps: How long.
+        seed: Of weights and data.
+
+    Returns:
+        The model and the loss of every step.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        torch.manual_seed(seed)
+        model = workload.model()
+        optimizer = workload.optimizer(model.parameters())
+        batches, losses = workload.batches(seed), []
+        for _ in range(steps):
+            loss = workload.loss(model, next(batches))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    finally:
+        torch.set_num_threads(threads)
+    return model, losses
