@@ -1,0 +1,492 @@
+"""How fast a device multiplies matrices and convolves in each format, and how fast it moves memory.
+
+Formats take turns on the same operator, and each is judged by the interval of its ratio to fp32. A small probe goes
+first: some formats are emulated (fp16 on most CPUs is a hundred times slower than fp32), and at full size one call
+of theirs would take seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from castwise.errors import DeviceError
+from castwise.measure import stats
+from castwise.measure.timing import Lap, paired, race, synchronize
+from castwise.plan import Plan
+from castwise.process import Claim, check_device
+
+__all__ = [
+    "Bandwidth",
+    "Judgement",
+    "Kernel",
+    "Rate",
+    "Variant",
+    "Verdict",
+    "conv_flops",
+    "judge",
+    "kernels",
+    "matmul_flops",
+    "measure_bandwidth",
+    "measure_rates",
+    "variants",
+    "verdict_of",
+]  # fmt: skip
+
+Verdict = Literal["fast", "no gain", "avoid"]
+
+HOPELESS = 8.0
+"""A format this many times slower than fp32 in the probe is not measured at full size."""
+CALL_S = 0.25
+"""A format slower than fp32 that would take longer than this per call is not measured at full size either."""
+ROUNDS = 9
+PROBE_ROUNDS = 3
+BLOCK_S = 0.02
+"""Aimed length of a block of calls, in fp32: far above the clock's resolution."""
+
+
+# --- what is measured ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to compute: a format, and what fp32 operators may use inside.
+
+    Attributes:
+        name: ``fp32``, ``fp32 (tf32 inside)``, ``fp32 (bf16 inside)``, ``bf16`` or ``fp16``.
+        dtype: Of inputs and outputs.
+        inside: For fp32 the value of a plan's ``fp32_matmul`` and ``fp32_conv``; fp32 itself is ``ieee``, so that
+            the baseline is fp32 where torch defaults to TF32 too.
+    """
+
+    name: str
+    dtype: torch.dtype
+    inside: Literal["as_is", "ieee", "tf32", "bf16"] = "as_is"
+
+    @property
+    def plan(self) -> Plan:
+        """The process-wide settings as a plan, with the format as ``compute``."""
+        compute = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "fp32")
+        return Plan(compute=compute, fp32_matmul=self.inside, fp32_conv=self.inside)
+
+
+FP32 = Variant("fp32", torch.float32, "ieee")
+VARIANTS = (
+    FP32,
+    Variant("fp32 (tf32 inside)", torch.float32, "tf32"),
+    Variant("fp32 (bf16 inside)", torch.float32, "bf16"),
+    Variant("bf16", torch.bfloat16),
+    Variant("fp16", torch.float16),
+)
+
+
+def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant, str], ...]]:
+    """The variants that a device can run, and the others with the reason.
+
+    Args:
+        device_type: ``cpu``, ``cuda``, ``xpu`` or ``mps``.
+
+    Returns:
+        Two tuples; fp32 comes first in the first.
+    """
+    can: list[Variant] = []
+    cannot: list[tuple[Variant, str]] = []
+    for variant in VARIANTS:
+        if device_type in ("xpu", "mps") and variant.inside in ("tf32", "bf16"):
+            cannot.append((variant, f"torch has no such setting on {device_type}"))
+            continue
+        try:
+            # without bf16 instructions a CPU still computes in bf16, and the measurement tells how slowly
+            if not (device_type == "cpu" and variant.dtype.itemsize == 2):
+                check_device(variant.plan, device_type)
+        except DeviceError as error:
+            cannot.append((variant, str(error)))
+        else:
+            can.append(variant)
+    return tuple(can), tuple(cannot)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operator on one size.
+
+    Attributes:
+        name: ``matmul``, ``conv3x3``, ``conv1x1`` or ``depthwise``.
+        size: In words.
+        flops: Floating-point operations of one call, a multiplication and an addition counted as two.
+        inputs: Shapes of its two operands.
+        call: The operator.
+    """
+
+    name: str
+    size: str
+    flops: int
+    inputs: tuple[tuple[int, ...], tuple[int, ...]]
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """A call without arguments.
+
+        Args:
+            device: Where its operands lie.
+            dtype: Of the operands. Images are ``channels_last``, the layout that matrix units read.
+
+        Returns:
+            The call.
+        """
+        generator = torch.Generator().manual_seed(0)
+        tensors = []
+        for shape in self.inputs:
+            # near 1 / sqrt(terms), so that no format overflows and none meets subnormal numbers
+            scale = 1.0 / math.sqrt(math.prod(shape[1:]))
+            tensor = (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+            if len(shape) == 4:
+                tensor = tensor.contiguous(memory_format=torch.channels_last)
+            tensors.append(tensor)
+        first, second = tensors
+        return lambda: self.call(first, second)
+
+
+def matmul_flops(m: int, n: int, k: int) -> int:
+    """Operations of a product ``[m, k] @ [k, n]``.
+
+    Args:
+        m: Rows of the result.
+        n: Its columns.
+        k: Terms of each sum.
+
+    Returns:
+        Multiplications and additions.
+    """
+    return 2 * m * n * k
+
+
+def conv_flops(batch: int, inputs: int, outputs: int, kernel: int, side: int, groups: int = 1) -> int:
+    """Operations of a square 2-D convolution that keeps its picture's size.
+
+    Zeros at the border are counted like other values.
+
+    Args:
+        batch: Pictures.
+        inputs: Channels in.
+        outputs: Channels out.
+        kernel: Side of the kernel.
+        side: Of the pictures.
+        groups: Of channels.
+
+    Returns:
+        Multiplications and additions.
+    """
+    return 2 * batch * side * side * outputs * (inputs // groups) * kernel * kernel
+
+
+def kernels(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
+    """The operators that stand for a device's rates.
+
+    Args:
+        device_type: A CPU gets sizes that take it some 10 ms in fp32, a GPU sizes that fill it.
+        small: Sizes for a probe.
+
+    Returns:
+        Matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
+    """
+    cpu = device_type == "cpu"
+    side = (256 if cpu else 512) if small else (1024 if cpu else 4096)
+    batch = (1 if cpu else 8) if small else (8 if cpu else 64)
+    wide = 1 if cpu else 2
+    matmul = Kernel("matmul", f"{side} x {side} x {side}", matmul_flops(side, side, side),
+                    ((side, side), (side, side)), torch.mm)  # fmt: skip
+    return (
+        matmul,
+        _conv("conv3x3", batch, 64 * wide, 64 * wide, 3, 28 if small else 56),
+        _conv("conv1x1", batch, 256 * wide, 256 * wide, 1, 14 if small else 28),
+        _conv("depthwise", batch, 128 * wide, 128 * wide, 3, 28 if small else 56, 128 * wide),
+    )
+
+
+def _conv(
+    name: str, batch: int, inputs: int, outputs: int, kernel: int, side: int, groups: int = 1
+) -> Kernel:
+    def call(image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.conv2d(image, weight, padding=kernel // 2, groups=groups)
+
+    size = f"batch {batch}, {inputs} to {outputs} channels, {side} x {side}"
+    shapes = ((batch, inputs, side, side), (outputs, inputs // groups, kernel, kernel))
+    return Kernel(name, size, conv_flops(batch, inputs, outputs, kernel, side, groups), shapes, call)
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast one operator is in one format.
+
+    Attributes:
+        kernel: Name of the operator.
+        size: In words.
+        format: Name of the variant.
+        gflops: Median rate, in 1e9 operations per second; None where it could not run.
+        gflops_low: First quartile over rounds.
+        gflops_high: Third quartile.
+        speedup: Ratio to fp32 with its interval; None for fp32 itself and where the times do not give one.
+        verdict: On this operator; None for fp32.
+        probe: Whether it comes from the small probe, since full size would take too long.
+        error: Why it could not run; else empty.
+    """
+
+    kernel: str
+    size: str
+    format: str
+    gflops: float | None
+    gflops_low: float | None = None
+    gflops_high: float | None = None
+    speedup: stats.Ratio | None = None
+    verdict: Verdict | None = None
+    probe: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What to do with a format on this device.
+
+    Attributes:
+        format: Name of the variant.
+        verdict: ``fast`` if an operator gains and, apart from those in ``avoid_in``, none loses.
+        reason: The measured ratios, or why it cannot run.
+        avoid_in: Operators in which an otherwise fast format loses.
+    """
+
+    format: str
+    verdict: Verdict
+    reason: str
+    avoid_in: tuple[str, ...] = ()
+
+
+def verdict_of(speedup: stats.Ratio) -> Verdict:
+    """What an interval says of a format.
+
+    Args:
+        speedup: Ratio to fp32, above 1 where it is faster.
+
+    Returns:
+        ``no gain`` where the interval contains 1.
+    """
+    if speedup.is_tie:
+        return "no gain"
+    return "fast" if speedup.low > 1.0 else "avoid"
+
+
+def judge(name: str, rates: Sequence[Rate]) -> Judgement:
+    """One verdict on a format from its operators.
+
+    Depthwise convolutions are told but do not count: they move memory rather than multiply matrices.
+
+    Args:
+        name: Of the variant.
+        rates: What was measured of all variants; those of others are passed over.
+
+    Returns:
+        The verdict, with the ratios as its reason.
+    """
+    mine = [rate for rate in rates if rate.format == name]
+    counted = [rate for rate in mine if rate.kernel != "depthwise"]
+    fast = [rate.kernel for rate in counted if rate.verdict == "fast"]
+    slow = [rate.kernel for rate in mine if rate.verdict == "avoid"]
+    loses = any(rate.verdict == "avoid" for rate in counted)
+    verdict: Verdict = "fast" if fast else "avoid" if loses else "no gain"
+    reason = ", ".join(_ratio_words(rate) for rate in mine) or "not measured"
+    return Judgement(name, verdict, f"{reason} of fp32's rate", tuple(slow) if fast else ())
+
+
+def _ratio_words(rate: Rate) -> str:
+    if rate.error:
+        return f"{rate.kernel} fails ({rate.error})"
+    if rate.speedup is None:
+        return f"{rate.kernel} not compared"
+    return f"{rate.kernel} {_figures(rate.speedup.value)}x{' (small probe)' if rate.probe else ''}"
+
+
+def _figures(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.1g}"
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+class _Loop:
+    """A runner that calls one kernel in one variant."""
+
+    def __init__(self, kernel: Kernel, variant: Variant, device: torch.device) -> None:
+        self._call = kernel.on(device, variant.dtype)
+        self._plan = replace(variant.plan, compute="fp32")
+        self._device_type = device.type
+        self._claim: Claim | None = None
+
+    def before(self, steps: int) -> None:
+        self._claim = Claim(self._plan, self._device_type)
+
+    def run(self, steps: int) -> None:
+        call = self._call
+        with torch.inference_mode():
+            for _ in range(steps):
+                call()
+
+    def after(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+
+def measure_rates(
+    device: torch.device,
+    *,
+    rounds: int = ROUNDS,
+    small: bool = False,
+    on_kernel: Callable[[str, int, int], None] | None = None,
+) -> tuple[Rate, ...]:
+    """Measure every operator in every variant that the device can run.
+
+    Args:
+        device: What to measure.
+        rounds: Interleaved rounds per operator; six or more give a 95 % interval.
+        small: Measure the probe's sizes alone: quick and rough.
+        on_kernel: Called with an operator's name, how many are done and how many there are.
+
+    Returns:
+        A rate per operator and variant, fp32 first in each operator.
+    """
+    can, _ = variants(device.type)
+    probes = kernels(device.type, small=True)
+    full = probes if small else kernels(device.type)
+    rates: list[Rate] = []
+    for number, (probe, kernel) in enumerate(zip(probes, full, strict=True)):
+        if on_kernel is not None:
+            on_kernel(kernel.name, number, len(full))
+        tried = _rates(probe, can, device, rounds if small else PROBE_ROUNDS, probe=True)
+        if small:
+            rates += [replace(rate, probe=False) for rate in tried]
+            continue
+        beyond = [_is_beyond(rate, kernel) for rate in tried]
+        kept = [variant for variant, out in zip(can, beyond, strict=True) if not out]
+        measured = {rate.format: rate for rate in _rates(kernel, kept, device, rounds)}
+        rates += [measured.get(rate.format) or replace(rate, verdict="avoid") for rate in tried]
+    if on_kernel is not None:
+        on_kernel(full[-1].name, len(full), len(full))
+    return tuple(rates)
+
+
+def _is_beyond(probe: Rate, kernel: Kernel) -> bool:
+    """Whether a probe says that the full size would be a waste: it fails, is hopeless, or slower and too long."""
+    if probe.error:
+        return True
+    if probe.speedup is None or probe.gflops is None:
+        return False
+    call_s = kernel.flops / (probe.gflops * 1e9)
+    return probe.speedup.value * HOPELESS < 1.0 or (probe.speedup.value < 1.0 and call_s > CALL_S)
+
+
+def _rates(
+    kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds: int, *, probe: bool = False
+) -> list[Rate]:
+    runners = [(variant.name, _Loop(kernel, variant, device)) for variant in run]
+    steps = _steps(runners[0][1], device)
+    laps = race(runners, rounds=rounds, steps=steps, device=device, hopeless=HOPELESS, sure_s=0.25)
+    baseline = laps[runners[0][0]]
+    return [_rate(kernel, name, baseline, laps[name], probe) for name, _ in runners]
+
+
+def _steps(baseline: _Loop, device: torch.device) -> int:
+    """Calls per block, from the fastest of three single calls of the baseline; 1 if it fails, as the race will tell."""
+    taken = []
+    for _ in range(3):
+        baseline.before(1)
+        try:
+            synchronize(device)
+            start = time.perf_counter()
+            baseline.run(1)
+            synchronize(device)
+            taken.append(time.perf_counter() - start)
+        except RuntimeError:
+            return 1
+        finally:
+            baseline.after()
+    return max(1, min(200, math.ceil(BLOCK_S / min(taken))))
+
+
+def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap, probe: bool) -> Rate:
+    if lap.error is not None:
+        why = str(lap.error).strip().splitlines() or [type(lap.error).__name__]
+        return Rate(kernel.name, kernel.size, name, None, verdict="avoid", probe=probe, error=why[0])
+    times = [seconds for seconds in lap.times_s if seconds is not None]
+    speedup, verdict = None, None
+    if lap is not baseline and baseline.error is None:
+        before, after = paired(baseline, lap)
+        if before:
+            speedup = stats.paired_speedup(before, after)
+        elif lap.slowdown is not None:
+            # stopped after its first calls: one comparison, of which no interval can be given (level 0)
+            value = 1.0 / lap.slowdown
+            speedup = stats.Ratio(value, value, value, 0.0, 1)
+        # two or three rounds of a hopeless format give no interval at 95 %, and need none
+        verdict = None if speedup is None else "avoid" if lap.slowdown else verdict_of(speedup)
+    if not times:
+        reference = [seconds for seconds in baseline.times_s if seconds is not None]
+        if speedup is None or not reference:
+            return Rate(kernel.name, kernel.size, name, None, None, None, speedup, verdict, probe)
+        times = [stats.quantile(reference, 0.5) / speedup.value]
+    middle, low, high = (kernel.flops / stats.quantile(times, q) / 1e9 for q in (0.5, 0.75, 0.25))
+    return Rate(kernel.name, kernel.size, name, middle, low, high, speedup, verdict, probe)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """How fast a device moves memory.
+
+    Attributes:
+        gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written.
+        gb_per_s_low: First quartile over repetitions.
+        gb_per_s_high: Third quartile.
+        copied_bytes: Size of what was copied: beyond most caches.
+    """
+
+    gb_per_s: float
+    gb_per_s_low: float
+    gb_per_s_high: float
+    copied_bytes: int
+
+
+def measure_bandwidth(
+    device: torch.device, *, copied_bytes: int = 256 * 2**20, repetitions: int = 7
+) -> Bandwidth:
+    """Copy a large tensor.
+
+    Args:
+        device: What to measure.
+        copied_bytes: Size of the tensor, a multiple of 4; it is held twice.
+        repetitions: How many timed copies.
+
+    Returns:
+        The rate, with its spread.
+    """
+    source = torch.ones(copied_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    taken = []
+    calls = 1 if device.type == "cpu" else 10
+    for repetition in range(repetitions + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            target.copy_(source)
+        synchronize(device)
+        if repetition:  # the first touches the target's pages
+            taken.append((time.perf_counter() - start) / calls)
+    middle, low, high = (2 * copied_bytes / stats.quantile(taken, q) / 1e9 for q in (0.5, 0.75, 0.25))
+    return Bandwidth(middle, low, high, copied_bytes)
