@@ -1,0 +1,118 @@
+"""Write docs/api.md: every public name with its signature and the first sentence of its docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import castwise
+from castwise import errors, plan, rules, scaler, workload
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+
+INTRODUCTION = """\
+# API
+
+<!-- Written by scripts/api_page.py from the docstrings. Edit those instead. -->
+
+What `import castwise` offers, with one line each; `help(castwise.Amp)` has arguments, shapes, dtypes and errors in full.
+
+"""
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "In a training loop": ("Amp", "StepResult"),
+    "Plans": ("Plan", "Region", "LossScale"),
+    "Casting": (
+        "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
+    ),
+    "Loss scaling by hand": ("GradScaler",),
+    "Workloads": ("Workload", "bench"),
+    "Errors": ("CastwiseError",),
+}  # fmt: skip
+"""Sections and the names of ``castwise.__all__`` in them."""
+
+FURTHER = (
+    ("castwise.plan", plan, ("as_plan",)),
+    ("castwise.rules", rules, ("base_table", "describe", "overrides")),
+    ("castwise.scaler", scaler, ("next_state", "from_apex", "to_apex", "from_colossalai", "to_colossalai")),
+    ("castwise.workload", workload, ("find_workload",)),
+)
+"""Functions of single modules that a user may want: what to import them from, the module, their names."""
+
+
+def page() -> str:
+    """The whole page."""
+    assert sorted(sum(SECTIONS.values(), ())) == castwise.__all__, "a public name without a section"
+    parts = [INTRODUCTION]
+    for title, names in SECTIONS.items():
+        parts.append(f"## {title}\n\n")
+        parts += (_entry(name, getattr(castwise, name)) for name in names)
+        if title == "Errors":
+            parts.append(_errors())
+    parts.append("## Further functions\n\n| call | |\n|---|---|\n")
+    for where, module, names in FURTHER:
+        parts += (f"| `{where}.{_call(name, getattr(module, name))}` | {_summary(getattr(module, name))} |\n"
+                  for name in names)  # fmt: skip
+    return "".join(parts).rstrip() + "\n"
+
+
+def _entry(name: str, value: Any) -> str:
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return f"`{name}`: {_summary(value)}\n\n"
+    text = f"### {name}\n\n```text\n{_call(name, value)}\n```\n\n{_summary(value)}\n\n"
+    members = list(_members(value)) if inspect.isclass(value) else []
+    if members:
+        text += "| | |\n|---|---|\n" + "".join(f"| `{call}` | {said} |\n" for call, said in members) + "\n"
+    return text
+
+
+def _members(cls: type) -> Iterator[tuple[str, str]]:
+    for name, value in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, (classmethod, staticmethod)):
+            yield _call(name, value.__func__, bound=isinstance(value, classmethod)), _summary(value)
+        elif inspect.isfunction(value):
+            yield _call(name, value, bound=True), _summary(value)
+        elif isinstance(value, (property, cached_property)):
+            yield name, _summary(value)
+
+
+def _errors() -> str:
+    rows = []
+    for name in errors.__all__:
+        cls = getattr(errors, name)
+        if cls is not errors.CastwiseError:
+            bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+            rows.append(f"| `{name}` | {bases} | {_summary(cls)} |\n")
+    return (
+        "In `castwise.errors`, each also the builtin that a caller would expect:\n\n| error | is a | |\n|---|---|---|\n"
+        + "".join(rows)
+        + "\n"
+    )
+
+
+def _call(name: str, value: Any, *, bound: bool = False) -> str:
+    signature = inspect.signature(value)
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
+    ]
+    plain = signature.replace(parameters=parameters[bound:], return_annotation=inspect.Signature.empty)
+    return f"{name}{plain}".replace("|", "\\|")
+
+
+def _summary(value: Any) -> str:
+    """The first sentence of a docstring, in Markdown."""
+    paragraph = " ".join(inspect.cleandoc(value.__doc__).split("\n\n")[0].split())
+    first = re.split(r"(?<=\.)\s", paragraph)[0]
+    first = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", first)  # :class:`~castwise.Plan`
+    return first.replace("``", "`").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
