@@ -103,7 +103,7 @@ def graph_task_id() -> int:
 
 def sequence_number() -> int:
     """The number that the next autograd node made on this thread will get."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def running_node_number() -> int | None:

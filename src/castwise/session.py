@@ -32,6 +32,7 @@ from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
 from castwise.fused import fuse
+from castwise.parallel import Shards
 from castwise.plan import Plan, as_plan
 from castwise.scaler import GradScaler, StepResult
 
@@ -78,11 +79,13 @@ class Amp:
             self.scaler = GradScaler.from_loss_scale(
                 self.plan.loss_scale,
                 device=self.device_type,
+                reduce=self._agree if group is None else None,
                 process_group=group,
                 allow_fp16_grads=self.plan.stores_low and not self.plan.keeps_masters,
             )
         if self.scaler is not None:
             self.scaler.param_names = self._parameter_names
+        self._shards = Shards()
         self._closers: list[Callable[[], None]] = []
         self._claim: process.Claim | None = None
         self._models: list[weakref.ref[nn.Module]] = []
@@ -278,6 +281,31 @@ class Amp:
             cast_forward_inputs=stored is not None,
         )
 
+    def mark_sharded(self, parameter: torch.Tensor, group: Any = None) -> None:
+        """Declare a parameter that was cut by hand: each rank of ``group`` holds a piece of its own.
+
+        Steps are then skipped by all these ranks or none, and norms are those of the whole parameter. DTensors need
+        no declaration.
+
+        Args:
+            parameter: The model's parameter.
+            group: The ranks that hold the pieces; None for all.
+
+        Raises:
+            StateError: torch.distributed is not initialised.
+        """
+        self._shards.mark(parameter, group)
+
+    def _agree(self, flag: torch.Tensor) -> torch.Tensor:
+        return self._shards.reduce_flag(flag) if self._shards else flag
+
+    def _clip(self, params: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        if not self._shards:
+            return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        norm = self._shards.norm([masters.model_param_of(p) for p in params], norm_type)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
+
     # --- losses -------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor, name: str = "loss") -> torch.Tensor:
@@ -399,7 +427,7 @@ class Amp:
         Returns:
             The norm before clipping, a 0-dim tensor on the gradients' device.
         """
-        return nn.utils.clip_grad_norm_(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
+        return self._clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
 
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor, clip_value: float
@@ -493,7 +521,7 @@ class Amp:
 
     def _clip_together(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
         params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        return nn.utils.clip_grad_norm_(params, max_norm)
+        return self._clip(params, max_norm)
 
     def _open_window(self) -> None:
         if self._stepped:
