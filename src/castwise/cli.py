@@ -169,10 +169,11 @@ def doctor(
 ) -> None:
     """Measure what this machine's device makes of each format, and what holds a workload back."""
     with _errors(show_traceback):
-        from castwise.jobs import doctor as job
         from castwise.workload import find_workload
 
         found = None if workload is None else find_workload(workload)
+        from castwise.jobs import doctor as job
+
         with _bars() as progress:
             result = job.doctor(found, device=device, progress=progress)
         _console().print(result.table())

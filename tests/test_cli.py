@@ -1,0 +1,246 @@
+"""The command line: what it prints where, what it writes, and its exit codes for every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+import castwise
+from castwise.cli import app
+
+TINY = str(Path(__file__).with_name("jobs") / "tiny_workloads.py")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Every test in a folder of its own, with one thread for torch."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def _run(*words: str) -> Result:
+    return CliRunner().invoke(app, words)
+
+
+def _process(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "castwise", *words], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+# --- what works -----------------------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    result = _run("--version")
+    assert (result.exit_code, result.stdout.strip()) == (0, f"castwise {castwise.__version__}")
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("bench", "--help"), ("train", "--help"), ("doctor", "--help")]
+)
+def test_help(words: tuple[str, ...]) -> None:
+    result = _run(*words)
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_bench_prints_its_table_and_where_it_wrote(own_folder: Path) -> None:
+    result = _run(
+        "bench", f"{TINY}:mlp", "--plans", "bf16-mixed, bf16-mixed+ops.relu=fp32", "--steps", "8", "--rounds", "2",
+        "--no-memory", "--no-inference",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert "Speed" in result.stdout
+    folder = Path("runs/bench-mlp")
+    assert f"  {folder}/bench.html\n  {folder}/bench.json" in result.stdout
+    record = json.loads((folder / "bench.json").read_text())
+    assert [row["name"] for row in record["plans"]] == ["fp32", "bf16-mixed", "bf16-mixed+ops.relu=fp32"]
+    assert all(row["inference"] is None and row["memory"] is None for row in record["plans"])
+    assert "training fp32" in result.stderr
+    assert "training" not in result.stdout.partition("Speed")[0]
+
+
+def test_bench_takes_plan_files(own_folder: Path) -> None:
+    castwise.Plan.preset("bf16-true").save("mine.json")
+    result = _run(
+        "bench",
+        f"{TINY}:mlp",
+        "--plans",
+        "mine.json",
+        "--steps",
+        "5",
+        "--rounds",
+        "1",
+        "--no-memory",
+        "--out",
+        "o",
+    )
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(Path("o/bench.json").read_text())
+    assert record["plans"][1]["plan"] == "bf16-true"
+    assert record["plans"][1]["inference"] is not None
+
+
+def test_train_prints_its_outcome_and_where_it_wrote(own_folder: Path) -> None:
+    result = _run("train", f"{TINY}:mlp", "--plan", "fp16-mixed", "--steps", "5")
+    assert result.exit_code == 0, result.stderr
+    assert "mlp under fp16-mixed: loss 0." in result.stdout
+    folder = Path("runs/train-mlp")
+    for name in ("result.json", "metrics.jsonl", "tensorboard", "model.pt", "curves.png"):
+        assert f"  {folder / name}\n" in result.stdout
+        assert (folder / name).exists()
+    assert "5/5" in result.stderr
+    assert "scale 65536, skipped 0" in result.stderr
+    assert "steps/s" in result.stderr
+
+
+# --- bad input --------------------------------------------------------------------------------------------------
+
+NOT_DONE = [
+    (("train", "snie"), "workload 'snie' not found; did you mean sine?"),
+    (("bench", "snie"), "workload 'snie' not found; did you mean sine?"),
+    (("train", "sine?sise=3"), "no option 'sise'"),
+    (("train", "gone.py:job"), "there is no such file"),
+    (("train", "broken.py:job"), "broken.py, line 2: ZeroDivisionError: division by zero"),
+    (("bench", "broken.py:job"), "broken.py, line 2: ZeroDivisionError: division by zero"),
+    (("train", "gone.jobs:job"), "there is no module 'gone'"),
+    (("train", f"{TINY}:gone"), "no attribute 'gone'"),
+    (("train", f"{TINY}:nn"), "expected a castwise.Workload"),
+    (("train", f"{TINY}:mlp", "--plan", "bf16-mixd"), "did you mean 'bf16-mixed'"),
+    (("bench", f"{TINY}:mlp", "--plans", "fp32,bf16-mixd"), "did you mean 'bf16-mixed'"),
+    (("train", f"{TINY}:mlp", "--plan", "bad.json"), "compute='bf17' is not allowed"),
+    (("bench", f"{TINY}:mlp", "--plans", "not.json"), "not.json"),
+    (("train", f"{TINY}:mlp", "--plan", "gone.json"), "Plan.load('gone.json'): cannot read it"),
+    (("train", f"{TINY}:mlp", "--plan", "bf16-mixed+ops.expp=fp32"), "operator 'expp'"),
+    (("train", f"{TINY}:mlp", "--plan", "bf16-mixed+regions.nowhere=fp32"), "no module of Sequential matches"),
+    (("train", f"{TINY}:mlp", "--plan", "tf32", "--device", "cpu"), "no TF32"),
+    (("train", f"{TINY}:not_scalar"), "returned a tensor of shape [32, 1]"),
+    (("bench", f"{TINY}:not_scalar"), "returned a tensor of shape [32, 1]"),
+    (("train", f"{TINY}:nan_data"), "in batch[0] (256 of 256 values)"),
+    (("bench", f"{TINY}:nan_data"), "is nan in fp32"),
+    (("train", f"{TINY}:three"), "ended after 3 batches"),
+    (("train", f"{TINY}:mlp", "--steps", "0"), "needs steps >= 1"),
+    (("bench", f"{TINY}:mlp", "--steps", "1"), "needs steps >="),
+    (("train", f"{TINY}:mlp", "--out", "broken.py"), "File exists: 'broken.py'"),
+    (("doctor", "snie"), "workload 'snie' not found"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), NOT_DONE, ids=[" ".join(words).replace(TINY, "t.py") for words, _ in NOT_DONE]
+)
+def test_what_cannot_be_done_is_one_sentence_and_code_1(
+    own_folder: Path, words: tuple[str, ...], said: str
+) -> None:
+    Path("broken.py").write_text("\nx = 1 / 0\n")
+    Path("bad.json").write_text('{"compute": "bf17"}')
+    Path("not.json").write_text("plan: bf16")
+    result = _run(*words)
+    assert result.exit_code == 1
+    sentences = [line for line in result.stderr.splitlines() if line.startswith("castwise: ")]
+    assert len(sentences) == 1
+    assert said in sentences[0]
+    assert "Traceback" not in result.output
+
+
+def test_a_device_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    for command in ("bench", "train"):
+        result = _run(command, f"{TINY}:mlp", "--device", "cuda")
+        assert result.exit_code == 1
+        assert "no cuda device is available" in result.stderr
+    assert not Path("runs/train-mlp").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nonsense",),
+        ("bench",),
+        ("train", "sine", "--stepz", "3"),
+        ("train", "sine", "--steps", "three"),
+        ("train", "sine", "--device", "gpu"),
+        ("doctor", "--device", "cuda:x"),
+    ],
+)
+def test_what_is_not_understood_is_code_2(words: tuple[str, ...]) -> None:
+    result = _run(*words)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_failed_command_leaves_no_empty_folder() -> None:
+    assert _run("bench", f"{TINY}:not_scalar").exit_code == 1
+    assert not Path("runs/bench-mlp").exists()
+
+
+def test_a_failed_training_says_where_its_record_is() -> None:
+    result = _run("train", f"{TINY}:nan_data", "--out", "here")
+    assert "What there was to record is in here" in result.stderr
+    assert json.loads(Path("here/result.json").read_text())["status"] == "failed"
+
+
+def test_traceback_on_request() -> None:
+    result = _run("train", f"{TINY}:not_scalar", "--traceback")
+    assert result.exit_code == 1
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "check_loss" in result.stderr
+
+
+# --- as a process -----------------------------------------------------------------------------------------------
+
+
+def test_exit_codes_of_real_processes() -> None:
+    done = _process("train", f"{TINY}:mlp", "--steps", "3", "--out", "o")
+    assert done.returncode == 0, done.stderr
+    assert Path("o/result.json").exists()
+    failed = _process("train", f"{TINY}:nan_data")
+    assert failed.returncode == 1
+    assert "castwise: workload 'mlp': the loss of step 1 is nan" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "Warning" not in failed.stderr
+    assert _process("bench").returncode == 2
+
+
+def test_asking_for_the_version_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom castwise.cli import main\n"
+        "try:\n    main(['--version'])\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["0", "False"]
+
+
+def test_an_interrupted_training_keeps_its_record() -> None:
+    words = [sys.executable, "-m", "castwise", "train", f"{TINY}:mlp", "--steps", "1000000", "--out", "o"]
+    process = subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    lines = Path("o/metrics.jsonl")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and (not lines.exists() or lines.stat().st_size < 1000):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "castwise: interrupted" in said
+    record = json.loads(Path("o/result.json").read_text())
+    assert record["status"] == "interrupted"
+    assert record["steps_done"] == len(lines.read_text().splitlines()) > 5
