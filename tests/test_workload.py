@@ -57,13 +57,18 @@ def breaks():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a workload and a module beside it; what it brings into the process is taken out again."""
     (tmp_path / "mine_for_test.py").write_text(FILE)
     (tmp_path / "helper_beside.py").write_text("WIDTH = 5\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
-    return tmp_path
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(
+            getattr(sys.modules[name], "__file__", "") or getattr(sys.modules[name], "__path__", "")
+        ):
+            del sys.modules[name]
 
 
 def _refused(spec: str) -> str:
@@ -316,3 +321,11 @@ def test_values_that_are_not_finite_are_found_in_any_container() -> None:
     assert non_finite_parts(batch) == ["batch['x'][1][0] (2 of 3 values)"]
     assert non_finite_parts(bad.to(torch.bfloat16)) == ["batch (2 of 3 values)"]
     assert non_finite_parts(None) == []
+
+
+def test_built_in_workloads_are_imported_when_they_are_asked_for() -> None:
+    code = (
+        "import sys, castwise.workload; print([m for m in sys.modules if m.startswith('castwise.workloads')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from itertools import islice
+from pydoc_data.topics import topics
 
 import pytest
 import torch
-from pydoc_data.topics import topics
 
 from castwise.workload import find_workload
 from castwise.workloads.gpt import CharGPT, corpus, decode, gpt
