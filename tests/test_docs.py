@@ -16,7 +16,14 @@ from castwise import cli
 from castwise.plan import PRESETS, LossScale, Plan
 from castwise.rules import BASES, RULES
 
+from .fresh import run_python
+
 ROOT = Path(__file__).parent.parent
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 
 
 def read(name: str) -> str:
@@ -33,6 +40,47 @@ def table(page: str, heading: str) -> list[dict[str, str]]:
 
 def code(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
+
+
+def blocks(page: str) -> list[str]:
+    """The Python examples of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
+
+
+# --- examples and links -------------------------------------------------------------------------------------
+
+
+def test_the_readme_opens_with_an_example_that_runs_as_pasted(tmp_path: Path) -> None:
+    first = blocks("README.md")[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 15
+    assert re.fullmatch(r"loss \d\.\d+ under bf16-mixed: .*\n", run_python(first, tmp_path, "-W", "error"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and blocks(page)])
+def test_examples_run_as_pasted(page: str, tmp_path: Path) -> None:
+    """One after the other in one fresh interpreter, with warnings as errors."""
+    run_python("\n".join(blocks(page)), tmp_path, "-W", "error")
+
+
+def test_every_example_in_python_is_one_that_runs() -> None:
+    for page in PAGES:
+        kinds = set(re.findall(r"^```(\S+)", read(page), re.MULTILINE))
+        assert kinds <= {"python", "text", "sh", "console"}, page
+    assert len(blocks("README.md")) == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        other = (ROOT / page).parent / name if name else ROOT / page
+        assert other.exists(), f"{page} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page} links to {target}; {name} has {sorted(slugs)}"
 
 
 # --- generated pages ----------------------------------------------------------------------------------------
@@ -104,37 +152,31 @@ def test_the_table_of_loss_scale_has_its_fields() -> None:
 
 # --- commands -----------------------------------------------------------------------------------------------
 
-PAGES = ["README.md", "Makefile", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
-
-def commands_shown(page: str) -> list[str]:
-    """What follows ``castwise`` in the shell's blocks and the inline code of a page."""
+def commands_shown(page: str) -> list[list[str]]:
+    """The words after ``castwise`` in the shell's blocks and the inline code of a page, or in the Makefile."""
     text = read(page)
     if page == "Makefile":
-        return re.findall(r"^\t\$\(BIN\)/castwise (.*)$", text, re.MULTILINE)
-    blocks = re.findall(r"^```(?:console|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    shown = [line for block in blocks for line in re.findall(r"^(?:\$ )?castwise (.*)$", block, re.MULTILINE)]
-    return shown + re.findall(r"`castwise ([a-z]+(?: [^`|]*)?)`", text)
+        shown = re.findall(r"^\t\$\(BIN\)/castwise (.*)$", text, re.MULTILINE)
+    else:
+        shell = re.findall(r"^```(?:console|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        shown = [
+            line for block in shell for line in re.findall(r"^(?:\$ )?castwise (.*)$", block, re.MULTILINE)
+        ]
+        shown += re.findall(r"`castwise ([a-z]+ [^`|A-Z]*)`", text)
+    return [shlex.split(line, comments=True) for line in shown]
 
 
-def test_commands_are_found() -> None:
-    assert "bench sine --plans fp32,bf16-mixed,bf16-master" in commands_shown("README.md")
+def test_commands_shown_are_understood() -> None:
+    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    shown = [line for page in (*PAGES, "Makefile") for line in commands_shown(page)]
+    assert {name for name, *_ in shown} == set(known)
     assert len(commands_shown("Makefile")) == 2
-    assert {"doctor", "doctor gpt"} <= set(commands_shown("docs/cli.md"))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_shown_exist_with_their_options(page: str) -> None:
-    commands = typer.main.get_command(cli.app).commands
-    for line in commands_shown(page):
-        name, *words = shlex.split(line, comments=True)
-        assert name in commands, line
-        known = {option for parameter in commands[name].params for option in parameter.opts}
-        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, line
-        if "--plans" in words:
-            for plan in words[words.index("--plans") + 1].split(","):
-                if not plan.endswith(".json"):
-                    Plan.parse(plan)
+    for name, *words in shown:
+        context = known[name].make_context(name, list(words), resilient_parsing=False)
+        plans = str(context.params.get("plans") or context.params.get("plan") or "fp32")
+        for plan in plans.split(","):
+            assert plan.endswith(".json") or Plan.parse(plan), f"{name} {words}"
 
 
 def test_the_makefile_has_the_targets_shown() -> None:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import os
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
 import castwise
-from castwise import cli
-from castwise.plan import PRESETS
+
+from .fresh import run_python
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "castwise"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 
 
 def tracked() -> list[Path]:
@@ -37,21 +32,6 @@ def tracked() -> list[Path]:
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
-
-
-def run_python(code: str, cwd: Path, *flags: str) -> str:
-    """What ``code`` prints in a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, *flags, "-"],
-        input=code,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(SOURCE.parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # --- private torch API --------------------------------------------------------------------------------------
@@ -243,111 +223,15 @@ def test_no_tracked_file_names_a_machine_or_a_registry() -> None:
     assert not found, "\n".join(found)
 
 
-# --- pages --------------------------------------------------------------------------------------------------
+# --- what every change must pass ----------------------------------------------------------------------------
 
 
-def blocks(page: Path) -> list[str]:
-    """The Python examples of a page that are meant to run: those that are not are marked ``py``."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-def test_the_readme_opens_with_an_example_short_enough_to_paste() -> None:
-    first = blocks(ROOT / "README.md")[0]
-    assert len([line for line in first.splitlines() if line.strip()]) <= 15
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_examples_run_as_pasted(page: Path, tmp_path: Path) -> None:
-    """One after the other in one fresh interpreter, with warnings as errors."""
-    run_python("\n".join(blocks(page)), tmp_path, "-W", "error")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target:
-            continue
-        name, _, anchor = target.partition("#")
-        other = (page.parent / name).resolve() if name else page
-        assert other.exists(), f"{page.name} links to {target}"
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            assert anchor in slugs, f"{page.name} links to {target}; {other.name} has {sorted(slugs)}"
-
-
-def table(page: Path, heading: str) -> list[dict[str, str]]:
-    """The rows of the first table under a heading, by column."""
-    section = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1]
-    lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    assert lines is not None, f"{page.name}: no table under {heading!r}"
-    header, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in lines.group().splitlines()
+def test_ci_runs_the_linters_and_the_tests_and_nothing_else() -> None:
+    path = ROOT / ".ci" / "run"
+    assert os.access(path, os.X_OK)
+    commands = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip() and not line.startswith("#")
     ]
-    return [dict(zip(header, row, strict=True)) for row in rows]
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/concepts.md"])
-def test_tables_of_presets_say_what_presets_are(page: str) -> None:
-    told = {}
-    for row in table(ROOT / page, "Presets"):
-        cells = {name: cell for name, cell in row.items() if name}
-        for name in re.findall(r"`([^`]+)`", cells["preset"]):
-            told[name] = {
-                "compute": next(cell for key, cell in cells.items() if "compute" in key)
-                .split()[0]
-                .strip(","),
-                "params": next(cell for key, cell in cells.items() if "parameters" in key)
-                .split()[0]
-                .strip(","),
-                "masters": next(cell for key, cell in cells.items() if "masters" in key) in ("fp32", "yes"),
-                "scaled": bool(cells["loss scale"]),
-            }
-    assert told == {
-        name: {
-            "compute": plan.compute,
-            "params": plan.compute if plan.stores_low else "fp32",
-            "masters": plan.keeps_masters,
-            "scaled": plan.loss_scale is not None,
-        }
-        for name, plan in PRESETS.items()
-    }
-
-
-def test_the_concepts_name_every_field_of_a_plan() -> None:
-    rows = table(ROOT / "docs" / "concepts.md", "A plan and its fields")
-    assert [row["field"].strip("`") for row in rows] == [
-        field.name for field in dataclasses.fields(castwise.Plan)
-    ]
-
-
-def commands(page: Path) -> Iterator[list[str]]:
-    """The castwise command lines of a page's shell examples."""
-    text = page.read_text(encoding="utf-8")
-    for block in re.findall(r"^```(?:sh|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        for line in block.splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words[:1] == ["castwise"]:
-                yield words[1:]
-
-
-def test_the_examples_of_commands_are_understood() -> None:
-    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    shown = [line for page in PAGES for line in commands(page)]
-    assert {line[0] for line in shown} == set(known)
-    for name, *words in shown:
-        context = known[name].make_context(name, list(words), resilient_parsing=False)
-        plans = str(context.params.get("plans") or context.params.get("plan") or "fp32")
-        for plan in plans.split(","):
-            assert plan.endswith(".json") or castwise.Plan.parse(plan), f"{name} {words}"
-
-
-def test_make_targets_that_pages_name_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = {
-        match
-        for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
-        for match in re.findall(r"(?:^\$ |`|^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    assert {"demo", "test", "lint", "bench", "gpu"} <= named <= targets
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make lint test"]
