@@ -6,6 +6,7 @@ import dataclasses
 import re
 import runpy
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,21 @@ def test_the_makefile_has_the_targets_shown() -> None:
         for name in re.findall(r"(?:`|^\$ )make ([a-z]+)", read(page), re.MULTILINE)
     }
     assert {"demo", "test", "lint", "bench", "gpu"} <= shown <= targets
+
+
+def test_every_room_is_in_the_listing_in_the_order_of_the_layers() -> None:
+    """CONTRIBUTING lists each file and folder of the package; what imports comes after what is imported."""
+    listing = re.search(r"^src/castwise/\n((?:  .*\n)+)", read("CONTRIBUTING.md"), re.MULTILINE).group(1)
+    listed = [line.split()[0].rstrip("/") for line in listing.splitlines()]
+    rooms = {
+        path.name
+        for path in (ROOT / "src" / "castwise").iterdir()
+        if (path.suffix == ".py" and path.stem not in ("__init__", "__main__"))
+        or (path / "__init__.py").exists()
+    }
+    assert set(listed) == rooms
+    pyproject = tomllib.loads(read("pyproject.toml"))
+    layers = pyproject["tool"]["importlinter"]["contracts"][0]["layers"]
+    level = {room: depth for depth, layer in enumerate(layers) for room in re.findall(r"\w+", layer)}
+    depths = [level[name.removesuffix(".py")] for name in listed]
+    assert depths == sorted(depths, reverse=True)
