@@ -580,14 +580,38 @@ def test_mistakes_are_refused_in_words(make: Any, error: type[Exception], words:
 
 def test_preparing_twice_is_refused() -> None:
     amp, model, optimizer = ready("bf16-mixed")
-    with pytest.raises(StateError, match="already prepared; close"):
+    with pytest.raises(StateError, match="already prepared, by this Amp; close"):
         amp.prepare(model)
-    with pytest.raises(StateError, match="already prepared by another Amp"):
+    with pytest.raises(StateError, match=r"already prepared, by Amp\('bf16-mixed'"):
         castwise.Amp("fp32", device="cpu").prepare(model)
     with pytest.raises(StateError, match="SGD is already prepared"):
         amp.prepare(mlp(), optimizer)
     amp.close()
     castwise.Amp("fp32", device="cpu").prepare(model)
+
+
+def test_a_session_that_was_dropped_can_be_found() -> None:
+    model = mlp()
+    castwise.Amp("bf16-mixed", device="cpu").prepare(model)
+    gc.collect()
+    with pytest.raises(StateError, match=r"castwise\.Amp\.of"):
+        castwise.Amp("fp32", device="cpu").prepare(model)
+    castwise.Amp.of(model).close()
+    assert castwise.Amp.of(model) is None
+    castwise.Amp("fp32", device="cpu").prepare(model)
+
+
+def test_a_copy_of_a_prepared_model_can_get_a_plan_of_its_own() -> None:
+    amp, model, _ = ready(Plan(compute="bf16", regions={"0": "fp32"}, ops={"tanh": "fp32"}))
+    twin = copy.deepcopy(model)
+    other = castwise.Amp("fp32", device="cpu")
+    other.prepare(twin)
+    x, _ = data()
+    assert torch.equal(twin(x), mlp()(x))
+    assert sum(len(m._forward_hooks) for m in twin.modules()) == 1
+    amp.close()
+    gc.collect()
+    assert not kernels.registered("cpu")
 
 
 def test_a_failed_prepare_changes_nothing() -> None:

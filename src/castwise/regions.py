@@ -15,6 +15,7 @@ import fnmatch
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -328,6 +329,20 @@ class Method:
         return output
 
 
+def strip(model: nn.Module) -> None:
+    """Remove borders that came with a copy or a pickle of a prepared model."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                border = getattr(hook, "__self__", None)
+                if isinstance(border, Border):
+                    del hooks[key]
+                    border.close()
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Method):
+                del module.__dict__[name]
+
+
 def leave_interrupted() -> None:
     """Leave borders that were entered and never left: a forward that KeyboardInterrupt ended.
 
@@ -430,11 +445,15 @@ def install(
             )
         model.__dict__[method] = Method(model, method, root)
 
+    alive = weakref.ref(model)  # what removes the borders must not keep the model
+
     def remove() -> None:
         for handle in handles:
             handle.remove()
-        for method in methods:
-            model.__dict__.pop(method, None)
+        target = alive()
+        if target is not None:
+            for method in methods:
+                target.__dict__.pop(method, None)
         for border in borders:
             border.close()
 

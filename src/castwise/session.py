@@ -41,7 +41,7 @@ __all__ = ["Amp"]
 _LOW = (torch.bfloat16, torch.float16)
 _STEPPED = StepResult(None)
 """What became of a step that nothing could have skipped."""
-_prepared: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Amp]] = weakref.WeakKeyDictionary()
+_prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
 
 class Amp:
@@ -93,6 +93,11 @@ class Amp:
         self._region: autocast | None = None
         self._root: regions.Border | None = None
         self._stepped = False
+
+    @staticmethod
+    def of(model: nn.Module) -> Amp | None:
+        """The session that has prepared a model, or None. It lives as long as the model does."""
+        return _prepared.get(getattr(model, "_orig_mod", model))
 
     # --- preparing ----------------------------------------------------------------------------------------
 
@@ -146,7 +151,7 @@ class Amp:
                 fuse(optimizer)
             self._optimizers.append(weakref.ref(optimizer))
         self._closers.append(remove)
-        _prepared[target] = weakref.ref(self)
+        _prepared[target] = self
         self._models.append(weakref.ref(target))
         return (model, *optimizers) if optimizers else model
 
@@ -175,11 +180,12 @@ class Amp:
                 f"move the model there first, or make the session with Amp(..., device={sorted(devices)[0]!r})"
             )
         owner = _prepared.get(target)
-        if owner is not None and owner() is not None:
+        if owner is not None:
             raise StateError(
-                f"prepare: this {type(target).__name__} is already prepared"
-                f"{'' if owner() is self else ' by another Amp'}; close() that Amp first"
+                f"prepare: this {type(target).__name__} is already prepared, by "
+                f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
             )
+        regions.strip(target)  # a copy of a prepared model brings the original's borders along
         return target
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
