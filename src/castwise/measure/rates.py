@@ -44,10 +44,9 @@ Verdict = Literal["fast", "no gain", "avoid"]
 HOPELESS = 8.0
 """A format this many times slower than fp32 in the probe is not measured at full size."""
 CALL_S = 0.25
-"""A format slower than fp32 that would take longer than this per call is not measured at full size either."""
+"""A format at less than half of fp32's rate that would take longer than this per call is not measured at full size either."""
 ROUNDS = 9
-PROBE_ROUNDS = 3
-BLOCK_S = 0.02
+BLOCK_S = 0.01
 """Aimed length of a block of calls, in fp32: far above the clock's resolution."""
 
 
@@ -370,80 +369,101 @@ def measure_rates(
     for number, (probe, kernel) in enumerate(zip(probes, full, strict=True)):
         if on_kernel is not None:
             on_kernel(kernel.name, number, len(full))
-        tried = _rates(probe, can, device, rounds if small else PROBE_ROUNDS, probe=True)
         if small:
-            rates += [replace(rate, probe=False) for rate in tried]
+            rates += _rates(probe, can, device, rounds)
             continue
-        beyond = [_is_beyond(rate, kernel) for rate in tried]
-        kept = [variant for variant, out in zip(can, beyond, strict=True) if not out]
+        out = {rate.format: rate for rate in _probe(probe, kernel, can, device)}
+        kept = [variant for variant in can if variant.name not in out]
         measured = {rate.format: rate for rate in _rates(kernel, kept, device, rounds)}
-        rates += [measured.get(rate.format) or replace(rate, verdict="avoid") for rate in tried]
+        rates += [out.get(variant.name) or measured[variant.name] for variant in can]
     if on_kernel is not None:
         on_kernel(full[-1].name, len(full), len(full))
     return tuple(rates)
 
 
-def _is_beyond(probe: Rate, kernel: Kernel) -> bool:
-    """Whether a probe says that the full size would be a waste: it fails, is hopeless, or slower and too long."""
-    if probe.error:
-        return True
-    if probe.speedup is None or probe.gflops is None:
-        return False
-    call_s = kernel.flops / (probe.gflops * 1e9)
-    return probe.speedup.value * HOPELESS < 1.0 or (probe.speedup.value < 1.0 and call_s > CALL_S)
+def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.device) -> list[Rate]:
+    """Rates of the variants that full size would be a waste for: they fail, are hopeless, or slower and too long.
+
+    The least of a few times decides, since a busy neighbour only ever makes one longer.
+    """
+    out: list[Rate] = []
+    least: dict[str, float] = {}
+    for variant in can:
+        try:
+            least[variant.name] = min(_calls_s(_Loop(probe, variant, device), device))
+        except RuntimeError as error:
+            if variant is not can[0]:
+                out.append(_failed(probe, variant.name, error, probe=True))
+            continue
+        ratio = least[can[0].name] / least[variant.name] if can[0].name in least else 1.0
+        gflops = probe.flops / least[variant.name] / 1e9
+        if ratio * HOPELESS < 1.0 or (ratio < 0.5 and kernel.flops / gflops / 1e9 > CALL_S):
+            # one comparison of the best times, of which no interval can be given
+            speedup = stats.Ratio(ratio, ratio, ratio, 0.0, 1)
+            out.append(
+                Rate(probe.name, probe.size, variant.name, gflops, None, None, speedup, "avoid", probe=True)
+            )
+    return out
 
 
-def _rates(
-    kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds: int, *, probe: bool = False
-) -> list[Rate]:
+def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds: int) -> list[Rate]:
     runners = [(variant.name, _Loop(kernel, variant, device)) for variant in run]
     steps = _steps(runners[0][1], device)
     laps = race(runners, rounds=rounds, steps=steps, device=device, hopeless=HOPELESS, sure_s=0.25)
     baseline = laps[runners[0][0]]
-    return [_rate(kernel, name, baseline, laps[name], probe) for name, _ in runners]
+    return [_rate(kernel, name, baseline, laps[name]) for name, _ in runners]
+
+
+def _calls_s(loop: _Loop, device: torch.device) -> list[float]:
+    """Times of six single calls, after one that builds the kernel."""
+    taken = []
+    for _ in range(7):
+        try:
+            loop.before(1)
+            synchronize(device)
+            start = time.perf_counter()
+            loop.run(1)
+            synchronize(device)
+            taken.append(time.perf_counter() - start)
+        finally:
+            loop.after()
+    return taken[1:]
 
 
 def _steps(baseline: _Loop, device: torch.device) -> int:
-    """Calls per block, from the fastest of three single calls of the baseline; 1 if it fails, as the race will tell."""
-    taken = []
-    for _ in range(3):
-        baseline.before(1)
-        try:
-            synchronize(device)
-            start = time.perf_counter()
-            baseline.run(1)
-            synchronize(device)
-            taken.append(time.perf_counter() - start)
-        except RuntimeError:
-            return 1
-        finally:
-            baseline.after()
-    return max(1, min(200, math.ceil(BLOCK_S / min(taken))))
+    """Calls per block, from the baseline's fastest; 1 if it fails, as the race will tell."""
+    try:
+        return max(1, min(200, math.ceil(BLOCK_S / min(_calls_s(baseline, device)))))
+    except RuntimeError:
+        return 1
 
 
-def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap, probe: bool) -> Rate:
+def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
     if lap.error is not None:
-        why = str(lap.error).strip().splitlines() or [type(lap.error).__name__]
-        return Rate(kernel.name, kernel.size, name, None, verdict="avoid", probe=probe, error=why[0])
+        return _failed(kernel, name, lap.error)
     times = [seconds for seconds in lap.times_s if seconds is not None]
-    speedup, verdict = None, None
+    speedup: stats.Ratio | None = None
+    verdict: Verdict | None = None
     if lap is not baseline and baseline.error is None:
         before, after = paired(baseline, lap)
         if before:
             speedup = stats.paired_speedup(before, after)
+            # the few rounds of a hopeless format give no interval at 95 %, and need none
+            verdict = "avoid" if lap.slowdown is not None else verdict_of(speedup)
         elif lap.slowdown is not None:
-            # stopped after its first calls: one comparison, of which no interval can be given (level 0)
             value = 1.0 / lap.slowdown
-            speedup = stats.Ratio(value, value, value, 0.0, 1)
-        # two or three rounds of a hopeless format give no interval at 95 %, and need none
-        verdict = None if speedup is None else "avoid" if lap.slowdown else verdict_of(speedup)
+            speedup, verdict = stats.Ratio(value, value, value, 0.0, 1), "avoid"
+            reference = [seconds for seconds in baseline.times_s if seconds is not None]
+            times = [stats.quantile(reference, 0.5) * lap.slowdown] if reference else []
     if not times:
-        reference = [seconds for seconds in baseline.times_s if seconds is not None]
-        if speedup is None or not reference:
-            return Rate(kernel.name, kernel.size, name, None, None, None, speedup, verdict, probe)
-        times = [stats.quantile(reference, 0.5) / speedup.value]
+        return Rate(kernel.name, kernel.size, name, None, None, None, speedup, verdict)
     middle, low, high = (kernel.flops / stats.quantile(times, q) / 1e9 for q in (0.5, 0.75, 0.25))
-    return Rate(kernel.name, kernel.size, name, middle, low, high, speedup, verdict, probe)
+    return Rate(kernel.name, kernel.size, name, middle, low, high, speedup, verdict)
+
+
+def _failed(kernel: Kernel, name: str, error: Exception, *, probe: bool = False) -> Rate:
+    why = str(error).strip().splitlines() or [type(error).__name__]
+    return Rate(kernel.name, kernel.size, name, None, verdict="avoid", probe=probe, error=why[0])
 
 
 @dataclass(frozen=True)
