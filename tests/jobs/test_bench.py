@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from castwise.workload import find_workload
 from rich.console import Console
 
 from castwise import Plan, Region
 from castwise.errors import NonFiniteError, PlanError, UnknownNameError, WorkloadError
 from castwise.jobs import Event
 from castwise.jobs.bench import BenchResult, bench
+from castwise.workload import find_workload
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from castwise.workload import Workload, find_workload
 from torch import nn
 
 from castwise.errors import DeviceError, WorkloadError
 from castwise.measure.steps import InferenceRun, TrainingRun, build_model, to_device
 from castwise.plan import Plan
+from castwise.workload import Workload, find_workload
 
 CPU = torch.device("cpu")
 FP32, MIXED = Plan.preset("fp32"), Plan.preset("bf16-mixed")
