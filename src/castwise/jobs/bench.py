@@ -22,7 +22,7 @@ from castwise.measure.memory import Memory, measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, paired, race
 from castwise.plan import PRESETS, Plan, as_plan
-from castwise.workload import Workload, find_workload
+from castwise.workload import Workload, find_workload, non_finite_parts
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
@@ -213,9 +213,15 @@ class _Work:
         run = self.rows[0].run
         assert run is not None
         if not math.isfinite(run.losses[0]):
+            holders = non_finite_parts(next(iter(self.workload.batches(self.seed))))
+            where = (
+                f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}"
+                if holders
+                else ("from data that is finite, so look at its weights and its loss")
+            )
             raise NonFiniteError(
                 f"workload {self.workload.name!r}: the loss of the first step is {run.losses[0]} in fp32, so no plan "
-                "can be compared; look for NaN or infinite values in its data or weights"
+                f"can be compared: {where}"
             )
 
     def _look(self, row: _Row) -> None:

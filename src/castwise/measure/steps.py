@@ -16,7 +16,7 @@ from castwise.plan import Plan
 from castwise.process import Claim, check_device
 from castwise.scaler import StepResult
 from castwise.session import Amp
-from castwise.workload import Workload
+from castwise.workload import Workload, check_loss
 
 __all__ = ["InferenceRun", "TrainingRun", "build_model", "to_device"]
 
@@ -188,8 +188,7 @@ class TrainingRun:
         workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
         for batch in self._block[:steps]:
             loss = workload.loss(model, batch)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise WorkloadError(_not_scalar(workload, loss))
+            check_loss(loss, workload)
             amp.backward(loss)
             result = amp.step(optimizer)
             optimizer.zero_grad()
@@ -235,14 +234,6 @@ class TrainingRun:
         """Take the plan off the model and let go of both."""
         self.amp.close()
         del self.model, self.optimizer
-
-
-def _not_scalar(workload: Workload, loss: object) -> str:
-    got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    return (
-        f"workload {workload.name!r}: loss(model, batch) returned {got}; it must return a scalar tensor. "
-        "Reduce it with .mean() or .sum()."
-    )
 
 
 class InferenceRun:
