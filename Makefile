@@ -16,9 +16,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
+CHECKED := src tests bench scripts
 lint: $(STAMP)
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
@@ -38,6 +39,7 @@ changelog: $(STAMP)
 
 # torch goes first and by itself: any other request for it would bring another build.
 $(STAMP): pyproject.toml constraints.txt Makefile
+	@echo 'Installing $(TORCH) and the development tools into .venv; this takes some minutes the first time.'
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "castwise needs Python >= 3.11, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(PIP) $(TORCH)
