@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from castwise.errors import DeviceError, WorkloadError
-from castwise.jobs.doctor import doctor, findings, verdicts
+from castwise.jobs.doctor import _load_note, doctor, findings, verdicts
 from castwise.measure.limits import OperatorTime, Product, StepProfile, profile_steps
 from castwise.measure.rates import Rate
 from castwise.measure.stats import Ratio, Summary
@@ -189,6 +189,12 @@ def test_a_loader_that_sleeps_is_caught_end_to_end():
     )
     seen = profile_steps(job, torch.device("cpu"), budget_s=0.0)
     assert next(f.what for f in findings(seen, NO_UNITS, (), lambda _product: None)) == "data"
+
+
+def test_a_busy_machine_is_told():
+    assert _load_note(0.5, 2) == ()
+    (note,) = _load_note(2.2, 2)
+    assert "load 2.2 on 2 cores" in note
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,6 +30,8 @@ DISPATCH = 0.3
 OUTSIDE = 0.3
 SMALL = 0.01
 """Products below this share of the operators' time are not worth changing."""
+BUSY = 0.3
+"""Load per core from which on others disturb the measurement."""
 PRODUCTS = 5
 """At most this many sizes are named."""
 
@@ -61,6 +64,7 @@ def doctor(
         NonFiniteError: Its first loss is not finite.
     """
     where = _device(device)
+    notes = _busy(where)  # before this process makes a load itself
     found = find_workload(workload) if isinstance(workload, str) else workload
     tell = progress or (lambda _event: None)
     profile = None
@@ -85,7 +89,7 @@ def doctor(
         )
         tell(Event("sizes", found.name, 1, 1))
         report = WorkloadReport(found.name, found.description, profile, limits)
-    return DoctorResult(environment(where), units, rates, band, said, report)
+    return DoctorResult(environment(where), units, rates, band, said, report, notes)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -103,6 +107,22 @@ def _device(device: torch.device | str | None) -> torch.device:
                 f"doctor(device={str(where)!r}): there are {count}, counted from 0; use a lower number"
             )
     return where
+
+
+def _busy(device: torch.device) -> tuple[str, ...]:
+    """A note where other processes compute: stalls that all formats share hide what they gain."""
+    if device.type != "cpu" or not hasattr(os, "getloadavg"):
+        return ()
+    return _load_note(os.getloadavg()[0], environment(device).cores)
+
+
+def _load_note(load: float, cores: int) -> tuple[str, ...]:
+    if load < BUSY * cores:
+        return ()
+    return (
+        f"Other processes were computing (load {load:.1f} on {cores} cores): rates are lower than the device's own, and a "
+        "format that gains may look like no gain. Measure again when the machine is idle.",
+    )
 
 
 # --- formats ------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class DoctorResult:
         bandwidth: Of a copy.
         verdicts: One per format other than fp32.
         workload: What limits the workload, where one was given.
+        notes: What to know about the measurement, in sentences.
     """
 
     environment: Environment
@@ -73,6 +74,7 @@ class DoctorResult:
     bandwidth: Bandwidth
     verdicts: tuple[Judgement, ...]
     workload: WorkloadReport | None = None
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record: plain data, as JSON has it."""
@@ -111,6 +113,7 @@ class DoctorResult:
         ]
         if self.workload is not None:
             parts += self._workload(self.workload)
+        parts += [Text(note, style="yellow") for note in self.notes]
         return Group(*parts)
 
     def _rates(self) -> Table:
