@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from castwise import rules
 from castwise.casting import frames, kernels
@@ -261,23 +262,23 @@ class Border:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook where inputs need no cast."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             frames.graph_push(self.key)
         else:
-            frames.push(self.frame, self, scope=self.root)
+            frames.push(self.frame, self, self.root)
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
         if self.cast_inputs is not None:
             args = cast_floating(args, self.cast_inputs)
             kwargs = cast_floating(kwargs, self.cast_inputs)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             frames.graph_push(self.key)
             return args, kwargs
         if self.follow_backward:
             args = self._marked(args, self.outer)
             kwargs = self._marked(kwargs, self.outer)
-        frames.push(self.frame, self, scope=self.root)
+        frames.push(self.frame, self, self.root)
         return args, kwargs
 
     @staticmethod
@@ -286,7 +287,7 @@ class Border:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; runs after an exception too, then with ``output=None``."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             frames.graph_pop()
         else:
             saved = thread.state.saved
@@ -295,15 +296,14 @@ class Border:
             if self.follow_backward and output is not None:
                 output = self._marked(output, self.frame)
             frames.pop()
-            if output is None and self.root:
+        cast = self.cast_outputs
+        if self.root:
+            if isinstance(output, torch.Tensor):
+                return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
+            if output is None and not is_compiling():
                 explain_mismatch(sys.exc_info()[1], module)
-        if self.cast_outputs is not None:
-            if self.root:
-                if isinstance(output, torch.Tensor):
-                    return output.float() if output.dtype in LOW_DTYPES else output
-                return cast_floating(output, self.cast_outputs, LOW_DTYPES)
-            return cast_floating(output, self.cast_outputs)
-        return output
+            return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
+        return output if cast is None else cast_floating(output, cast)
 
 
 class Method:

@@ -359,8 +359,10 @@ class Amp:
                 loss.backward(**kwargs)
             else:
                 torch.autograd.backward(loss)
-        else:
+        elif kwargs or not self.scaler.is_first(name):
             self.scaler.backward(loss, name, params=self._parameters, **kwargs)
+        else:
+            torch.autograd.backward(self.scaler.scale(loss, name))
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()

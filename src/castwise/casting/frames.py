@@ -107,7 +107,7 @@ _decrement = torch.autocast_decrement_nesting
 _clear = torch.clear_autocast_cache
 
 
-def push(frame: Frame, owner: object = None, *, scope: bool = False) -> None:
+def push(frame: Frame, owner: object = None, scope: bool = False) -> None:
     """Put ``frame`` in force on this thread until the matching :func:`pop`.
 
     Args:

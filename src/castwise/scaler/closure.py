@@ -18,7 +18,9 @@ class NonFiniteEvaluation(Exception):
 def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, (list, tuple, deque)):
+    if isinstance(value, deque):
+        return deque(map(_copy, value), value.maxlen)
+    if isinstance(value, (list, tuple)):
         return type(value)(_copy(item) for item in value)
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
@@ -26,20 +28,29 @@ def _copy(value: Any) -> Any:
 
 
 class Snapshot:
-    """Parameters and state of an optimizer as they were before a step.
+    """Parameters, state and options of an optimizer as they were before a step.
 
-    Costs a copy of both, which only steps with a closure pay.
+    Costs a copy of all of them, which only steps with a closure pay.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
         self._state = {parameter: _copy(state) for parameter, state in optimizer.state.items()}
+        self._options = [
+            {key: (value, _copy(value)) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
 
     def restore(self) -> None:
-        """Put everything back, in place."""
+        """Put everything back; parameters, and options that are tensors, in place."""
         with torch.no_grad():
             for parameter, value in self._values:
                 parameter.copy_(value)
+            for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+                for key in group.keys() - options.keys() - {"params"}:
+                    del group[key]
+                for key, (given, before) in options.items():
+                    group[key] = given.copy_(before) if isinstance(given, torch.Tensor) else before
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)

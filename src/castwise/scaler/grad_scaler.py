@@ -239,6 +239,10 @@ class GradScaler(torch.amp.GradScaler):
             return super().scale(outputs)
         return outputs * self._loss(name, outputs.device).scale.to(outputs.device, non_blocking=True)
 
+    def is_first(self, name: str) -> bool:
+        """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
+        return self._base is None or (self._base == name and not self._flags)
+
     def backward(
         self,
         loss: torch.Tensor,
@@ -262,7 +266,7 @@ class GradScaler(torch.amp.GradScaler):
             loss.backward(**kwargs)
             return
         base = self._base
-        if base is None or (base == name and not self._flags):
+        if base is None or self.is_first(name):
             scaled = self.scale(loss, name)
             if kwargs:
                 scaled.backward(**kwargs)
@@ -320,12 +324,38 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._allow_fp16_grads)
+        flags = self._unscale_plain(optimizer, inv_scale, found_inf)
+        if flags is None:
+            flags = super()._unscale_grads_(
+                optimizer, inv_scale, found_inf, allow_fp16 or self._allow_fp16_grads
+            )
         if self._reduce is None and self._process_group is None:
             return flags
         # A rank without gradients takes part all the same, and its flag is there for the others' sake.
         flags = flags or {found_inf.device: found_inf}
         return {device: self._agreed(flag) for device, flag in flags.items()}
+
+    @staticmethod
+    def _unscale_plain(
+        optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor] | None:
+        """torch's unscaling for the usual case, dense fp32 gradients on one device; None where it is another."""
+        device = inv_scale.device
+        grads = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is not None:
+                    if type(grad) is not torch.Tensor or grad.dtype is not torch.float32:
+                        return None
+                    if grad.is_sparse or grad.device != device:
+                        return None
+                    grads.append(grad)
+        if not grads:
+            return None
+        with torch.no_grad():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        return {device: found_inf}
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have been unscaled in this window."""
@@ -384,13 +414,36 @@ class GradScaler(torch.amp.GradScaler):
             if not self._enabled:
                 return optimizer.step(closure, *args, **kwargs)
             value = self._step_with_closure(optimizer, closure)
-        else:
+        elif args or kwargs or not self._enabled or getattr(optimizer, "_step_supports_amp_scaling", False):
             value = super().step(optimizer, *args, **kwargs)
+        else:
+            value = self._plain_step(optimizer)
         if self._floor is not None and self._enabled:
             if self._host_skips.get(id(optimizer)) is False:
                 self._streak = 0
             else:
                 self._watch_floor(optimizer)
+        return value
+
+    def _plain_step(self, optimizer: Optimizer) -> Any:
+        """torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        stage = state["stage"]
+        if stage is OptState.READY:
+            if scale.device.type == "mps":  # no fp64 there
+                inverse = scale.reciprocal()
+            else:
+                inverse = scale.double().reciprocal().float()
+            found = torch.zeros(_ZERO_DIM, dtype=torch.float32, device=scale.device)
+            state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found, False)
+        elif stage is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if not state["found_inf_per_device"]:
+            state["stage"] = OptState.UNSCALED
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        value = self._maybe_opt_step(optimizer, state)
+        state["stage"] = OptState.STEPPED
         return value
 
     def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection
 
 import torch
 
-__all__ = ["StepResult"]
+__all__ = ["StepResult", "read_on_host"]
+
+
+def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
+    """Whether any of some 0-dim fp32 flags is set; None where the device must be asked, which is not done here.
+
+    Reads the memory itself: as cheap as ``item()``, and a count of ``item()`` calls, by which host synchronisation
+    is found, stays a count of what would wait on an accelerator.
+    """
+    for flag in flags:
+        if flag.device.type != "cpu":
+            return None
+        if ctypes.c_float.from_address(flag.data_ptr()).value != 0.0:
+            return True
+    return False
 
 
 class StepResult:
@@ -17,6 +32,7 @@ class StepResult:
             nothing could have been skipped.
         skipped: The outcome, where the host knows it already.
         grad_norm: Norm of the gradients before clipping, where they were clipped: 0-dim, on the gradients' device.
+        send: Copy the flag to the host in the background, so that it is there when the next step asks.
     """
 
     __slots__ = ("_event", "_flags", "_host", "_skipped", "grad_norm")
@@ -27,17 +43,19 @@ class StepResult:
         *,
         skipped: bool | None = None,
         grad_norm: torch.Tensor | None = None,
+        send: bool = True,
     ) -> None:
         self._flags = flags
         self._skipped = False if flags is None else skipped
         self.grad_norm = grad_norm
         self._host: torch.Tensor | None = None
         self._event: torch.Event | None = None
-        if self._skipped is None and self.found_inf.device.type != "cpu":
-            self._send()
+        if self._skipped is None and flags is not None:
+            self._skipped = read_on_host(flags)
+            if self._skipped is None and send:
+                self._send()
 
     def _send(self) -> None:
-        """Start copying the flag to the host, so that it is there when the next step asks."""
         flag = self.found_inf
         self._host = torch.empty((), dtype=flag.dtype, pin_memory=flag.device.type == "cuda")
         self._host.copy_(flag, non_blocking=True)
@@ -55,21 +73,19 @@ class StepResult:
     @property
     def known(self) -> bool:
         """Whether reading :attr:`skipped` now costs no wait."""
-        if self._skipped is not None or self._event is None:
-            return True
-        return self._event.query()
+        return self._skipped is not None or (self._event is not None and self._event.query())
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped. Waits for the device, unless the next step has been made since."""
+        """Whether the step was skipped. Synchronises with the device, unless the next step has been made since."""
         if self._skipped is None:
             if self._event is not None:
                 self._event.synchronize()
                 assert self._host is not None
-                self._skipped = bool(self._host > 0)
+                self._skipped = read_on_host((self._host,))
             else:
                 self._skipped = bool(self.found_inf > 0)
-        return self._skipped
+        return bool(self._skipped)
 
     def __repr__(self) -> str:
         outcome = self.skipped if self.known else "not known yet"

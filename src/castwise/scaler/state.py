@@ -16,12 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
+from castwise.errors import PlanError
+
 __all__ = ["ScalePolicy", "ScaleState", "next_state", "update_on_device"]
 
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """The constants of the rule; the fields mean what they mean in :class:`castwise.LossScale`."""
+    """The constants of the rule; the fields mean what they mean in :class:`castwise.LossScale`.
+
+    Raises:
+        PlanError: Bounds or a hysteresis that cannot be.
+    """
 
     growth: float = 2.0
     backoff: float = 0.5
@@ -30,6 +36,30 @@ class ScalePolicy:
     floor: float | None = None
     ceiling: float | None = None
     dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        """Validate what torch's own scaler does not know."""
+        if isinstance(self.hysteresis, bool) or not isinstance(self.hysteresis, int) or self.hysteresis < 1:
+            raise PlanError(
+                f"GradScaler(hysteresis={self.hysteresis!r}) is not allowed. Allowed: a whole number >= 1."
+            )
+        for name, bound in (("floor", self.floor), ("ceiling", self.ceiling)):
+            if bound is not None and not (bound > 0 and math.isfinite(bound)):
+                raise PlanError(
+                    f"GradScaler({name}={bound!r}) is not allowed. Allowed: None, or a finite number > 0."
+                )
+        if self.floor is not None and self.ceiling is not None and self.floor > self.ceiling:
+            raise PlanError(
+                f"GradScaler(floor={self.floor!r}, ceiling={self.ceiling!r}) is not allowed: the floor is above the ceiling."
+            )
+
+    def bounded(self, scale: float) -> float:
+        """The nearest scale between floor and ceiling, both as fp32 holds them."""
+        if self.floor is not None:
+            scale = max(scale, ctypes.c_float(self.floor).value)
+        if self.ceiling is not None:
+            scale = min(scale, ctypes.c_float(self.ceiling).value)
+        return scale
 
     @property
     def is_plain(self) -> bool:
@@ -71,17 +101,13 @@ def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> Scale
         growth = 0
         if hysteresis >= policy.hysteresis:
             scale = ctypes.c_float(scale * policy.backoff).value
-            if policy.floor is not None:
-                scale = max(scale, policy.floor)
     else:
         growth += 1
         if growth == policy.interval:
             grown = ctypes.c_float(scale * policy.growth).value
             scale = grown if math.isfinite(grown) else scale
             growth = hysteresis = 0
-            if policy.ceiling is not None:
-                scale = min(scale, policy.ceiling)
-    return ScaleState(scale, growth, hysteresis)
+    return ScaleState(policy.bounded(scale), growth, hysteresis)
 
 
 def update_on_device(
@@ -108,18 +134,16 @@ def update_on_device(
         )
         return
     assert hysteresis_tracker is not None
-    found = found_inf > 0
+    found = found_inf != 0
     overflows = hysteresis_tracker + found
     good = growth_tracker + 1
     grow = ~found & (good == policy.interval)
     grown = (scale.double() * policy.growth).float()
     grown = torch.where(torch.isfinite(grown), grown, scale)
-    if policy.ceiling is not None:
-        grown = grown.clamp(max=policy.ceiling)
     shrunk = (scale.double() * policy.backoff).float()
-    if policy.floor is not None:
-        shrunk = shrunk.clamp(min=policy.floor)
     shrink = found & (overflows >= policy.hysteresis)
     scale.copy_(torch.where(shrink, shrunk, torch.where(grow, grown, scale)))
+    if policy.floor is not None or policy.ceiling is not None:
+        scale.clamp_(policy.floor, policy.ceiling)
     growth_tracker.copy_(torch.where(found | grow, 0, good))
     hysteresis_tracker.copy_(torch.where(grow, 0, overflows))
