@@ -191,7 +191,11 @@ def test_process_is_left_as_it_was(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("attribute", "error", "message"),
     [
-        ("not_scalar", WorkloadError, r"returned a tensor of shape \[32, 1\]; it must return a floating tensor with one element"),
+        (
+            "not_scalar",
+            WorkloadError,
+            r"returned a tensor of shape \[32, 1\]; it must return a floating tensor with one element",
+        ),
         ("nan_data", NonFiniteError, "the loss of the first step is nan in fp32"),
         ("three", WorkloadError, r"batches\(seed\) ended after 2 batches"),
     ],

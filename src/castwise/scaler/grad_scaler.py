@@ -339,7 +339,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_plain(
         optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor] | None:
-        """torch's unscaling for the usual case, dense fp32 gradients on one device; None where it is another."""
+        """Torch's unscaling for the usual case, dense fp32 gradients on one device; None where it is another."""
         device = inv_scale.device
         grads = []
         for group in optimizer.param_groups:
@@ -426,7 +426,7 @@ class GradScaler(torch.amp.GradScaler):
         return value
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
-        """torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
+        """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         stage = state["stage"]
