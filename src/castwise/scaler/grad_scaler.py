@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -14,32 +13,28 @@ from torch.optim import Optimizer
 from castwise import _torch
 from castwise.errors import LossScaleError, StateError
 from castwise.plan import LossScale
+from castwise.scaler import gradients
 from castwise.scaler.closure import NonFiniteEvaluation, Snapshot
-from castwise.scaler.result import StepResult
+from castwise.scaler.losses import DEFAULT, NamedLosses
+from castwise.scaler.result import StepResult, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
 
 __all__ = ["GradScaler"]
 
 _LOW = (torch.bfloat16, torch.float16)
 _ZERO_DIM = ()
+_TINY = torch.finfo(torch.float32).tiny
+_SAMPLE_PERIOD = 16
+"""Where nobody asks for outcomes and there is no floor, how many windows pass between two that are sent home."""
 
 
-@dataclass
-class _Loss:
-    """The device's record of one named loss."""
-
-    scale: torch.Tensor
-    growth_tracker: torch.Tensor
-    hysteresis_tracker: torch.Tensor
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(NamedLosses):
     """A loss scaler that by default cannot be told from ``torch.amp.GradScaler``, and can do more.
 
     Beyond torch: hysteresis, a floor and a ceiling; a scale per named loss; agreement between ranks on non-finite
-    gradients; closures; the outcome of a step (:meth:`result_of`) without waiting for the device; an error that
-    names parameters when the scale is at its floor and gradients still overflow. A loss in a low format is scaled
-    in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
+    gradients; closures; the outcome of a step (:meth:`result_of`, :attr:`previous_skipped`) without waiting for the
+    device; an error that names parameters when the scale is at its floor and gradients still overflow. A loss in a
+    low format is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
 
     Args:
         device: Device type of the gradients.
@@ -56,9 +51,11 @@ class GradScaler(torch.amp.GradScaler):
             or by returning it.
         process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce.
         allow_fp16_grads: Unscale fp16 gradients too, where parameters are stored in fp16 without masters.
-        patience: Steps in a row with non-finite gradients at the floor before :class:`LossScaleError`.
+        patience: Windows in a row with non-finite gradients, the last at the floor, before :class:`LossScaleError`.
+            Without a floor, at the smallest normal fp32 number; a scale that is not dynamic is always at its floor.
 
     Raises:
+        PlanError: Limits that contradict each other or ``init_scale``.
         LossScaleError: From :meth:`step`, at the floor.
         StateError: From :meth:`scale`, when losses with different scales would meet in one gradient.
     """
@@ -81,27 +78,36 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16_grads: bool = False,
         patience: int = 10,
     ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._hysteresis = hysteresis
-        self._floor = floor
-        self._ceiling = ceiling
-        self._dynamic = dynamic
-        self._plain = dynamic and hysteresis == 1 and floor is None and ceiling is None
+        limits = ScalePolicy(hysteresis=hysteresis, floor=floor, ceiling=ceiling, dynamic=dynamic)
+        if limits.bounded(init_scale) != init_scale:
+            raise StateError(
+                f"GradScaler(init_scale={init_scale!r}, floor={floor!r}, ceiling={ceiling!r}) is not allowed: the first scale "
+                "must lie between floor and ceiling"
+            )
+        if reduce is not None and process_group is not None:
+            raise StateError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, limits)
+        # Torch's kernel does the update, up to bounds, unless overflows are counted or nothing moves at all.
+        self._by_torch = dynamic and hysteresis == 1
+        self._overridden = type(self).unscale_ is not torch.amp.GradScaler.unscale_
         self._reduce = reduce
         self._process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads
-        self._patience = patience
-        self._streak = 0
-        self._hysteresis_tracker: torch.Tensor | None = None
-        self._init_hysteresis_tracker = 0
-        self._others: dict[str, _Loss] = {}
-        self._saved_others: dict[str, dict[str, Any]] = {}
-        self._base: str | None = None  # the loss that opened the window
-        self._slot = "loss"  # the loss whose record is in torch's own attributes
-        self._flags: dict[str, torch.Tensor] = {}
-        self._pending: StepResult | None = None
-        self._host_skips: dict[int, bool] = {}
         self.param_names: Callable[[], Mapping[int, str]] | None = None
+        # the window that is open
+        self._base: str | None = None  # the loss that opened it; its record is in the slot
+        self._flags: dict[str, torch.Tensor] = {}  # per loss, once there are two
+        self._host_skips: dict[int, bool] = {}  # outcomes that the host knows
+        self._results: dict[int, StepResult] = {}
+        # the windows before it
+        self._last: tuple[Any, ...] = ({}, {}, {})  # per-optimizer states, outcomes, results of the last one
+        self._last_stepped: int | None = None
+        self._previous: StepResult | bool | None = None
+        self._on_their_way: deque[StepResult] = deque(maxlen=64)
+        self._observed = False
+        self._windows = 0
+        self._streak = 0
+        self._patience = patience
 
     @classmethod
     def from_loss_scale(cls, loss_scale: LossScale, device: str = "cuda", **extras: Any) -> GradScaler:
@@ -121,73 +127,17 @@ class GradScaler(torch.amp.GradScaler):
 
     # --- scales -------------------------------------------------------------------------------------------
 
-    @property
-    def policy(self) -> ScalePolicy:
-        """The constants by which the scale moves."""
-        return ScalePolicy(
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            self._hysteresis,
-            self._floor,
-            self._ceiling,
-            self._dynamic,
-        )
-
-    def _loss(self, name: str, device: torch.device | None = None) -> _Loss:
-        """The record of a named loss, made at its first use."""
-        if name == self._slot:
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(device or torch.device(self._device))
-            assert self._scale is not None
-            assert self._growth_tracker is not None
-            if self._hysteresis_tracker is None:
-                self._hysteresis_tracker = torch.full(
-                    _ZERO_DIM, self._init_hysteresis_tracker, dtype=torch.int32, device=self._scale.device
-                )
-            return _Loss(self._scale, self._growth_tracker, self._hysteresis_tracker)
-        if name not in self._others:
-            saved = self._saved_others.pop(name, {})
-            where = device or (self._scale.device if self._scale is not None else torch.device(self._device))
-            first = (self._init_scale, self._init_growth_tracker if name == "loss" else 0)
-            self._others[name] = _Loss(
-                torch.full(_ZERO_DIM, saved.get("scale", first[0]), dtype=torch.float32, device=where),
-                torch.full(
-                    _ZERO_DIM, saved.get("_growth_tracker", first[1]), dtype=torch.int32, device=where
-                ),
-                torch.full(_ZERO_DIM, saved.get("hysteresis_tracker", 0), dtype=torch.int32, device=where),
-            )
-        return self._others[name]
-
-    def _occupy(self, name: str, device: torch.device | None = None) -> None:
-        """Put a loss into the attributes that torch's own methods work on; the one there steps aside."""
-        if name == self._slot:
-            return
-        mine = self._loss(name, device)
-        if self._scale is not None:
-            self._others[self._slot] = self._loss(self._slot)
-        del self._others[name]
-        self._slot = name
-        self._scale, self._growth_tracker = mine.scale, mine.growth_tracker
-        self._hysteresis_tracker = mine.hysteresis_tracker
-
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
         return self._loss(name or self._base or self._slot).scale
 
-    def get_scale(self, name: str = "loss") -> float:
+    def get_scale(self, name: str = DEFAULT) -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
-        if not self._enabled:
-            return 1.0
-        if name == self._slot:
-            return float(super().get_scale())
-        return float(self._loss(name).scale)
+        return self._state_of(name).scale if self._enabled else 1.0
 
-    def next_state(self, found_inf: bool, name: str = "loss") -> ScaleState:
+    def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
-        loss = self._loss(name)
-        state = ScaleState(float(loss.scale), int(loss.growth_tracker), int(loss.hysteresis_tracker))
-        return next_state(state, found_inf, self.policy)
+        return next_state(self._state_of(name), found_inf, self.policy)
 
     @overload
     def scale(self, outputs: torch.Tensor, name: str = ...) -> torch.Tensor: ...
@@ -201,7 +151,7 @@ class GradScaler(torch.amp.GradScaler):
     @overload
     def scale(self, outputs: Iterable[torch.Tensor], name: str = ...) -> Iterable[torch.Tensor]: ...
 
-    def scale(self, outputs: Any, name: str = "loss") -> Any:
+    def scale(self, outputs: Any, name: str = DEFAULT) -> Any:
         """Multiply a loss, or several, by the scale of ``name``.
 
         Args:
@@ -216,28 +166,27 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        if self._base is None:
-            self._base = name
-            if name != self._slot:
-                self._occupy(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
-        elif self._base != name:
+        if self._base != name:
+            if self._base is None and name == self._slot:
+                self._base = name
+            else:
+                self._open_window(name, outputs)
+        scale = self._scale
+        if scale is not None and isinstance(outputs, torch.Tensor):
+            if outputs.dim() and outputs.dtype in _LOW:
+                outputs = outputs.float()
+            return outputs * scale.to(outputs.device, non_blocking=True)
+        return super().scale(gradients.lift_low(outputs))
+
+    def _open_window(self, name: str, outputs: Any) -> None:
+        if self._base is not None:
             raise StateError(
                 f"scale(loss, {name!r}): the loss {self._base!r} was scaled in this window, and gradients of losses with "
                 "different scales must not be added up. Use scaler.backward(loss, name, params=...) or "
                 "Amp.backward(loss, name), which keep them apart, or call update() in between."
             )
-        if isinstance(outputs, torch.Tensor):
-            if self._scale is not None and not outputs.dim():
-                return outputs * self._scale.to(outputs.device, non_blocking=True)
-            return self._scaled(outputs, name)
-        return super().scale(outputs)
-
-    def _scaled(self, outputs: torch.Tensor, name: str) -> torch.Tensor:
-        if outputs.dim() and outputs.dtype in _LOW:
-            outputs = outputs.float()
-        if name == self._slot:
-            return super().scale(outputs)
-        return outputs * self._loss(name, outputs.device).scale.to(outputs.device, non_blocking=True)
+        self._occupy(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
+        self._base = name
 
     def is_first(self, name: str) -> bool:
         """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
@@ -246,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
     def backward(
         self,
         loss: torch.Tensor,
-        name: str = "loss",
+        name: str = DEFAULT,
         *,
         params: Callable[[], Iterable[torch.Tensor]] | Iterable[torch.Tensor],
         **kwargs: Any,
@@ -274,41 +223,29 @@ class GradScaler(torch.amp.GradScaler):
                 torch.autograd.backward(scaled)
             return
         everything = list(params() if callable(params) else params)
-        aside = [(p, p.grad) for p in everything if p.grad is not None]
-        if base not in self._flags:
-            self._flags[base] = self._check([grad for _, grad in aside], None)
-        for parameter, _ in aside:
-            parameter.grad = None
-        own = self._loss(name, loss.device)
-        self._scaled(loss, name).backward(**kwargs)
-        fresh = [(p, p.grad) for p in everything if p.grad is not None]
-        factor = self._loss(base).scale.double() / own.scale.double()
-        flag = self._check([grad for _, grad in fresh], factor.float())
-        self._flags[name] = torch.maximum(self._flags[name], flag) if name in self._flags else flag
-        new = {id(parameter): grad for parameter, grad in fresh}
-        with torch.no_grad():
-            for parameter, grad in aside:
-                added = new.get(id(parameter))
-                if added is not None:
-                    grad = grad + added if grad.is_sparse else grad.add_(added)
-                parameter.grad = grad
+        aside = gradients.set_aside(everything)
+        try:
+            if base not in self._flags:
+                self._flags[base] = self._flag_of_base([grad for _, grad in aside])
+            base_scale, own_scale = self._loss(base).scale, self._loss(name, loss.device).scale
+            (gradients.lift_low(loss) * own_scale.to(loss.device, non_blocking=True)).backward(**kwargs)
+            fresh = [parameter.grad for parameter in everything if parameter.grad is not None]
+            factor = None if name == base else (base_scale.double() / own_scale.double()).float()
+            flag = self._agreed(gradients.check_and_multiply(fresh, factor, own_scale.device))
+            self._flags[name] = torch.maximum(self._flags[name], flag) if name in self._flags else flag
+        finally:
+            gradients.add_up(aside)
 
-    def _check(self, grads: Sequence[torch.Tensor], factor: torch.Tensor | None) -> torch.Tensor:
-        """Multiply gradients in place by ``factor``; returns a flag of 1.0 where one is not finite."""
-        device = grads[0].device if grads else self._loss(self._slot).scale.device
-        found = torch.zeros(_ZERO_DIM, device=device)
-        factor = torch.ones(_ZERO_DIM, device=device) if factor is None else factor.to(device)
-        by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        for grad in grads:
-            values = grad._values() if grad.is_sparse else grad
-            by_kind[values.device, values.dtype].append(values)
-        with torch.no_grad():
-            for (where, _), group in by_kind.items():
-                flag = found if where == device else torch.zeros(_ZERO_DIM, device=where)
-                torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor.to(where))
-                if flag is not found:
-                    found = torch.maximum(found, flag.to(device))
-        return self._agreed(found)
+    def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """What is known of the loss that was alone in the window so far, from gradients and from steps made."""
+        home = self.scale_tensor().device
+        stepped = [
+            flag
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        now = self._agreed(gradients.check_and_multiply(grads, None, home))
+        return gradients.largest([now, *stepped], home)
 
     # --- unscaling ----------------------------------------------------------------------------------------
 
@@ -324,38 +261,17 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        flags = self._unscale_plain(optimizer, inv_scale, found_inf)
-        if flags is None:
-            flags = super()._unscale_grads_(
-                optimizer, inv_scale, found_inf, allow_fp16 or self._allow_fp16_grads
-            )
+        if gradients.unscale_plain(optimizer, inv_scale, found_inf):
+            flags = {found_inf.device: found_inf}
+        else:
+            allow_fp16 = allow_fp16 or self._allow_fp16_grads
+            flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if self._reduce is None and self._process_group is None:
             return flags
-        # A rank without gradients takes part all the same, and its flag is there for the others' sake.
-        flags = flags or {found_inf.device: found_inf}
-        return {device: self._agreed(flag) for device, flag in flags.items()}
-
-    @staticmethod
-    def _unscale_plain(
-        optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor
-    ) -> dict[torch.device, torch.Tensor] | None:
-        """Torch's unscaling for the usual case, dense fp32 gradients on one device; None where it is another."""
-        device = inv_scale.device
-        grads = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is not None:
-                    if type(grad) is not torch.Tensor or grad.dtype is not torch.float32:
-                        return None
-                    if grad.is_sparse or grad.device != device:
-                        return None
-                    grads.append(grad)
-        if not grads:
-            return None
-        with torch.no_grad():
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-        return {device: found_inf}
+        # One flag whatever the number of devices, and one also from a rank without gradients: all ranks must make
+        # the same calls.
+        joint = self._agreed(gradients.largest([*flags.values()], found_inf.device))
+        return {device: joint.to(device) for device in flags or (found_inf.device,)}
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have been unscaled in this window."""
@@ -400,6 +316,7 @@ class GradScaler(torch.amp.GradScaler):
             closure: Evaluates the loss: clears gradients, computes the loss, calls ``scaler.scale(loss).backward()``
                 and returns the loss. Gradients are unscaled and checked at each evaluation; at the first that is
                 not finite, parameters and state go back to what they were, and the step counts as skipped.
+                Gradients that were computed in this window before (as SAM does) are unscaled first.
             kwargs: For ``optimizer.step``.
 
         Returns:
@@ -410,216 +327,300 @@ class GradScaler(torch.amp.GradScaler):
         """
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
+        if not self._enabled:
+            return (
+                optimizer.step(*args, **kwargs)
+                if closure is None
+                else optimizer.step(closure, *args, **kwargs)
+            )
         if closure is not None:
-            if not self._enabled:
-                return optimizer.step(closure, *args, **kwargs)
-            value = self._step_with_closure(optimizer, closure)
-        elif args or kwargs or not self._enabled or getattr(optimizer, "_step_supports_amp_scaling", False):
+            value = self._step_with_closure(optimizer, closure, args, kwargs)
+        elif args or kwargs or self._overridden or getattr(optimizer, "_step_supports_amp_scaling", False):
             value = super().step(optimizer, *args, **kwargs)
         else:
             value = self._plain_step(optimizer)
-        if self._floor is not None and self._enabled:
-            if self._host_skips.get(id(optimizer)) is False:
-                self._streak = 0
-            else:
-                self._watch_floor(optimizer)
+        key = id(optimizer)
+        self._last_stepped = key
+        skipped = self._host_skips.get(key)
+        if skipped is None:  # a fused kernel decided
+            skipped = read_on_host(self._per_optimizer_states[key]["found_inf_per_device"].values())
+            if skipped is not None:
+                self._host_skips[key] = skipped
+        if skipped is not False and self._streak + bool(skipped) >= self._patience:
+            self._refuse_to_go_on(optimizer)
         return value
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
-        scale, _ = self._check_scale_growth_tracker("step")
+        self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        stage = state["stage"]
-        if stage is OptState.READY:
-            if scale.device.type == "mps":  # no fp64 there
-                inverse = scale.reciprocal()
-            else:
-                inverse = scale.double().reciprocal().float()
-            found = torch.zeros(_ZERO_DIM, dtype=torch.float32, device=scale.device)
-            state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found, False)
-        elif stage is OptState.STEPPED:
+        if state["stage"] is OptState.READY:
+            state["found_inf_per_device"] = self._unscaled(optimizer)
+            state["stage"] = OptState.UNSCALED
+        elif state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if not state["found_inf_per_device"]:
-            state["stage"] = OptState.UNSCALED
             raise AssertionError("No inf checks were recorded for this optimizer.")
         value = self._maybe_opt_step(optimizer, state)
         state["stage"] = OptState.STEPPED
         return value
 
-    def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    def _unscaled(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+        """Divide the optimizer's gradients by the window's scale; returns flags."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
+        inverse = wide.reciprocal().float()
+        found = torch.zeros(_ZERO_DIM, dtype=torch.float32, device=scale.device)
+        return self._unscale_grads_(optimizer, inverse, found, allow_fp16=False)
+
+    def _step_with_closure(
+        self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if self._base is not None and state["stage"] is OptState.READY:
+            self._unscaled(optimizer)
         snapshot = Snapshot(optimizer)
 
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            scale, _ = self._check_scale_growth_tracker("step")
-            inverse = scale.double().reciprocal().float()
-            flag = torch.zeros(_ZERO_DIM, device=scale.device)
-            flags = self._unscale_grads_(optimizer, inverse, flag, allow_fp16=False)
-            state["found_inf_per_device"] = flags
+            flags = state["found_inf_per_device"] = self._unscaled(optimizer)
             if any(flag.item() for flag in flags.values()):
                 raise NonFiniteEvaluation
             return loss
 
-        value = None
+        value, skipped = None, False
         try:
-            value = optimizer.step(evaluate)
+            value = optimizer.step(evaluate, *args, **kwargs)
         except NonFiniteEvaluation:
+            skipped = True
             snapshot.restore()
-        self._host_skips[id(optimizer)] = any(f.item() for f in state["found_inf_per_device"].values())
+        self._host_skips[id(optimizer)] = skipped
         state["stage"] = OptState.STEPPED
         return value
 
-    def result_of(self, *optimizers: Optimizer, grad_norm: torch.Tensor | None = None) -> StepResult:
-        """What became of the steps of these optimizers in this window; call it before :meth:`update`."""
-        if not self._enabled:
-            return StepResult(None, grad_norm=grad_norm)
-        if len(optimizers) == 1 and (known := self._host_skips.get(id(optimizers[0]))) is not None:
-            held = self._per_optimizer_states[id(optimizers[0])]["found_inf_per_device"]
-            return StepResult(held.values(), skipped=known, grad_norm=grad_norm)
-        flags: list[torch.Tensor] = []
-        skipped: bool | None = False
-        for optimizer in optimizers:
-            flags.extend(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-            known = self._host_skips.get(id(optimizer))
-            skipped = None if known is None or skipped is None else skipped or known
-        if skipped is None and flags and all(flag.device.type == "cpu" for flag in flags):
-            skipped = any(flag.item() for flag in flags)
-        return StepResult(flags or None, skipped=skipped, grad_norm=grad_norm)
-
-    def _watch_floor(self, optimizer: Optimizer) -> None:
-        """Count steps in a row that the floor cannot help, without waiting for the device."""
-        known = self._host_skips.get(id(optimizer))
-        if known is None:
-            # A fused kernel decided: on a CPU the flag can be read, elsewhere the step before has arrived by now.
-            result = self.result_of(optimizer)
-            earlier, self._pending = self._pending, result
-            if result.known:
-                known = result.skipped
-            elif earlier is not None and earlier.known:
-                known = earlier.skipped
-        if not known:
-            self._streak = 0 if known is False else self._streak
-            return
-        self._streak += 1
-        if self._streak < self._patience or self._floor is None or self.get_scale(self._slot) > self._floor:
+    def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
+        """Raise if a scale that overflows again and again cannot shrink any more."""
+        found = gradients.largest(
+            [*self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()],
+            self.scale_tensor().device,
+        )
+        limits = self._limits
+        floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
+        stuck = [
+            name
+            for name, flag in (self._flags or {self._base or self._slot: found}).items()
+            if bool(flag > 0) and (not limits.dynamic or self.get_scale(name) <= floor)
+        ]
+        if not stuck:
             return
         names = self.non_finite_params(optimizer)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        loss = f"the loss {stuck[0]!r} has its scale" if stuck[0] != DEFAULT else "the loss scale is"
+        where = f"at its floor, {floor:g}" if limits.dynamic else f"static, {self.get_scale(stuck[0]):g}"
+        cure = (
+            "No smaller scale would cure this"
+            if limits.dynamic
+            else "Use a dynamic loss scale, or a smaller one; else"
+        )
         raise LossScaleError(
-            f"step({type(optimizer).__name__}): gradients were not finite {self._streak} times in a row, the last with the "
-            f"loss scale at its floor, {self._floor:g}; first affected: {', '.join(names[:5]) or 'none any more'}{more}. No "
-            "smaller scale would cure this: look for NaN or huge values in the data and the loss, lower the learning "
-            "rate, use a bf16 plan, or keep these modules in fp32 with Region(path, compute='fp32')."
+            f"step({type(optimizer).__name__}): gradients were not finite {self._streak + 1} times in a row, and {loss} "
+            f"{where}; first affected: {', '.join(names[:5]) or 'none any more'}{more}. {cure}: look for NaN or huge values "
+            "in the data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
+            "Region(path, compute='fp32')."
         )
 
     def non_finite_params(self, optimizer: Optimizer) -> list[str]:
         """Names of the parameters whose gradients hold an infinity or a NaN now. Synchronises with the device."""
-        names = dict(self.param_names()) if self.param_names is not None else {}
-        found = []
-        for number, group in enumerate(optimizer.param_groups):
-            given = group.get("param_names")
-            for index, parameter in enumerate(group["params"]):
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                values = grad._values() if grad.is_sparse else grad
-                if not bool(torch.isfinite(values).all()):
-                    fallback = given[index] if given else f"param_groups[{number}]['params'][{index}]"
-                    found.append(names.get(id(parameter), fallback))
-        return found
+        names = self.param_names() if self.param_names is not None else {}
+        return gradients.non_finite_params(optimizer, names)
+
+    # --- outcomes -----------------------------------------------------------------------------------------
+
+    def result_of(self, *optimizers: Optimizer, grad_norm: torch.Tensor | None = None) -> StepResult:
+        """What became of the last steps of these optimizers, in this window or the one before.
+
+        Raises:
+            StateError: An optimizer that was not stepped in either.
+        """
+        if not self._enabled:
+            return StepResult(None, grad_norm=grad_norm)
+        return self._result(tuple(map(id, optimizers)), grad_norm)
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """What became of the last step of any optimizer; None before the first or when disabled."""
+        key = self._last_stepped
+        return None if key is None else self._result((key,), None)
+
+    def _result(self, keys: tuple[int, ...], grad_norm: torch.Tensor | None) -> StepResult:
+        flags: list[torch.Tensor] = []
+        skipped: bool | None = False
+        for key in keys:
+            states, skips, results = (self._per_optimizer_states, self._host_skips, self._results)
+            if key not in states:
+                states, skips, results = self._last
+                if key not in states:
+                    raise StateError(
+                        "result_of(optimizer): this optimizer was not stepped in this window or the one before"
+                    )
+            if len(keys) == 1 and grad_norm is None and key in results:
+                return results[key]
+            flags.extend(states[key]["found_inf_per_device"].values())
+            known = skips.get(key)
+            skipped = True if known or skipped else (None if known is None or skipped is None else False)
+        result = StepResult(flags or None, skipped=skipped, grad_norm=grad_norm)
+        if len(keys) == 1:
+            results[keys[0]] = result
+        return result
+
+    @property
+    def previous_skipped(self) -> bool | None:
+        """Whether a step was skipped in the window that the last :meth:`update` closed; None before the first.
+
+        Costs no synchronisation while the device is at most one step behind: outcomes are sent to the host from the
+        first time that somebody asks.
+        """
+        self._observed = True
+        previous = self._previous
+        return previous.skipped if isinstance(previous, StepResult) else previous
+
+    def _close_window(self, states: dict[int, Any], moved: bool) -> None:
+        skips, results = self._host_skips, self._results
+        self._base = None
+        if self._flags:
+            self._flags = {}
+        self._last = states, skips, results
+        self._host_skips, self._results = {}, {}
+        if len(skips) == len(states):
+            self._previous = skipped = True in skips.values()
+            self._streak = self._streak + 1 if skipped else 0
+        else:
+            self._follow(states, results)
+        if not moved:
+            self._streak = 0
+
+    def _follow(self, states: dict[int, Any], results: dict[int, StepResult]) -> None:
+        """Take in outcomes that have arrived from the device meanwhile, and see to it that this one will."""
+        arriving = self._on_their_way
+        while arriving and arriving[0].known:
+            self._streak = self._streak + 1 if arriving.popleft().skipped else 0
+        self._windows += 1
+        send = self._limits.floor is not None or self._observed or self._windows % _SAMPLE_PERIOD == 0
+        if len(states) == len(results) == 1:
+            (result,) = results.values()  # sent when the step was made
+            send = True
+        else:
+            flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+            result = StepResult(flags or None, send=send)
+        self._previous = result
+        if send:
+            arriving.append(result)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move every scale used in this window by its own outcome, and open the next window.
 
         Args:
-            new_scale: Set the scale of the loss that opened the window instead.
+            new_scale: Set the scale of the loss that opened the window instead, or of the default loss.
         """
         if not self._enabled:
             return
-        base, self._base = self._base, None
-        flags, self._flags = self._flags, {}
-        skips = self._host_skips
-        unskipped = len(skips) == len(self._per_optimizer_states) and not any(skips.values())
-        skips.clear()
-        # torch adds the flags of several optimizers into the first of them, which a StepResult may still hold.
-        simple = self._dynamic and self._hysteresis == 1 and len(self._per_optimizer_states) < 2
-        if not flags and (simple or new_scale is not None):
+        states: Any = self._per_optimizer_states
+        flags = self._flags
+        if new_scale is not None:
+            if self._base is None:
+                self._occupy(DEFAULT)
             super().update(new_scale)
-            if new_scale is None and not self._plain:
-                floor = None if unskipped else self._floor  # finite gradients do not shrink a scale
-                if floor is not None or self._ceiling is not None:
-                    self.scale_tensor().clamp_(floor, self._ceiling)
-            return
-        self._check_scale_growth_tracker("update")
-        name = base or self._slot
-        loss = self._loss(name)
-        found = [
-            flag.to(loss.scale.device, non_blocking=True)
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
-        if not found:
-            raise AssertionError("No inf checks were recorded prior to update.")
-        flags = flags or {name: found[0] if len(found) == 1 else torch.stack(found).amax(0)}
+            self._clamp()
+            self._move({name: flag for name, flag in flags.items() if name != self._base})
+        elif self._by_torch and not flags and len(states) < 2:
+            super().update()
+            self._clamp()
+        else:
+            # Not torch's own: it adds the flags of several optimizers into the first, which a result may still hold.
+            self._check_scale_growth_tracker("update")
+            found = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+            if not found:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            name = self._base or self._slot
+            flag = gradients.largest(found, self.scale_tensor().device)
+            if flags:
+                # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
+                known = gradients.largest([*flags.values()], flag.device)
+                flags[name] = torch.maximum(flags[name].to(flag.device), (flag > known).float())
+            self._move(flags or {name: flag})
+            self._per_optimizer_states = defaultdict(states.default_factory)
+        self._close_window(states, moved=new_scale is None)
+
+    def _clamp(self) -> None:
+        floor, ceiling = self._limits.floor, self._limits.ceiling
+        if floor is not None or ceiling is not None:
+            assert self._scale is not None
+            self._scale.clamp_(floor, ceiling)
+
+    def _move(self, flags: dict[str, torch.Tensor]) -> None:
         policy = self.policy
-        for used, flag in flags.items():
-            mine = self._loss(used)
-            flag = flag.to(mine.scale.device)
-            update_on_device(mine.scale, mine.growth_tracker, mine.hysteresis_tracker, flag, policy)
-        self._per_optimizer_states.clear()
+        for name, flag in flags.items():
+            mine = self._loss(name)
+            update_on_device(
+                mine.scale,
+                mine.growth_tracker,
+                mine.hysteresis_tracker,
+                flag.to(mine.scale.device, non_blocking=True),
+                policy,
+            )
 
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
         if not self._enabled:
-            return super().state_dict()
-        slot = self._slot
-        self._occupy("loss")
-        state = super().state_dict()
-        if self._hysteresis > 1:
-            tracker = self._hysteresis_tracker
-            state["hysteresis_tracker"] = self._init_hysteresis_tracker if tracker is None else int(tracker)
-        losses = dict(self._saved_others)
-        for name, loss in self._others.items():
-            losses[name] = {
-                "scale": float(loss.scale),
-                "_growth_tracker": int(loss.growth_tracker),
-                "hysteresis_tracker": int(loss.hysteresis_tracker),
-            }
-        if losses:
-            state["losses"] = losses
-        self._occupy(slot)
-        return state
+            return {}
+        state = self._state_of(DEFAULT)
+        return {
+            "scale": state.scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": state.growth_tracker,
+            **self._numbers(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of torch's scaler."""
-        if self._enabled:
-            self._occupy("loss")
+        """Load a state of this class, or of torch's scaler. Scales outside of floor and ceiling are moved to them."""
+        if self._enabled and state_dict:
+            self._occupy(DEFAULT)
         super().load_state_dict(state_dict)
-        if not self._enabled:
-            return
-        self._init_hysteresis_tracker = int(state_dict.get("hysteresis_tracker", 0))
-        self._hysteresis_tracker = None
-        self._others.clear()
-        self._saved_others = {name: dict(loss) for name, loss in state_dict.get("losses", {}).items()}
-        self._streak = 0
+        if self._enabled:
+            self._take(state_dict)
+            self._base, self._flags, self._streak = None, {}, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        saved = self.state_dict() if self._enabled else {}
-        if self._enabled:
-            self._occupy("loss")
         state = super().__getstate__()
         if self._enabled:
-            state["_saved_others"] = saved.get("losses", {})
-            state["_init_hysteresis_tracker"] = saved.get("hysteresis_tracker", 0)
-        state.update(_others={}, _hysteresis_tracker=None, _pending=None, _flags={}, param_names=None)
+            first = self._state_of(DEFAULT)
+            state["_init_scale"], state["_init_growth_tracker"] = first.scale, first.growth_tracker
+            state["_init_hysteresis_tracker"] = first.hysteresis_tracker
+            state["_saved_others"] = {name: self._state_of(name) for name in self._names()}
+        state.update(
+            _slot=DEFAULT, _others={}, _hysteresis_tracker=None, param_names=None,
+            _base=None, _flags={}, _host_skips={}, _results={}, _last=({}, {}, {}), _last_stepped=None, _previous=None,
+            _on_their_way=deque(maxlen=64),
+        )  # fmt: skip
         return state
 
 
-for _name in ("backward", "step", "update", "result_of", "decide_together", "_maybe_opt_step"):
+# Only scale() may be traced into a graph; the rest is between graphs.
+for _name in (
+    "backward",
+    "step",
+    "update",
+    "result_of",
+    "decide_together",
+    "_maybe_opt_step",
+    "_open_window",
+    "_close_window",
+):
     _torch.never_trace(getattr(GradScaler, _name))

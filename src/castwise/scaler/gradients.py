@@ -1,0 +1,145 @@
+"""What a scaler does to gradients, and how it names them; nothing here waits for the device unless it says so."""
+
+from __future__ import annotations
+
+from collections import abc, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = [
+    "add_up",
+    "check_and_multiply",
+    "largest",
+    "lift_low",
+    "non_finite_params",
+    "set_aside",
+    "unscale_plain",
+]
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def lift_low(outputs: Any) -> Any:
+    """Outputs with low formats in fp32, so that the product with a scale is formed there; structure is kept.
+
+    0-dim tensors are left alone: torch promotes their product with a scale itself.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return outputs.float() if outputs.dtype in _LOW and outputs.dim() else outputs
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(lift_low, outputs))
+    return map(lift_low, outputs) if isinstance(outputs, abc.Iterable) else outputs
+
+
+def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The largest of some 0-dim flags, on ``device``; zero if there are none."""
+    if not flags:
+        return torch.zeros((), device=device)
+    here = [flag.to(device, non_blocking=True) for flag in flags]
+    return here[0] if len(here) == 1 else torch.stack(here).amax(0)
+
+
+def check_and_multiply(
+    grads: Sequence[torch.Tensor], factor: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """Multiply gradients in place, each in its own dtype.
+
+    Args:
+        grads: On any devices, of any floating dtypes, sparse ones coalesced or not.
+        factor: 0-dim fp32; None for one.
+        device: Where the flag shall be.
+
+    Returns:
+        0-dim fp32 flag: one where a gradient was not finite before.
+    """
+    factor = torch.ones((), device=device) if factor is None else factor
+    by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        by_kind[values.device, values.dtype].append(values)
+    flags = []
+    with torch.no_grad():
+        for (where, _), group in by_kind.items():
+            flag = torch.zeros((), device=where)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor.to(where))
+            flags.append(flag)
+    return largest(flags, device)
+
+
+def unscale_plain(optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor) -> bool:
+    """Torch's unscaling for the usual case, dense fp32 gradients all on the scale's device, in fewer steps.
+
+    Args:
+        optimizer: Whose gradients are multiplied in place.
+        inverse: 0-dim fp32 factor.
+        flag: 0-dim fp32, set to one where a gradient is not finite.
+
+    Returns:
+        Whether it was that case; if not, nothing was done.
+    """
+    device = inverse.device
+    grads = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None:
+                if type(grad) is not torch.Tensor or grad.dtype is not torch.float32:
+                    return False
+                if grad.is_sparse or grad.device != device:
+                    return False
+                grads.append(grad)
+    if not grads:
+        return False
+    with torch.no_grad():
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+    return True
+
+
+def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take the gradients off parameters.
+
+    Where torch.distributed is in use a gradient may lie in a bucket that the next backward writes to again
+    (``gradient_as_bucket_view`` of DistributedDataParallel): there they are copied.
+    """
+    shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    aside = []
+    for parameter in params:
+        grad = parameter.grad
+        if grad is not None:
+            aside.append((parameter, grad.clone() if shared else grad))
+            parameter.grad = None
+    return aside
+
+
+def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put gradients back onto parameters, on top of those that have come meanwhile."""
+    with torch.no_grad():
+        for parameter, grad in aside:
+            fresh = parameter.grad
+            if fresh is not None:
+                grad = grad + fresh if grad.is_sparse or fresh.is_sparse else grad.add_(fresh)
+            parameter.grad = grad
+
+
+def non_finite_params(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Names of the parameters whose gradients hold an infinity or a NaN. Synchronises with the device.
+
+    Args:
+        optimizer: Where to look; its groups may have ``param_names``, as torch's named parameters give them.
+        names: Better names, by the parameters' ``id``.
+    """
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            values = grad._values() if grad.is_sparse else grad
+            if not bool(torch.isfinite(values).all()):
+                fallback = given[index] if given else f"param_groups[{number}]['params'][{index}]"
+                found.append(names.get(id(parameter), fallback))
+    return found
