@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # `make demo SINE=sine`, whose grid is that of the article it comes from.
 SINE ?= sine?size=64
 demo: $(STAMP)
-	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,bf16-mixed+memory_format=channels_last --steps 98 --rounds 12 --out runs/demo-sine
+	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,bf16-mixed+memory_format=channels_last --steps 74 --rounds 12 --out runs/demo-sine
 	$(BIN)/castwise bench gpt --plans fp32,bf16-mixed,bf16-master --steps 20 --rounds 6 --out runs/demo-gpt
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-sine/*.html "$(CURDIR)"/runs/demo-gpt/*.html
 
