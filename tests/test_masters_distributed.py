@@ -16,6 +16,8 @@ from castwise.masters import attach, fp32_state_dict
 from tests.test_masters_gradients import held
 from tests.test_masters_optimizers import Weights, lower
 
+from .processes import leave
+
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch is built without torch.distributed"
 )
@@ -100,8 +102,7 @@ def _ddp(rank: int, store: str, as_view: bool) -> None:
         for parameter, master, want in zip(model.parameters(), held(optimizer), oracle, strict=True):
             assert torch.equal(master.detach(), want.detach())
             assert torch.equal(parameter.detach(), want.detach().bfloat16())
-    dist.barrier()  # gloo aborts now and then when one process tears down while the other still works
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("as_view", [False, True])

@@ -56,7 +56,7 @@ class Net(nn.Module):
         return torch.exp(self.b(y))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_each_plan_gives_its_own_result_on_one_compiled_function(backend: str) -> None:
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     p, q = castwise.autocast(P, device_type="cpu"), castwise.autocast(Q, device_type="cpu")
@@ -121,6 +121,8 @@ def test_prepared_module_compiles_as_it_runs(plan: Plan, graph_break: bool, how:
     remove()
 
 
+@pytest.mark.inductor
+@pytest.mark.slow
 def test_second_process_on_the_same_cache_is_not_affected(tmp_path: Path) -> None:
     """A process without castwise must not be served a graph with a plan's casts from disk, nor the reverse."""
     body = """

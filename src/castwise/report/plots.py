@@ -89,6 +89,7 @@ def _bars(
     known = [v for v in values if v is not None]
     cut = CUT * (values[0] or max(known, default=1.0))
     top = min(max(known, default=1.0), cut) or 1.0
+    room = 1.2 * top
     for index, (name, value, label) in enumerate(zip(names, values, labels, strict=True)):
         end = 0.0
         if value is not None:
@@ -97,9 +98,13 @@ def _bars(
             if value > cut:
                 axes.text(0.94 * cut, index, "//", va="center", ha="center", color="white", fontweight="bold")
             elif errors is not None:
-                axes.errorbar(value, index, xerr=[[spread[0]], [spread[1]]], color=ink, lw=1, capsize=2)
-            end = cut if value > cut else value + spread[1]
-        axes.text(end + 0.015 * top, index, label, va="center", ha="left")
+                # A whisker that would leave the figure is drawn as far as there is room for its label.
+                above = max(0.0, min(spread[1], room - value))
+                axes.errorbar(
+                    value, index, xerr=[[min(spread[0], value)], [above]], color=ink, lw=1, capsize=2
+                )
+            end = cut if value > cut else min(value + spread[1], max(room, value))
+        axes.text(end + 0.015 * top, index, label, va="center", ha="left").set_in_layout(False)
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(0, top * 1.62)
