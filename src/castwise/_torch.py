@@ -112,6 +112,19 @@ def running_node_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def backward_of_scalar(loss: torch.Tensor) -> None:
+    """``loss.backward()`` for a loss that is known to be a scalar tensor: straight to the engine.
+
+    ``torch.autograd.backward`` spends some microseconds on asking what kinds of outputs and gradients it was given.
+    """
+    if type(loss) is not torch.Tensor or torch.compiler.is_compiling():
+        torch.autograd.backward(loss)
+        return
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def on_graph_task_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

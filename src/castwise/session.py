@@ -358,11 +358,11 @@ class Amp:
             if kwargs:
                 loss.backward(**kwargs)
             else:
-                torch.autograd.backward(loss)
+                _torch.backward_of_scalar(loss)
         elif kwargs or not self.scaler.is_first(name):
             self.scaler.backward(loss, name, params=self._parameters, **kwargs)
         else:
-            torch.autograd.backward(self.scaler.scale(loss, name))
+            _torch.backward_of_scalar(self.scaler.scale(loss, name))
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
