@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from castwise.errors import CheckpointError
 
 __all__ = ["from_apex", "from_colossalai", "to_apex", "to_colossalai"]
@@ -40,13 +42,13 @@ def from_apex(
     if not found:
         raise CheckpointError("from_apex: the state is empty; expected loss_scaler0, loss_scaler1, ...")
     first, *others = found
+    if first != "loss" or len(found) != len(state):
+        raise CheckpointError(
+            f"from_apex(names={names!r}): the first must be 'loss', the scaler's default, and each name another"
+        )
     out: dict[str, Any] = {
         **found[first], "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval
     }  # fmt: skip
-    if first != "loss":
-        raise CheckpointError(
-            f"from_apex: names={names!r}: the first loss must be 'loss', the scaler's default"
-        )
     if others:
         out["losses"] = {name: {**found[name], "hysteresis_tracker": 0} for name in others}
     return out
@@ -71,20 +73,24 @@ _COLOSSAL = {
     "growth_step": "_growth_tracker",
     "hysteresis_step": "hysteresis_tracker",
 }
+_COLOSSAL_POLICY = {"min_scale", "max_scale", "hysteresis"}
 
 
 def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state for :meth:`castwise.GradScaler.load_state_dict` from Colossal-AI's naive ``DynamicGradScaler``.
 
     Args:
-        state: Its fields: ``scale`` and any of growth_factor, backoff_factor, growth_interval, growth_step,
-            hysteresis_step; min_scale, max_scale and hysteresis belong to the plan and are passed over.
+        state: Its ``state_dict()``, whose fields differ between releases: ``scale`` (a tensor of one element or a
+            number) and any of growth_factor, backoff_factor, growth_interval, growth_step, hysteresis_step, each
+            with or without a leading underscore. min_scale, max_scale and hysteresis belong to the scaler's
+            arguments and are passed over.
 
     Raises:
         CheckpointError: A field that is none of these, or no scale.
     """
-    unknown = set(state) - set(_COLOSSAL) - {"min_scale", "max_scale", "hysteresis"}
-    if unknown or "scale" not in state:
+    fields = {key.removeprefix("_"): value for key, value in state.items()}
+    unknown = set(fields) - set(_COLOSSAL) - _COLOSSAL_POLICY
+    if unknown or "scale" not in fields:
         raise CheckpointError(
             f"from_colossalai: unexpected or missing fields in {sorted(state)}; expected scale and any of "
             f"{', '.join(list(_COLOSSAL)[1:])}, min_scale, max_scale, hysteresis"
@@ -94,12 +100,24 @@ def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
         "hysteresis_tracker": 0,
     }  # fmt: skip
     for theirs, ours in _COLOSSAL.items():
-        if theirs in state:
-            value = state[theirs]
+        if theirs in fields:
+            value = fields[theirs]
             out[ours] = value.item() if hasattr(value, "item") else value
     return out
 
 
-def to_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a :class:`castwise.GradScaler` in the fields of Colossal-AI's ``DynamicGradScaler``."""
-    return {theirs: state.get(ours, 0) for theirs, ours in _COLOSSAL.items()}
+def to_colossalai(state: Mapping[str, Any], *, hysteresis: int = 2) -> dict[str, Any]:
+    """The state of a :class:`castwise.GradScaler` as Colossal-AI's ``DynamicGradScaler.load_state_dict`` takes it.
+
+    Args:
+        state: What ``state_dict()`` gave. Further losses are left out: Colossal-AI has one.
+        hysteresis: The scaler's argument, which Colossal-AI saves with its state; 2 is its default.
+
+    Returns:
+        The fields that Colossal-AI reads, the scale as an fp32 tensor of shape ``[1]``, and its counters beside
+        them, which it does not save itself and ignores.
+    """
+    out = {theirs: state.get(ours, 0) for theirs, ours in _COLOSSAL.items()}
+    out["scale"] = torch.tensor([float(state["scale"])])
+    out["hysteresis"] = hysteresis
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -11,11 +11,12 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from castwise import _torch
-from castwise.errors import LossScaleError, StateError
+from castwise.errors import LossScaleError, PlanError, StateError
 from castwise.plan import LossScale
 from castwise.scaler import gradients
 from castwise.scaler.closure import NonFiniteEvaluation, Snapshot
 from castwise.scaler.losses import DEFAULT, NamedLosses
+from castwise.scaler.outcomes import Outcomes
 from castwise.scaler.result import StepResult, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
 
@@ -24,8 +25,6 @@ __all__ = ["GradScaler"]
 _LOW = (torch.bfloat16, torch.float16)
 _ZERO_DIM = ()
 _TINY = torch.finfo(torch.float32).tiny
-_SAMPLE_PERIOD = 16
-"""Where nobody asks for outcomes and there is no floor, how many windows pass between two that are sent home."""
 
 
 class GradScaler(NamedLosses):
@@ -80,12 +79,16 @@ class GradScaler(NamedLosses):
     ) -> None:
         limits = ScalePolicy(hysteresis=hysteresis, floor=floor, ceiling=ceiling, dynamic=dynamic)
         if limits.bounded(init_scale) != init_scale:
-            raise StateError(
+            raise PlanError(
                 f"GradScaler(init_scale={init_scale!r}, floor={floor!r}, ceiling={ceiling!r}) is not allowed: the first scale "
                 "must lie between floor and ceiling"
             )
+        if patience < 1:
+            raise PlanError(
+                f"GradScaler(patience={patience!r}) is not allowed. Allowed: a whole number >= 1."
+            )
         if reduce is not None and process_group is not None:
-            raise StateError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
+            raise PlanError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, limits)
         # Torch's kernel does the update, up to bounds, unless overflows are counted or nothing moves at all.
         self._by_torch = dynamic and hysteresis == 1
@@ -97,16 +100,7 @@ class GradScaler(NamedLosses):
         # the window that is open
         self._base: str | None = None  # the loss that opened it; its record is in the slot
         self._flags: dict[str, torch.Tensor] = {}  # per loss, once there are two
-        self._host_skips: dict[int, bool] = {}  # outcomes that the host knows
-        self._results: dict[int, StepResult] = {}
-        # the windows before it
-        self._last: tuple[Any, ...] = ({}, {}, {})  # per-optimizer states, outcomes, results of the last one
-        self._last_stepped: int | None = None
-        self._previous: StepResult | bool | None = None
-        self._on_their_way: deque[StepResult] = deque(maxlen=64)
-        self._observed = False
-        self._windows = 0
-        self._streak = 0
+        self._outcomes = Outcomes(eager=floor is not None)
         self._patience = patience
 
     @classmethod
@@ -126,6 +120,20 @@ class GradScaler(NamedLosses):
         )
 
     # --- scales -------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> ScalePolicy:
+        """The constants by which the scale moves."""
+        limits = self._limits
+        return ScalePolicy(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            limits.hysteresis,
+            limits.floor,
+            limits.ceiling,
+            limits.dynamic,
+        )
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
@@ -302,7 +310,7 @@ class GradScaler(NamedLosses):
         skip = False
         for flag in optimizer_state["found_inf_per_device"].values():
             skip = skip or flag.item() != 0.0
-        self._host_skips[id(optimizer)] = skip
+        self._outcomes.skips[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)
 
     def step(
@@ -339,14 +347,14 @@ class GradScaler(NamedLosses):
             value = super().step(optimizer, *args, **kwargs)
         else:
             value = self._plain_step(optimizer)
-        key = id(optimizer)
-        self._last_stepped = key
-        skipped = self._host_skips.get(key)
+        key, outcomes = id(optimizer), self._outcomes
+        outcomes.last_stepped = key
+        skipped = outcomes.skips.get(key)
         if skipped is None:  # a fused kernel decided
             skipped = read_on_host(self._per_optimizer_states[key]["found_inf_per_device"].values())
             if skipped is not None:
-                self._host_skips[key] = skipped
-        if skipped is not False and self._streak + bool(skipped) >= self._patience:
+                outcomes.skips[key] = skipped
+        if skipped is not False and outcomes.streak + bool(skipped) >= self._patience:
             self._refuse_to_go_on(optimizer)
         return value
 
@@ -397,7 +405,7 @@ class GradScaler(NamedLosses):
         except NonFiniteEvaluation:
             skipped = True
             snapshot.restore()
-        self._host_skips[id(optimizer)] = skipped
+        self._outcomes.skips[id(optimizer)] = skipped
         state["stage"] = OptState.STEPPED
         return value
 
@@ -426,7 +434,7 @@ class GradScaler(NamedLosses):
             else "Use a dynamic loss scale, or a smaller one; else"
         )
         raise LossScaleError(
-            f"step({type(optimizer).__name__}): gradients were not finite {self._streak + 1} times in a row, and {loss} "
+            f"step({type(optimizer).__name__}): gradients were not finite {self._outcomes.streak + 1} times in a row, and {loss} "
             f"{where}; first affected: {', '.join(names[:5]) or 'none any more'}{more}. {cure}: look for NaN or huge values "
             "in the data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
             "Region(path, compute='fp32')."
@@ -447,34 +455,13 @@ class GradScaler(NamedLosses):
         """
         if not self._enabled:
             return StepResult(None, grad_norm=grad_norm)
-        return self._result(tuple(map(id, optimizers)), grad_norm)
+        return self._outcomes.result(self._per_optimizer_states, tuple(map(id, optimizers)), grad_norm)
 
     @property
     def last_result(self) -> StepResult | None:
         """What became of the last step of any optimizer; None before the first or when disabled."""
-        key = self._last_stepped
-        return None if key is None else self._result((key,), None)
-
-    def _result(self, keys: tuple[int, ...], grad_norm: torch.Tensor | None) -> StepResult:
-        flags: list[torch.Tensor] = []
-        skipped: bool | None = False
-        for key in keys:
-            states, skips, results = (self._per_optimizer_states, self._host_skips, self._results)
-            if key not in states:
-                states, skips, results = self._last
-                if key not in states:
-                    raise StateError(
-                        "result_of(optimizer): this optimizer was not stepped in this window or the one before"
-                    )
-            if len(keys) == 1 and grad_norm is None and key in results:
-                return results[key]
-            flags.extend(states[key]["found_inf_per_device"].values())
-            known = skips.get(key)
-            skipped = True if known or skipped else (None if known is None or skipped is None else False)
-        result = StepResult(flags or None, skipped=skipped, grad_norm=grad_norm)
-        if len(keys) == 1:
-            results[keys[0]] = result
-        return result
+        key = self._outcomes.last_stepped
+        return None if key is None else self._outcomes.result(self._per_optimizer_states, (key,), None)
 
     @property
     def previous_skipped(self) -> bool | None:
@@ -483,41 +470,7 @@ class GradScaler(NamedLosses):
         Costs no synchronisation while the device is at most one step behind: outcomes are sent to the host from the
         first time that somebody asks.
         """
-        self._observed = True
-        previous = self._previous
-        return previous.skipped if isinstance(previous, StepResult) else previous
-
-    def _close_window(self, states: dict[int, Any], moved: bool) -> None:
-        skips, results = self._host_skips, self._results
-        self._base = None
-        if self._flags:
-            self._flags = {}
-        self._last = states, skips, results
-        self._host_skips, self._results = {}, {}
-        if len(skips) == len(states):
-            self._previous = skipped = True in skips.values()
-            self._streak = self._streak + 1 if skipped else 0
-        else:
-            self._follow(states, results)
-        if not moved:
-            self._streak = 0
-
-    def _follow(self, states: dict[int, Any], results: dict[int, StepResult]) -> None:
-        """Take in outcomes that have arrived from the device meanwhile, and see to it that this one will."""
-        arriving = self._on_their_way
-        while arriving and arriving[0].known:
-            self._streak = self._streak + 1 if arriving.popleft().skipped else 0
-        self._windows += 1
-        send = self._limits.floor is not None or self._observed or self._windows % _SAMPLE_PERIOD == 0
-        if len(states) == len(results) == 1:
-            (result,) = results.values()  # sent when the step was made
-            send = True
-        else:
-            flags = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
-            result = StepResult(flags or None, send=send)
-        self._previous = result
-        if send:
-            arriving.append(result)
+        return self._outcomes.previous_skipped
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move every scale used in this window by its own outcome, and open the next window.
@@ -552,7 +505,10 @@ class GradScaler(NamedLosses):
                 flags[name] = torch.maximum(flags[name].to(flag.device), (flag > known).float())
             self._move(flags or {name: flag})
             self._per_optimizer_states = defaultdict(states.default_factory)
-        self._close_window(states, moved=new_scale is None)
+        self._base = None
+        if flags:
+            self._flags = {}
+        self._outcomes.close(states, restart=new_scale is not None)
 
     def _clamp(self) -> None:
         floor, ceiling = self._limits.floor, self._limits.ceiling
@@ -595,7 +551,8 @@ class GradScaler(NamedLosses):
         super().load_state_dict(state_dict)
         if self._enabled:
             self._take(state_dict)
-            self._base, self._flags, self._streak = None, {}, 0
+            self._base, self._flags = None, {}
+            self._outcomes.streak = 0
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -603,11 +560,10 @@ class GradScaler(NamedLosses):
             first = self._state_of(DEFAULT)
             state["_init_scale"], state["_init_growth_tracker"] = first.scale, first.growth_tracker
             state["_init_hysteresis_tracker"] = first.hysteresis_tracker
-            state["_saved_others"] = {name: self._state_of(name) for name in self._names()}
+            state["_saved_others"] = {name: self._state_of(name) for name in self._known}
         state.update(
             _slot=DEFAULT, _others={}, _hysteresis_tracker=None, param_names=None,
-            _base=None, _flags={}, _host_skips={}, _results={}, _last=({}, {}, {}), _last_stepped=None, _previous=None,
-            _on_their_way=deque(maxlen=64),
+            _base=None, _flags={}, _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
         return state
 
@@ -621,6 +577,5 @@ for _name in (
     "decide_together",
     "_maybe_opt_step",
     "_open_window",
-    "_close_window",
 ):
     _torch.never_trace(getattr(GradScaler, _name))

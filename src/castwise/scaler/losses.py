@@ -49,25 +49,7 @@ class NamedLosses(torch.amp.GradScaler):
         self._slot = DEFAULT
         self._others: dict[str, LossRecord] = {}
         self._saved_others: dict[str, ScaleState] = {}
-
-    @property
-    def policy(self) -> ScalePolicy:
-        """The constants by which the scale moves."""
-        limits = self._limits
-        return ScalePolicy(
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-            limits.hysteresis,
-            limits.floor,
-            limits.ceiling,
-            limits.dynamic,
-        )
-
-    def _names(self) -> list[str]:
-        """Every loss but the default that has or had a record, in order of first use."""
-        names = [*self._saved_others, *self._others, self._slot]
-        return [name for name in dict.fromkeys(names) if name != DEFAULT]
+        self._known: list[str] = []  # all but the default, in order of first use, which Apex's states go by
 
     def _before_first_use(self, name: str) -> ScaleState:
         if name == DEFAULT:
@@ -107,6 +89,8 @@ class NamedLosses(torch.amp.GradScaler):
             where = device or (self._scale.device if self._scale is not None else torch.device(self._device))
             first = self._before_first_use(name)
             self._saved_others.pop(name, None)
+            if name != DEFAULT and name not in self._known:
+                self._known.append(name)
             self._others[name] = LossRecord(
                 torch.full((), first.scale, dtype=torch.float32, device=where),
                 torch.full((), first.growth_tracker, dtype=torch.int32, device=where),
@@ -133,7 +117,7 @@ class NamedLosses(torch.amp.GradScaler):
         extras: dict[str, Any] = {}
         if self._limits.hysteresis > 1:
             extras["hysteresis_tracker"] = self._state_of(DEFAULT).hysteresis_tracker
-        losses = {name: self._state_of(name) for name in self._names()}
+        losses = {name: self._state_of(name) for name in self._known}
         if losses:
             extras["losses"] = {
                 name: {
@@ -163,3 +147,4 @@ class NamedLosses(torch.amp.GradScaler):
             )
             for name, saved in extras.get("losses", {}).items()
         }
+        self._known = list(self._saved_others)

@@ -74,7 +74,8 @@ class ScaleState:
     Attributes:
         scale: The factor on the loss, an fp32 number.
         growth_tracker: Updates with finite gradients since the scale last moved.
-        hysteresis_tracker: Updates with non-finite gradients since the scale last grew.
+        hysteresis_tracker: Updates with non-finite gradients since the scale last grew; counted only where the
+            policy's hysteresis is above 1.
     """
 
     scale: float
@@ -95,19 +96,21 @@ def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> Scale
     """
     if not policy.dynamic:
         return state
-    scale, growth, hysteresis = state.scale, state.growth_tracker, state.hysteresis_tracker
+    scale, growth, overflows = state.scale, state.growth_tracker, state.hysteresis_tracker
     if found_inf:
-        hysteresis += 1
+        overflows += 1
         growth = 0
-        if hysteresis >= policy.hysteresis:
+        if overflows >= policy.hysteresis:
             scale = ctypes.c_float(scale * policy.backoff).value
     else:
         growth += 1
         if growth == policy.interval:
             grown = ctypes.c_float(scale * policy.growth).value
             scale = grown if math.isfinite(grown) else scale
-            growth = hysteresis = 0
-    return ScaleState(policy.bounded(scale), growth, hysteresis)
+            growth = overflows = 0
+    if policy.hysteresis == 1:  # nothing to count
+        overflows = state.hysteresis_tracker
+    return ScaleState(policy.bounded(scale), growth, overflows)
 
 
 def update_on_device(
@@ -146,4 +149,5 @@ def update_on_device(
     if policy.floor is not None or policy.ceiling is not None:
         scale.clamp_(policy.floor, policy.ceiling)
     growth_tracker.copy_(torch.where(found | grow, 0, good))
-    hysteresis_tracker.copy_(torch.where(grow, 0, overflows))
+    if policy.hysteresis > 1:
+        hysteresis_tracker.copy_(torch.where(grow, 0, overflows))

@@ -1,0 +1,135 @@
+"""What became of the windows so far, known to the host without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from castwise.errors import StateError
+from castwise.scaler.result import StepResult
+
+__all__ = ["Outcomes", "Window"]
+
+_SAMPLE_PERIOD = 16
+"""Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
+
+
+class Window:
+    """Outcomes of the steps of one window, by the optimizers' ``id``.
+
+    Attributes:
+        states: Torch's record of each optimizer, with its non-finite flags per device.
+        skips: What the host knows.
+        results: What has been asked for.
+    """
+
+    __slots__ = ("results", "skips", "states")
+
+    def __init__(self, states: dict[int, dict[str, Any]]) -> None:
+        self.states = states
+        self.skips: dict[int, bool] = {}
+        self.results: dict[int, StepResult] = {}
+
+    def flags(self, key: int) -> list[torch.Tensor]:
+        """An optimizer's non-finite flags, one per device: 0-dim fp32."""
+        return list(self.states[key]["found_inf_per_device"].values())
+
+
+class Outcomes:
+    """The window that is open, the one before, and how many skipped in a row.
+
+    On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For a
+    fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
+    waits. Copies cost some microseconds, so they are made only where somebody looks: an ``eager`` owner, who has a
+    floor to watch, or after :attr:`previous_skipped` was read; else now and then.
+
+    Args:
+        eager: Send every outcome.
+    """
+
+    def __init__(self, eager: bool) -> None:
+        self.skips: dict[int, bool] = {}
+        self.results: dict[int, StepResult] = {}
+        self.last_stepped: int | None = None
+        self.streak = 0
+        self._last = Window({})
+        self._previous: StepResult | bool | None = None
+        self._on_their_way: deque[StepResult] = deque(maxlen=64)
+        self._eager = eager
+        self._windows = 0
+
+    def close(self, states: dict[int, dict[str, Any]], *, restart: bool) -> None:
+        """End the window.
+
+        Args:
+            states: Torch's records of its optimizers.
+            restart: The scale was set by hand, so count skips in a row anew.
+        """
+        last = self._last = Window(states)
+        last.skips, last.results = self.skips, self.results
+        self.skips, self.results = {}, {}
+        if len(last.skips) == len(states):
+            self._previous = skipped = True in last.skips.values()
+            self.streak = self.streak + 1 if skipped else 0
+        else:
+            self._follow(last)
+        if restart:
+            self.streak = 0
+
+    def _follow(self, last: Window) -> None:
+        """Take in what has arrived from the device meanwhile, and see to it that this window's outcome will."""
+        arriving = self._on_their_way
+        while arriving and arriving[0].known:
+            self.streak = self.streak + 1 if arriving.popleft().skipped else 0
+        self._windows += 1
+        if len(last.states) == len(last.results) == 1:
+            (result,) = last.results.values()  # sent when somebody asked for it
+            send = True
+        else:
+            send = self._eager or self._windows % _SAMPLE_PERIOD == 0
+            result = StepResult([flag for key in last.states for flag in last.flags(key)] or None, send=send)
+        self._previous = result
+        if send:
+            arriving.append(result)
+
+    @property
+    def previous_skipped(self) -> bool | None:
+        """Whether the last closed window skipped a step; None before the first."""
+        self._eager = True
+        previous = self._previous
+        return previous.skipped if isinstance(previous, StepResult) else previous
+
+    def result(
+        self, states: dict[int, dict[str, Any]], keys: tuple[int, ...], grad_norm: torch.Tensor | None
+    ) -> StepResult:
+        """What became of the last steps of some optimizers.
+
+        Args:
+            states: Torch's records of the open window.
+            keys: The optimizers' ``id``.
+            grad_norm: For the result.
+
+        Raises:
+            StateError: An optimizer that was stepped neither in this window nor in the one before.
+        """
+        now = Window(states)
+        now.skips, now.results = self.skips, self.results
+        flags: list[torch.Tensor] = []
+        skipped: bool | None = False
+        for key in keys:
+            window = now if key in now.states else self._last
+            if key not in window.states:
+                raise StateError(
+                    "result_of(optimizer): this optimizer was not stepped in this window or the one before"
+                )
+            if len(keys) == 1 and grad_norm is None and key in window.results:
+                return window.results[key]
+            flags += window.flags(key)
+            known = window.skips.get(key)
+            skipped = True if known or skipped else (None if known is None or skipped is None else False)
+        result = StepResult(flags or None, skipped=skipped, grad_norm=grad_norm)
+        if len(keys) == 1:
+            window.results[key] = result
+        return result
