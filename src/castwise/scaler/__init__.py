@@ -1,7 +1,8 @@
 """Loss scaling: a pure rule for the scale, and the GradScaler around it.
 
-``state``: the rule, as a function and as device operations. ``result``: what became of a step. ``grad_scaler``: the
-scaler. ``closure``: steps that evaluate the loss themselves. ``foreign``: state dicts of Apex and Colossal-AI.
+``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler. ``losses``: its records of named
+losses. ``gradients``: what it does to gradients. ``result`` and ``outcomes``: what became of a step, and of all so far.
+``closure``: steps that evaluate the loss themselves. ``foreign``: state dicts of Apex and Colossal-AI.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["NonFiniteEvaluation", "Snapshot"]
+__all__ = ["Snapshot", "step_or_restore"]
 
 
-class NonFiniteEvaluation(Exception):
+class _NonFiniteEvaluation(Exception):
     """An evaluation of the closure gave a gradient that is not finite; the step is taken back."""
 
 
@@ -54,3 +55,38 @@ class Snapshot:
                     group[key] = given.copy_(before) if isinstance(given, torch.Tensor) else before
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+
+
+def step_or_restore(
+    optimizer: Optimizer,
+    closure: Callable[[], Any],
+    check: Callable[[], bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, bool]:
+    """Let an optimizer step by a closure, and take the step back at the first evaluation that fails the check.
+
+    Args:
+        optimizer: Called as ``optimizer.step(closure, *args, **kwargs)``.
+        closure: The user's.
+        check: Called after each evaluation; unscales the gradients and says whether they are finite.
+        args: For ``step``.
+        kwargs: For ``step``.
+
+    Returns:
+        What ``step`` returned, None if it was taken back; and whether it was.
+    """
+    snapshot = Snapshot(optimizer)
+
+    def evaluate() -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        if not check():
+            raise _NonFiniteEvaluation
+        return loss
+
+    try:
+        return optimizer.step(evaluate, *args, **kwargs), False
+    except _NonFiniteEvaluation:
+        snapshot.restore()
+        return None, True

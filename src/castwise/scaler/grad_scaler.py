@@ -11,12 +11,12 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from castwise import _torch
-from castwise.errors import LossScaleError, PlanError, StateError
+from castwise.errors import PlanError, StateError
 from castwise.plan import LossScale
 from castwise.scaler import gradients
-from castwise.scaler.closure import NonFiniteEvaluation, Snapshot
+from castwise.scaler.closure import step_or_restore
 from castwise.scaler.losses import DEFAULT, NamedLosses
-from castwise.scaler.outcomes import Outcomes
+from castwise.scaler.outcomes import Outcomes, stuck_error
 from castwise.scaler.result import StepResult, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
 
@@ -389,22 +389,12 @@ class GradScaler(NamedLosses):
             raise RuntimeError("step() has already been called since the last update().")
         if self._base is not None and state["stage"] is OptState.READY:
             self._unscaled(optimizer)
-        snapshot = Snapshot(optimizer)
 
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
+        def check() -> bool:
             flags = state["found_inf_per_device"] = self._unscaled(optimizer)
-            if any(flag.item() for flag in flags.values()):
-                raise NonFiniteEvaluation
-            return loss
+            return not any(flag.item() for flag in flags.values())
 
-        value, skipped = None, False
-        try:
-            value = optimizer.step(evaluate, *args, **kwargs)
-        except NonFiniteEvaluation:
-            skipped = True
-            snapshot.restore()
+        value, skipped = step_or_restore(optimizer, closure, check, args, kwargs)
         self._outcomes.skips[id(optimizer)] = skipped
         state["stage"] = OptState.STEPPED
         return value
@@ -424,20 +414,13 @@ class GradScaler(NamedLosses):
         ]
         if not stuck:
             return
-        names = self.non_finite_params(optimizer)
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        loss = f"the loss {stuck[0]!r} has its scale" if stuck[0] != DEFAULT else "the loss scale is"
-        where = f"at its floor, {floor:g}" if limits.dynamic else f"static, {self.get_scale(stuck[0]):g}"
-        cure = (
-            "No smaller scale would cure this"
-            if limits.dynamic
-            else "Use a dynamic loss scale, or a smaller one; else"
-        )
-        raise LossScaleError(
-            f"step({type(optimizer).__name__}): gradients were not finite {self._outcomes.streak + 1} times in a row, and {loss} "
-            f"{where}; first affected: {', '.join(names[:5]) or 'none any more'}{more}. {cure}: look for NaN or huge values "
-            "in the data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
-            "Region(path, compute='fp32')."
+        raise stuck_error(
+            optimizer,
+            self._outcomes.streak + 1,
+            self.non_finite_params(optimizer),
+            loss=stuck[0],
+            scale=self.get_scale(stuck[0]),
+            floor=floor if limits.dynamic else None,
         )
 
     def non_finite_params(self, optimizer: Optimizer) -> list[str]:

@@ -6,11 +6,12 @@ from collections import deque
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from castwise.errors import StateError
+from castwise.errors import LossScaleError, StateError
 from castwise.scaler.result import StepResult
 
-__all__ = ["Outcomes", "Window"]
+__all__ = ["Outcomes", "Window", "stuck_error"]
 
 _SAMPLE_PERIOD = 16
 """Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
@@ -133,3 +134,30 @@ class Outcomes:
         if len(keys) == 1:
             window.results[key] = result
         return result
+
+
+def stuck_error(
+    optimizer: Optimizer, times: int, names: list[str], *, loss: str, scale: float, floor: float | None
+) -> LossScaleError:
+    """The error for a scale that cannot shrink although gradients overflow again and again.
+
+    Args:
+        optimizer: Whose step was skipped last.
+        times: How often in a row.
+        names: Its parameters with non-finite gradients.
+        loss: Whose scale it is.
+        scale: That scale.
+        floor: The smallest scale; None where the scale is static.
+    """
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"
+    if floor is None:
+        where, cure = f"static, {scale:g}", "Use a dynamic loss scale, or a smaller one; else"
+    else:
+        where, cure = f"at its floor, {floor:g}", "No smaller scale would cure this"
+    return LossScaleError(
+        f"step({type(optimizer).__name__}): gradients were not finite {times} times in a row, and {whose} {where}; "
+        f"first affected: {', '.join(names[:5]) or 'none any more'}{more}. {cure}: look for NaN or huge values in the "
+        "data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
+        "Region(path, compute='fp32')."
+    )
