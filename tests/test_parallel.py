@@ -91,6 +91,49 @@ def test_hand_written_shards_skip_together_and_share_one_norm() -> None:
         assert {path.name for path in Path(folder).glob("done*")} == {"done0", "done1"}
 
 
+def wrapped(_rank: int, folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+
+    def learn(plan: str, wrapper: str) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        amp = castwise.Amp(plan, device="cpu")
+        if wrapper == "fsdp":
+            fully_shard(model, mesh=mesh, mp_policy=amp.mp_policy(model))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+        amp.prepare(model, optimizer)
+        call = nn.parallel.DistributedDataParallel(model) if wrapper == "ddp" else model
+        losses = []
+        for _ in range(20):
+            loss = nn.functional.mse_loss(call(x), y)
+            amp.backward(loss)
+            amp.step(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.3 * losses[0], (plan, wrapper, losses)
+
+    for plan in ("bf16-mixed", "fp16-mixed", "bf16-master"):
+        learn(plan, "fsdp")
+    for plan in ("bf16-mixed", "fp16-mixed"):
+        learn(plan, "ddp")
+    with pytest.raises(StateError, match="use bf16-mixed, or shard with FSDP2"):
+        learn("bf16-master", "ddp")
+    Path(folder, "done").touch()
+    leave()
+
+
+def test_the_order_of_wrappers() -> None:
+    """fully_shard then prepare; prepare then DDP; what DDP cannot do is said in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(wrapped, (folder,), 1)
+        assert Path(folder, "done").exists()
+
+
 def test_declaring_shards_needs_a_process_group() -> None:
     amp = castwise.Amp("bf16-mixed", device="cpu")
     with pytest.raises(StateError, match="not initialised"):

@@ -148,14 +148,15 @@ def storage_dtypes(model: nn.Module, plan: Plan) -> dict[torch.Tensor, torch.dty
     """The dtype that each floating parameter and buffer is to be stored in, for those that must change.
 
     A tensor shared by several regions takes the widest of their formats. Buffers follow their module's parameters,
-    as in ``module.to(dtype)``.
+    as in ``module.to(dtype)``. DTensors stay as they are: FSDP2 keeps its shards in fp32, which are masters enough,
+    and gathers them low by ``Amp.mp_policy``.
     """
     assigned = assign(model, plan.regions)
     wanted: dict[torch.Tensor, list[torch.dtype]] = {}
     for name, module in model.named_modules():
         stored = _stored_format(plan, _owner(name, assigned))
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and not hasattr(tensor, "device_mesh"):
                 wanted.setdefault(tensor, []).append(FORMATS[stored].dtype if stored else tensor.dtype)
     out = {}
     for tensor, dtypes in wanted.items():

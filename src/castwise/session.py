@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -354,15 +355,25 @@ class Amp:
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
-        if self.scaler is None:
-            if kwargs:
-                loss.backward(**kwargs)
+        try:
+            if self.scaler is None:
+                if kwargs:
+                    loss.backward(**kwargs)
+                else:
+                    _torch.backward_of_scalar(loss)
+            elif kwargs or not self.scaler.is_first(name):
+                self.scaler.backward(loss, name, params=self._parameters, **kwargs)
             else:
-                _torch.backward_of_scalar(loss)
-        elif kwargs or not self.scaler.is_first(name):
-            self.scaler.backward(loss, name, params=self._parameters, **kwargs)
-        else:
-            _torch.backward_of_scalar(self.scaler.scale(loss, name))
+                _torch.backward_of_scalar(self.scaler.scale(loss, name))
+        except RuntimeError as error:
+            if self.plan.keeps_masters and re.search(r"Expected (BFloat16|Half), got Float", str(error)):
+                raise StateError(
+                    f"backward: DistributedDataParallel reduces gradients in the format that parameters are stored in, and the "
+                    f"plan {self.plan} keeps fp32 gradients of parameters stored in {self.plan.compute}. Under "
+                    f"DistributedDataParallel use {self.plan.compute}-mixed, or shard with FSDP2's fully_shard and "
+                    "amp.mp_policy() instead."
+                ) from error
+            raise
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
