@@ -17,11 +17,14 @@ from castwise.jobs import Event
 from castwise.jobs.bench import BenchResult, bench
 from castwise.workload import find_workload
 
+NEVER = 1e6
+"""No plan is stopped as hopeless: a busy machine can make a step of microseconds look like one."""
+
 
 @pytest.fixture(scope="module")
 def result() -> BenchResult:
     spec = str(Path(__file__).with_name("tiny_workloads.py")) + ":mlp"
-    return bench(spec, ["bf16-mixed", "bf16-true"], device="cpu", steps=23, rounds=6, seed=3)
+    return bench(spec, ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, seed=3)
 
 
 def _row(result: BenchResult, name: str):  # type: ignore[no-untyped-def]
@@ -65,7 +68,17 @@ def test_losses_are_those_of_a_loop_written_by_hand(result: BenchResult, tiny: s
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    again = bench(workload, ["fp32"], device="cpu", steps=9, rounds=3, seed=5, inference=False, memory=False)
+    again = bench(
+        workload,
+        ["fp32"],
+        device="cpu",
+        hopeless=NEVER,
+        steps=9,
+        rounds=3,
+        seed=5,
+        inference=False,
+        memory=False,
+    )
     assert list(again.plans[0].losses) == losses
 
 
@@ -81,7 +94,14 @@ def test_pictures_are_thinned_and_named_by_plan(result: BenchResult) -> None:
 
 def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str) -> None:
     again = bench(
-        f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device="cpu", steps=23, rounds=6, seed=3, inference=False
+        f"{tiny}:mlp",
+        ["bf16-mixed", "bf16-true"],
+        device="cpu",
+        hopeless=NEVER,
+        steps=23,
+        rounds=6,
+        seed=3,
+        inference=False,
     )
     for one, other in zip(result.plans, again.plans, strict=True):
         assert one.losses == other.losses
@@ -119,7 +139,15 @@ def test_table_fits_a_terminal(result: BenchResult) -> None:
 
 def test_events_lead_to_the_end_of_every_stage(tiny: str) -> None:
     events: list[Event] = []
-    bench(f"{tiny}:mlp", ["bf16-mixed"], device="cpu", steps=10, rounds=2, progress=events.append)
+    bench(
+        f"{tiny}:mlp",
+        ["bf16-mixed"],
+        device="cpu",
+        hopeless=NEVER,
+        steps=10,
+        rounds=2,
+        progress=events.append,
+    )
     for stage in ("training", "inference", "memory"):
         for plan in ("fp32", "bf16-mixed"):
             mine = [event for event in events if (event.stage, event.subject) == (stage, plan)]
@@ -148,7 +176,9 @@ def test_a_hopeless_plan_is_stopped_and_says_by_how_much(tiny: str) -> None:
 def test_a_plan_the_device_cannot_run_is_a_row_with_the_reason(tiny: str) -> None:
     impossible = replace(Plan.preset("fp32"), fp32_conv="tf32")
     names = ["tf32", impossible] if not torch.cuda.is_available() else [impossible]
-    result = bench(f"{tiny}:mlp", [*names, "bf16-mixed"], device="cpu", steps=9, rounds=3, memory=False)
+    result = bench(
+        f"{tiny}:mlp", [*names, "bf16-mixed"], device="cpu", hopeless=NEVER, steps=9, rounds=3, memory=False
+    )
     for row in result.plans[1:-1]:
         assert row.status == "unsupported"
         assert "no TF32" in row.reason
@@ -158,14 +188,20 @@ def test_a_plan_the_device_cannot_run_is_a_row_with_the_reason(tiny: str) -> Non
 
 def test_a_region_that_matches_nothing_is_a_row_with_the_reason(tiny: str) -> None:
     plan = replace(Plan.preset("bf16-mixed"), regions=(Region("nowhere.*", compute="fp32"),))
-    result = bench(f"{tiny}:mlp", [plan], device="cpu", steps=9, rounds=3, memory=False)
+    result = bench(f"{tiny}:mlp", [plan], device="cpu", hopeless=NEVER, steps=9, rounds=3, memory=False)
     assert result.plans[1].status == "unsupported"
     assert "nowhere.*" in result.plans[1].reason
 
 
 def test_an_exception_in_one_plan_does_not_lose_the_others(tiny: str) -> None:
     result = bench(
-        f"{tiny}:breaks_in_low", ["bf16-mixed", "bf16-true"], device="cpu", steps=20, rounds=6, memory=False
+        f"{tiny}:breaks_in_low",
+        ["bf16-mixed", "bf16-true"],
+        device="cpu",
+        hopeless=NEVER,
+        steps=20,
+        rounds=6,
+        memory=False,
     )
     row = _row(result, "bf16-mixed")
     assert (row.status, row.reason) == ("failed", "FloatingPointError: a kernel")
@@ -179,7 +215,15 @@ def test_process_is_left_as_it_was(tiny: str) -> None:
     expected = torch.rand(1)
     torch.manual_seed(11)
     before = torch.backends.mkldnn.matmul.fp32_precision
-    bench(f"{tiny}:breaks_in_low", ["bf16-mixed", "bf16-true"], device="cpu", steps=9, rounds=3, memory=False)
+    bench(
+        f"{tiny}:breaks_in_low",
+        ["bf16-mixed", "bf16-true"],
+        device="cpu",
+        hopeless=NEVER,
+        steps=9,
+        rounds=3,
+        memory=False,
+    )
     assert torch.rand(1) == expected
     assert torch.backends.mkldnn.matmul.fp32_precision == before
     assert not torch.is_autocast_enabled("cpu")
@@ -204,7 +248,15 @@ def test_a_broken_workload_is_one_clear_sentence(
     tiny: str, attribute: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        bench(f"{tiny}:{attribute}", ["bf16-mixed"], device="cpu", steps=12, rounds=2, memory=False)
+        bench(
+            f"{tiny}:{attribute}",
+            ["bf16-mixed"],
+            device="cpu",
+            hopeless=NEVER,
+            steps=12,
+            rounds=2,
+            memory=False,
+        )
 
 
 def test_bad_numbers_and_plans_are_refused_before_any_work(tiny: str) -> None:
@@ -216,14 +268,23 @@ def test_bad_numbers_and_plans_are_refused_before_any_work(tiny: str) -> None:
 
 def test_the_baseline_is_fp32_by_name_wherever_it_stands(tiny: str) -> None:
     plans = ["O0", Plan.preset("bf16-mixed"), "fp32", torch.float16, "O0"]
-    result = bench(f"{tiny}:mlp", plans, device="cpu", steps=4, rounds=1, inference=False, memory=False)
+    result = bench(
+        f"{tiny}:mlp", plans, device="cpu", hopeless=NEVER, steps=4, rounds=1, inference=False, memory=False
+    )
     assert [row.name for row in result.plans] == ["fp32", "O0", "bf16-mixed", "fp16-mixed"]
     assert result.plans[1].losses == result.plans[0].losses  # O0 is fp32 by another name
 
 
 def test_short_runs_have_fewer_rounds(tiny: str) -> None:
     result = bench(
-        f"{tiny}:mlp", ["bf16-mixed"], device="cpu", steps=5, rounds=12, inference=False, memory=False
+        f"{tiny}:mlp",
+        ["bf16-mixed"],
+        device="cpu",
+        hopeless=NEVER,
+        steps=5,
+        rounds=12,
+        inference=False,
+        memory=False,
     )
     assert result.rounds == 3
     assert result.plans[1].training.step.n == 3
