@@ -156,7 +156,7 @@ def test_two_losses_through_shared_parameters_add_up_at_one_scale() -> None:
     (loss_of(exact, batch) + 100 * loss_of(exact, other)).backward()
     amp, model, optimizer = ready(Plan(compute="fp16", loss_scale=LossScale(init=256.0)))
     amp.scaler._loss("second").scale.fill_(32.0)  # the losses' scales have drifted apart
-    amp.backward(loss_of(model, batch), "first_named" if False else "loss")
+    amp.backward(loss_of(model, batch), "loss")
     amp.backward(100 * loss_of(model, other), "second")
     amp.backward(0 * loss_of(model, other), "loss")
     amp.unscale_(optimizer)
@@ -533,7 +533,7 @@ def test_switching_plans_midway_keeps_optimizer_state() -> None:
                 amp.step(optimizer)
                 optimizer.zero_grad()
     steps = {int(state["step"]) for state in optimizer.state.values()}
-    assert steps == {10} or steps <= {8, 9, 10}  # an fp16 run may begin with skipped steps
+    assert steps <= {8, 9, 10}  # ten, less the steps that an fp16 run may skip at first: nothing starts anew
     assert len(optimizer.state) == 4
     assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
 
