@@ -645,6 +645,8 @@ def test_a_loss_that_is_not_a_scalar() -> None:
     amp, model, _ = ready("bf16-mixed")
     with pytest.raises(PlanError, match=r"shape \[12, 4\]; a scalar is needed"):
         amp.backward(model(data()[0]))
+    with pytest.raises(PlanError, match=r"the loss is a float; .*Leave \.item\(\) out"):
+        amp.backward(loss_of(model, data()).item())
 
 
 def test_fsdp_policy() -> None:

@@ -346,6 +346,10 @@ class Amp:
         Raises:
             ValueError: A loss that is not a scalar or has no graph.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise PlanError(
+                f"backward: the loss is a {type(loss).__name__}; a scalar tensor is needed. Leave .item() out."
+            )
         if loss.numel() != 1:
             raise PlanError(
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."

@@ -131,7 +131,11 @@ def test_a_checkpoint_of_any_plan_loads_into_any_other() -> None:
             model.load_state_dict(state)
             out = amp.model_state_dict(model)
             exact = name not in ("bf16-true", "fp16-true", "O3")
-            assert all(torch.equal(out[k], state[k]) for k in state) or not exact
+            for key, value in state.items():
+                if exact:
+                    assert torch.equal(out[key], value), (name, key)
+                else:  # stored low without masters: one rounding to the format, half an ulp of bf16 at most
+                    torch.testing.assert_close(out[key], value, rtol=2**-8, atol=1e-6)
         amp.close()
 
 
