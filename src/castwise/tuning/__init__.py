@@ -1,0 +1,1 @@
+"""Choose a precision plan by experiment."""

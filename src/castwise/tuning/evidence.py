@@ -1,0 +1,259 @@
+"""What a search for a plan leaves behind: plain records, written as ``evidence.json`` and shown as a page.
+
+Everything here is data that JSON holds. Times are in seconds per training step, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from castwise.measure.environment import Environment
+from castwise.measure.stats import Ratio, Summary
+
+__all__ = [
+    "Candidate",
+    "Damage",
+    "Evidence",
+    "Histogram",
+    "RegionEvidence",
+    "ScaleWindow",
+    "Stage",
+    "Verification",
+]
+
+Verdict = Literal["pass", "fail", "undecided"]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a plan does to one update, relative to the expected square of the update itself.
+
+    Attributes:
+        verdict: Judged against the lines of the parity test.
+        value: (bias + noise / m) / (signal + data noise / m), with m microbatches per update; infinite where a
+            gradient was not finite. JSON has no infinity: it is written as None.
+        low: Lower end of the bootstrap interval.
+        high: Upper end.
+        bias: The part of ``value`` that is the same in every batch.
+        noise: The part that averages out over batches.
+        reason: In a clause, what made the verdict.
+    """
+
+    verdict: Verdict
+    value: float | None
+    low: float | None
+    high: float | None
+    bias: float | None
+    noise: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was considered.
+
+    Attributes:
+        name: A preset's name or the plan's line; what tables call it.
+        plan: The plan's line, which ``Plan.parse`` reads.
+        status: ``baseline`` (fp32), ``chosen``, ``sound`` (in the running to the end), or ``rejected``.
+        reason: Why it was rejected ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory",
+            "not supported by this device: ..."), or why it was chosen; empty otherwise.
+        rounds: Timed rounds it took part in.
+        time: Time per training step, None where it was not timed.
+        speedup: Over fp32, from rounds that both ran; > 1 is faster.
+        versus_autocast: Over one-line ``torch.autocast`` in bf16 (``bf16-mixed``).
+        peak_bytes: Peak memory of a training step, None where it was not measured.
+        parity: The gradient parity test's finding, None where it was not made.
+        loss: Mean loss of the last steps that it trained in the race, None where there were none.
+    """
+
+    name: str
+    plan: str
+    status: Literal["baseline", "chosen", "sound", "rejected"]
+    reason: str = ""
+    rounds: int = 0
+    time: Summary | None = None
+    speedup: Ratio | None = None
+    versus_autocast: Ratio | None = None
+    peak_bytes: int | None = None
+    parity: Damage | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class RegionEvidence:
+    """A region of the model: one module, or modules of one structure at the same place of repeated blocks.
+
+    Attributes:
+        pattern: As a plan's region names it, such as ``blocks.*.norm``.
+        kind: Class name of its modules.
+        modules: How many modules it covers.
+        parameters: Elements in their parameters.
+        format: Format it runs in under the chosen plan.
+        reason: Why that, where it is not the plan's own format.
+        time_fp32_s: Forward and backward of all its modules in fp32, None where it was not timed alone.
+        time_low_s: The same in the plan's compute format, casts at its border included.
+        damage: Its share of the damage to the update when it alone runs low, or None where it was not probed alone.
+        share: Its parameters' share of the whole model's damage under the chosen plan: bias and noise together.
+        bias: Bias part of ``share``.
+        noise: Noise part of ``share``.
+        data_noise: Variance of its gradient over batches in the same unit (share of signal + data noise / m).
+        grad_largest: Largest magnitude in its parameters' gradients, unscaled.
+        grad_smallest: Smallest non-zero magnitude that 99.9 % of its non-zero gradients exceed.
+    """
+
+    pattern: str
+    kind: str
+    modules: int
+    parameters: int
+    format: str
+    reason: str = ""
+    time_fp32_s: float | None = None
+    time_low_s: float | None = None
+    damage: Damage | None = None
+    share: float | None = None
+    bias: float | None = None
+    noise: float | None = None
+    data_noise: float | None = None
+    grad_largest: float | None = None
+    grad_smallest: float | None = None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Magnitudes of a region's gradients in fp32.
+
+    Attributes:
+        pattern: The region.
+        lowest: Exponent of the first bin: bin i counts gradients with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
+        counts: Per bin.
+        zeros: Gradients that are exactly zero.
+    """
+
+    pattern: str
+    lowest: int
+    counts: tuple[int, ...]
+    zeros: int
+
+
+@dataclass(frozen=True)
+class ScaleWindow:
+    """The loss scales under which fp16 holds the gradients.
+
+    Attributes:
+        largest: Largest magnitude of any gradient inside the backward pass, unscaled.
+        smallest: Magnitude below which lie gradients that carry one part in 10,000 of the squared norm.
+        lowest_scale: A smaller scale loses ``smallest`` to underflow.
+        highest_scale: A larger one makes ``largest`` overflow.
+        init: The scale chosen.
+    """
+
+    largest: float
+    smallest: float
+    lowest_scale: float
+    highest_scale: float
+    init: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the search and what it cost.
+
+    Attributes:
+        name: ``checks``, ``costs``, ``race``, ``reference``, ``floor``, ``all low``, ``regions``, ``verification``...
+        time_s: Seconds it took.
+        passes: Forward/backwards spent on numerics; steps of races are not among them.
+        steps: Training steps spent on timing.
+    """
+
+    name: str
+    time_s: float
+    passes: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Short training runs of the chosen plan against fp32, paired by seed.
+
+    Attributes:
+        steps: Steps of each run.
+        seeds: How many pairs.
+        difference: Mean over pairs of the loss under the plan minus that in fp32, over the last steps.
+        upper: Upper 95 % confidence bound of it.
+        margin: What it had to stay below.
+        detectable: The smallest difference that these runs would have shown four times out of five.
+        verdict: ``not worse``, ``worse`` or ``not shown``.
+    """
+
+    steps: int
+    seeds: int
+    difference: float
+    upper: float
+    margin: float
+    detectable: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a search measured.
+
+    Attributes:
+        workload: Its name.
+        description: One sentence on it.
+        command: What repeats the search.
+        goal: ``time``, ``memory`` or ``numerics``.
+        formats: Formats that were allowed.
+        plan: The chosen plan's line.
+        digest: Its digest.
+        answer: The result in one sentence.
+        complete: False where the search was interrupted or ran out of its budget.
+        settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and such.
+        environment: Machine, versions, commit.
+        candidates: The plans considered, the chosen one first, then by time.
+        regions: The model's regions, in the model's order.
+        histograms: Of the gradients.
+        scale: The loss scale's window, where fp16 was in the running.
+        floor: Damage of fp32 against itself, rounding differently.
+        repeat: Damage of fp32 against itself, repeated exactly; above 0 where the loss is not deterministic.
+        lines: ``{"pass": 0.01, "fail": 0.1}``, the parity test's lines.
+        stages: What was done, in order, and what it cost.
+        verification: Of ``verify_steps``, where asked for.
+        notes: Sentences that a reader should not miss.
+    """
+
+    workload: str
+    description: str
+    command: str
+    goal: str
+    formats: tuple[str, ...]
+    plan: str
+    digest: str
+    answer: str
+    complete: bool
+    settings: Mapping[str, Any]
+    environment: Environment
+    candidates: tuple[Candidate, ...]
+    regions: tuple[RegionEvidence, ...]
+    histograms: tuple[Histogram, ...] = ()
+    scale: ScaleWindow | None = None
+    floor: float | None = None
+    repeat: float | None = None
+    lines: Mapping[str, float] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    verification: Verification | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> int:
+        """Forward/backwards spent on numerics, over all stages."""
+        return sum(stage.passes for stage in self.stages)
+
+    def to_json(self) -> str:
+        """The record as JSON text."""
+        return json.dumps({**dataclasses.asdict(self), "passes": self.passes}, indent=1, allow_nan=False)
