@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from castwise.errors import CastwiseError
     from castwise.jobs.bench import bench
+    from castwise.numerics.parity import ParityResult, parity
     from castwise.plan import LossScale, Plan, Region
     from castwise.scaler import GradScaler, StepResult
     from castwise.session import Amp
@@ -27,6 +28,7 @@ __all__ = [
     "CastwiseError",
     "GradScaler",
     "LossScale",
+    "ParityResult",
     "Plan",
     "Region",
     "StepResult",
@@ -37,6 +39,7 @@ __all__ = [
     "custom_fwd",
     "fp32_function",
     "lower_function",
+    "parity",
     "widest_function",
 ]
 
@@ -45,6 +48,7 @@ _HOME = {
     "CastwiseError": "errors",
     "GradScaler": "scaler",
     "LossScale": "plan",
+    "ParityResult": "numerics.parity",
     "Plan": "plan",
     "Region": "plan",
     "StepResult": "scaler",
@@ -55,6 +59,7 @@ _HOME = {
     "custom_fwd": "casting",
     "fp32_function": "casting",
     "lower_function": "casting",
+    "parity": "numerics.parity",
     "widest_function": "casting",
 }
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch.library import Library, get_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -387,3 +388,26 @@ def never_trace(function: Callable[..., Any]) -> None:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "castwise's GradScaler runs between graphs"  # type: ignore[attr-defined]
+
+
+class OperatorMode(TorchDispatchMode):
+    """Calls :meth:`handle` for every ATen operator that runs inside it, those of backward too, below autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Hand the operator over; inside, the mode is off."""
+        return self.handle(func, args, kwargs or {})
+
+    def handle(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, or something in its place.
+
+        Args:
+            op: The operator.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        return op(*args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
+from castwise.numerics.window import Histogram, ScaleWindow
 
 __all__ = [
     "Candidate",
@@ -121,42 +122,6 @@ class RegionEvidence:
     data_noise: float | None = None
     grad_largest: float | None = None
     grad_smallest: float | None = None
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Magnitudes of a region's gradients in fp32.
-
-    Attributes:
-        pattern: The region.
-        lowest: Exponent of the first bin: bin i counts gradients with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
-        counts: Per bin.
-        zeros: Gradients that are exactly zero.
-    """
-
-    pattern: str
-    lowest: int
-    counts: tuple[int, ...]
-    zeros: int
-
-
-@dataclass(frozen=True)
-class ScaleWindow:
-    """The loss scales under which fp16 holds the gradients.
-
-    Attributes:
-        largest: Largest magnitude of any gradient inside the backward pass, unscaled.
-        smallest: Magnitude below which lie gradients that carry one part in 10,000 of the squared norm.
-        lowest_scale: A smaller scale loses ``smallest`` to underflow.
-        highest_scale: A larger one makes ``largest`` overflow.
-        init: The scale chosen.
-    """
-
-    largest: float
-    smallest: float
-    lowest_scale: float
-    highest_scale: float
-    init: float
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,89 @@
+"""Batches as users have them - a sequence, a loader, a function of a seed - as endless iterators by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from castwise.casting.trees import map_tensors
+from castwise.errors import WorkloadError
+
+__all__ = ["endless", "same_batch"]
+
+
+def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
+    """Turn what a user gives as batches into ``batches(seed)``, an iterator without end.
+
+    Args:
+        batches: A sequence, an iterable that can be gone through more than once (a DataLoader), or a function from a
+            seed to an iterator. What ends is begun again.
+        call: The caller, for errors.
+
+    Returns:
+        The function.
+
+    Raises:
+        WorkloadError: An iterator that can be gone through once, or something that is none of these.
+    """
+    if callable(batches):
+        return _again(batches, call)
+    if isinstance(batches, Iterator):
+        raise WorkloadError(
+            f"{call}: batches is an iterator ({type(batches).__name__}), which can be gone through only once and would be "
+            "used up; give a sequence, a DataLoader or a function batches(seed) -> iterator"
+        )
+    if isinstance(batches, (Tensor, str, bytes)) or not isinstance(batches, Iterable):
+        raise WorkloadError(
+            f"{call}: batches is {type(batches).__name__}; give a sequence of batches, a DataLoader or a function "
+            "batches(seed) -> iterator"
+        )
+    return _again(lambda _seed: iter(batches), call)
+
+
+def _again(make: Callable[[int], Any], call: str) -> Callable[[int], Iterator[Any]]:
+    def generate(seed: int) -> Iterator[Any]:
+        while True:
+            got = False
+            for batch in make(seed):
+                got = True
+                yield batch
+            if not got:
+                raise WorkloadError(
+                    f"{call}: batches gave no batch at all; give at least one, better 16 or more"
+                )
+
+    return generate
+
+
+def same_batch(one: Any, other: Any) -> bool:
+    """Whether two batches hold the same values. Synchronises with the device.
+
+    Args:
+        one: Tensors in containers.
+        other: Likewise.
+    """
+    mine, theirs = _tensors(one), _tensors(other)
+    if one is other:
+        return True
+    return (
+        bool(mine)
+        and len(mine) == len(theirs)
+        and all(
+            a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, value)
+    return found

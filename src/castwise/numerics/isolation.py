@@ -1,0 +1,68 @@
+"""Experiments that leave no trace: random numbers, process-wide settings and gradient mode as they were before."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["seed_all", "undisturbed"]
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, so that a loss draws the same again.
+
+    Args:
+        seed: Any whole number from 0 to 2**32 - 1.
+    """
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _accelerators() -> list[Any]:
+    return [
+        module
+        for name in ("cuda", "xpu")
+        if (module := getattr(torch, name, None)) is not None and module.is_available()
+    ]
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Give everything back that an experiment may move: generators, gradient mode, dtype and precision settings.
+
+    What castwise's own plans set (``fp32_precision`` of the backends) is given back by the sessions that set it.
+    """
+    python = random.getstate()
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    cpu = torch.get_rng_state()
+    devices = [(module, module.get_rng_state_all()) for module in _accelerators()]
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    dtype = torch.get_default_dtype()
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        for module, states in devices:
+            module.set_rng_state_all(states)
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,0 +1,413 @@
+"""``parity``: are a plan's gradients as good as fp32's?
+
+The plan's gradients are compared with fp32's at the same dithered weights, data and random draws, over several
+microbatches, and what it adds to one update is held against the update's own expected square, the noise of the data
+included (:mod:`castwise.numerics.damage`). Below ``PASS`` nothing of it shows in training; above ``FAIL`` it does.
+
+Where the optimizer is of Adam's kind the same is asked in the units of its steps, where parameters with small
+gradients count as much as others. Parameters whose fp32 gradient is nothing but rounding (the bias of a convolution
+before BatchNorm, the key bias of attention) are left out there: an optimizer's step from them means nothing in fp32
+either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from castwise.casting.context import default_device_type
+from castwise.errors import PlanError, WorkloadError
+from castwise.numerics.batches import endless
+from castwise.numerics.damage import FAIL, PASS, Estimate, Grams, estimate, share
+from castwise.numerics.isolation import undisturbed
+from castwise.numerics.probes import Prober, Trial
+from castwise.numerics.updates import LOST, lost_updates
+from castwise.numerics.window import GradientRange
+from castwise.plan import Plan, as_plan
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["ParityResult", "ParityTest", "RegionParity", "parity"]
+
+Verdict = Literal["pass", "fail", "undecided"]
+
+MICROBATCHES = 8
+FLOOR = 4
+MOST = 32
+"""Microbatches drawn at most where the interval straddles a line."""
+DEAD = 1e-4
+"""A parameter whose fp32 gradient differs from itself by more than this share of its square has no gradient."""
+COMPARABLE = 0.3
+"""fp32's own difference from itself may be this share of the plan's before the plan cannot be judged."""
+
+
+@dataclass(frozen=True)
+class RegionParity:
+    """What one module's parameters contribute to the damage.
+
+    Attributes:
+        path: Of the module.
+        bias: Share of the whole's damage that is the same in every batch.
+        noise: Share that averages out.
+        data_noise: The variance of its gradient over batches in the same unit.
+        adam: Bias and noise together in the units of Adam's steps, None where they were not asked for or the gradient
+            is nothing but rounding.
+    """
+
+    path: str
+    bias: float
+    noise: float
+    data_noise: float
+    adam: float | None = None
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """The finding of the gradient parity test.
+
+    Attributes:
+        plan: What was tested.
+        verdict: ``pass``, ``fail`` or ``undecided``.
+        reason: Why, in a sentence.
+        damage: The error added to one update over the update's expected square.
+        adam: The same in the units of Adam's steps; None for other optimizers.
+        regions: Per module with parameters of its own.
+        floor: Damage of fp32 against itself, rounding differently.
+        repeat: Damage of fp32 against itself, repeated exactly: above 0 for a loss that is not deterministic.
+        lost_updates: Share of updates that rounding drops, for plans that store parameters low without masters.
+        loss_scale: The loss scale that gradients were taken with, None without one.
+        microbatches: How many there were.
+        per_update: Microbatches that one update averages.
+        passes: Forward/backwards it took.
+        strayed: Random draws that could not be replayed.
+    """
+
+    plan: Plan
+    verdict: Verdict
+    reason: str
+    damage: Estimate
+    adam: Estimate | None
+    regions: tuple[RegionParity, ...]
+    floor: float
+    repeat: float
+    lost_updates: float | None = None
+    loss_scale: float | None = None
+    microbatches: int = MICROBATCHES
+    per_update: int = 1
+    passes: int = 0
+    strayed: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether the plan passed."""
+        return self.verdict == "pass"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the verdict is ``pass``."""
+        return self.verdict == "pass"
+
+    def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
+        """The modules that contribute most, the worst first.
+
+        Args:
+            count: How many.
+        """
+
+        def weight(region: RegionParity) -> float:
+            return (
+                math.inf if math.isnan(region.bias) else max(region.bias + region.noise, region.adam or 0.0)
+            )
+
+        return tuple(sorted(self.regions, key=weight, reverse=True)[:count])
+
+    def table(self) -> RenderableType:
+        """The finding and the worst modules, for ``rich.print``."""
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        for name in ("module", "bias", "noise", "data's noise", "in Adam's steps"):
+            table.add_column(name, justify="left" if name == "module" else "right")
+        for r in self.worst():
+            adam = "" if r.adam is None else f"{r.adam:.2g}"
+            table.add_row(r.path or "(model)", f"{r.bias:.2g}", f"{r.noise:.2g}", f"{r.data_noise:.2g}", adam)
+        return Group(f"{self.plan}: {self.verdict}. {self.reason}", "", table)
+
+
+@dataclass
+class ParityTest:
+    """The test in parts, for callers that judge many plans against one reference.
+
+    Attributes:
+        prober: Runs the probes.
+        per_update: Microbatches per update.
+        adam: Whether to ask in the units of Adam's steps too.
+        range: What was seen of the reference's gradients.
+    """
+
+    prober: Prober
+    per_update: int = 1
+    adam: bool = False
+    range: GradientRange = field(default_factory=GradientRange)
+    _floor: float = 0.0
+    _repeat: float = 0.0
+    _dead: frozenset[str] = frozenset()
+    _weights: list[Tensor] | None = None
+
+    def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
+        """Run fp32 on ``count`` microbatches, then against itself.
+
+        Args:
+            count: How many.
+            observed: On how many of them gradients are watched in every module.
+        """
+        if observed:
+            self.prober.extend(min(observed, count), self.range.observing)
+        self.prober.extend(count - min(observed, count))
+        if self.adam:
+            self._weights = self.prober.preconditioner()
+        floor = self.prober.floor(range(min(FLOOR, count)))
+        grams = self.prober.grams(floor)
+        self._dead = frozenset(
+            name
+            for name, g in grams.items()
+            if g.error.trace() > DEAD * g.signal.trace() or not g.signal.trace() > 0.0
+        )
+        self._floor = estimate(Grams.total(grams.values()), self.per_update).value
+        again = self.prober.repeat()
+        grams = self.prober.grams(again)
+        whole = Grams.total(self.prober.grams(floor).values())
+        square = float(whole.signal.trace()) / whole.count
+        self._repeat = sum(float(g.error.trace()) for g in grams.values()) / square if square else 0.0
+
+    @property
+    def floor(self) -> float:
+        """Damage of fp32 against itself, rounding differently."""
+        return self._floor
+
+    @property
+    def repeat(self) -> float:
+        """Damage of fp32 against itself, repeated."""
+        return self._repeat
+
+    def judge(self, trial: Trial) -> ParityResult:
+        """Judge a plan by the microbatches it has run on.
+
+        Args:
+            trial: Its errors.
+
+        Returns:
+            The finding; ``undecided`` where more microbatches may decide.
+        """
+        grams = self.prober.grams(trial)
+        whole = Grams.total(grams.values())
+        damage = estimate(whole, self.per_update) if whole.count > 1 else _broken(whole)
+        adam, adam_grams = None, {}
+        if self.adam and self._weights is not None and trial.finite:
+            adam_grams = {
+                n: g for n, g in self.prober.grams(trial, self._weights).items() if n not in self._dead
+            }
+            if adam_grams:
+                adam = estimate(Grams.total(adam_grams.values()), self.per_update)
+        regions = []
+        for path, names in self._modules().items():
+            part = Grams.total([grams[name] for name in names])
+            live = [adam_grams[name] for name in names if name in adam_grams]
+            in_steps = None
+            if adam is not None and live:
+                bias, noise, _ = share(Grams.total(live), adam.denominator, self.per_update)
+                in_steps = bias + noise
+            regions.append(RegionParity(path, *share(part, damage.denominator, self.per_update), in_steps))
+        verdict, reason = self._verdict(trial, damage, adam, regions)
+        return ParityResult(
+            plan=trial.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
+            floor=self._floor, repeat=self._repeat, loss_scale=trial.scale, microbatches=len(trial.indices),
+            per_update=self.per_update, passes=self.prober.passes, strayed=trial.strayed,
+        )  # fmt: skip
+
+    def _modules(self) -> dict[str, list[str]]:
+        modules: dict[str, list[str]] = {}
+        for name in self.prober.names:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+        return modules
+
+    def _verdict(
+        self, trial: Trial, damage: Estimate, adam: Estimate | None, regions: Sequence[RegionParity]
+    ) -> tuple[Verdict, str]:
+        if not trial.finite:
+            where = ", ".join(trial.blame[:3])
+            scale = " at any loss scale" if trial.plan.loss_scale is not None else ""
+            return "fail", f"the gradient of {where} is not finite{scale}"
+        judged = [(damage, "")] + ([(adam, " in the units of Adam's steps")] if adam is not None else [])
+        worst, units = max(judged, key=lambda pair: pair[0].value)
+        value = f"damage {worst.value:.2g} (95 % interval {worst.low:.2g} to {worst.high:.2g}){units}"
+        if all(e.value < PASS and e.high < FAIL for e, _ in judged):
+            return "pass", f"{value} is below {PASS:g}: not to be told from the noise of the data"
+        own = max(self._floor, self._repeat)
+        if own > COMPARABLE * damage.value:
+            what = (
+                "the loss is not deterministic: repeated, it differs from itself"
+                if self._repeat >= self._floor
+                else "fp32 itself, rounding differently, differs from itself"
+            )
+            return (
+                "undecided",
+                f"{what} by {own:.2g} of an update, and the plan from fp32 by {damage.value:.2g}",
+            )
+        if any(e.low > FAIL for e, _ in judged) or any(e.value > FAIL and e.low > PASS for e, _ in judged):
+            at = max(regions, key=lambda r: _weight(r, bool(units)), default=None)
+            where = "" if at is None else f", most of it in {at.path or 'the model itself'}"
+            return "fail", f"{value} is above {FAIL:g}{where}"
+        return "undecided", f"{value} lies between {PASS:g} and {FAIL:g}"
+
+
+def _weight(region: RegionParity, adam: bool) -> float:
+    return (region.adam or 0.0) if adam else region.bias + region.noise
+
+
+def _broken(whole: Grams) -> Estimate:
+    inf, nan = math.inf, math.nan
+    return Estimate(inf, inf, inf, nan, nan, nan, nan, nan)
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides by the root of a running mean of squared gradients.
+
+    Args:
+        optimizer: Any; judged by its options, as Adam's relatives share ``betas``.
+    """
+    groups = optimizer.param_groups
+    return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
+
+
+def parity(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Any,
+    plan: Plan | str,
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    accumulate: int = 1,
+    world_size: int = 1,
+    microbatches: int = MICROBATCHES,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> ParityResult:
+    """Test whether a plan's gradients can be told from fp32's, whatever its speed.
+
+    Everything runs on copies: the model, random numbers and process-wide settings are as before when it returns or
+    fails. On a CPU fp16 matrix products are computed in fp32 and rounded, so plans for a GPU can be tested there.
+
+    Args:
+        model: In fp32, in any state of training: its modes (dropout, frozen BatchNorm) are kept.
+        loss: ``loss(model, batch)`` -> scalar tensor, fp32.
+        batches: A sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator; each batch is
+            one microbatch.
+        plan: What to test.
+        optimizer: ``optimizer(params)`` -> Optimizer. With one of Adam's kind the test is made in the units of its
+            steps too; for plans that store parameters low without masters it is needed to count lost updates.
+        accumulate: Microbatches accumulated per update.
+        world_size: Data-parallel ranks that average their gradients.
+        microbatches: How many to start with, at least 4; where they do not decide, up to four times as many.
+        device: By default the device of the model's parameters.
+        seed: Of dither, random draws and, where batches are a function, of these.
+
+    Returns:
+        The finding: ``.verdict``, ``.reason``, ``.regions``, ``.table()``; true where it passed. A failure is confirmed
+        on fresh batches before it is reported.
+
+    Raises:
+        WorkloadError: A loss that is not differentiable, batches that cannot be used, or a model not in fp32.
+        NonFiniteError: fp32 itself gives gradients that are not finite.
+        PlanError: A plan that does not fit the model, or numbers out of their range.
+        DeviceError: The device cannot run the plan.
+
+    Source: docs/numerics.md derives the test and shows how its lines were calibrated.
+    """
+    chosen = as_plan(plan)
+    for name, value, least in (("accumulate", accumulate, 1), ("world_size", world_size, 1), ("microbatches", microbatches, 4)):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PlanError(f"parity({name}={value!r}): needs a whole number >= {least}")
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
+    where = torch.device(device) if device is not None else _device_of(model)
+    make = endless(batches, "parity")
+    with undisturbed():
+        prober = Prober(model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest([chosen]))
+        adam = optimizer is not None and is_adam(optimizer(prober.model.parameters()))
+        test = ParityTest(prober, accumulate * world_size, adam)
+        test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
+        chosen = with_measured_scale(chosen, test.range)
+        trial = prober.trial(chosen, range(microbatches))
+        result = test.judge(trial)
+        while result.verdict != "pass" and trial.finite and len(prober.micros) < MOST:
+            if result.verdict == "fail" and len(trial.indices) > microbatches:
+                break  # failed on the first ones and with the fresh ones
+            fresh = range(len(prober.micros), len(prober.micros) + microbatches)
+            prober.extend(microbatches)
+            trial = prober.trial(chosen, fresh, onto=trial)
+            result = test.judge(trial)
+        lost = None
+        if optimizer is not None:
+            lost = lost_updates(model, loss, make(seed), optimizer, chosen, where, seed)
+    return _with_updates(result, lost, prober.passes)
+
+
+def _with_updates(result: ParityResult, lost: float | None, passes: int) -> ParityResult:
+    plan = result.plan
+    if plan.stores_low and not plan.keeps_masters and result.verdict == "pass":
+        if lost is None:
+            return dataclasses.replace(
+                result, verdict="undecided", passes=passes,
+                reason=f"{result.reason}; but parameters are stored low without masters, and without optimizer= nothing "
+                "tells how many updates rounding drops",
+            )  # fmt: skip
+        if lost > LOST:
+            return dataclasses.replace(
+                result, verdict="fail", lost_updates=lost, passes=passes,
+                reason=f"rounding to {plan.compute} drops {lost:.0%} of the updates, since parameters have no masters",
+            )  # fmt: skip
+    return dataclasses.replace(result, lost_updates=lost, passes=passes)
+
+
+def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
+    """A plan whose loss scale starts inside the window that was measured; other plans as they are.
+
+    Args:
+        plan: Any.
+        seen: Gradients of the reference.
+    """
+    window = seen.window()
+    if plan.loss_scale is None or not plan.loss_scale.dynamic or window is None:
+        return plan
+    scale = plan.loss_scale
+    init = window.init
+    if scale.ceiling is not None:
+        init = min(init, scale.ceiling)
+    if scale.floor is not None:
+        init = max(init, scale.floor)
+    return dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=init))
+
+
+def coarsest(plans: Iterable[Plan]) -> str:
+    """The format with the fewest digits among those of some plans, whose last place dither is made of.
+
+    Args:
+        plans: Any; fp32 plans count as bf16, whose dither does no harm.
+    """
+    return (
+        "fp16" if {low for p in plans for low in p.formats if low in ("bf16", "fp16")} == {"fp16"} else "bf16"
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device(default_device_type())

@@ -1,0 +1,473 @@
+"""Probes: forward and backward in fp32 and under a plan, at the same weights, data and random draws.
+
+Every microbatch has dithered weights: each weight is moved by up to half a unit in the last place of the coarsest
+format in question, the same way in every run. The rounding of the weights themselves, which is the same in every batch
+while they stand still and washes out once they move, is so turned from a false bias into noise.
+
+The model that is handed in is copied and never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from castwise.errors import CastwiseError, NonFiniteError, WorkloadError
+from castwise.formats import FORMATS
+from castwise.measure.steps import to_device
+from castwise.numerics.damage import Grams, Matrix
+from castwise.numerics.draws import Recorder, Replayer, Tape
+from castwise.numerics.emulation import EmulatedProducts
+from castwise.numerics.isolation import seed_all
+from castwise.plan import Plan
+from castwise.session import Amp
+from castwise.workload import non_finite_parts
+
+__all__ = ["REFERENCE", "Micro", "Prober", "Trial"]
+
+REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
+"""What gradients are held against: fp32 through and through, TF32 ruled out."""
+MOST_ELEMENTS = 1 << 21
+"""Of a larger parameter this many elements, drawn at random, stand for it."""
+RESCALE = 2.0**-6
+"""Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
+RESCALES = 3
+_CHUNK = 1 << 18
+
+
+@dataclass
+class Micro:
+    """A microbatch of the reference.
+
+    Attributes:
+        batch: On the device.
+        seed: Of its dither and its random draws.
+        tape: Its random draws.
+        gradients: fp32, one vector per parameter.
+        loss: In fp32.
+    """
+
+    batch: Any
+    seed: int
+    tape: Tape = field(default_factory=Tape)
+    gradients: list[Tensor] = field(default_factory=list)
+    loss: float = float("nan")
+
+
+@dataclass
+class Trial:
+    """The gradients of a plan on some microbatches, as errors against the reference.
+
+    Attributes:
+        plan: The plan.
+        scale: The loss scale that gradients were taken with, None without one.
+        indices: Which microbatches.
+        errors: Per microbatch and parameter d_k = h_k - g_k, fp32.
+        finite: Whether every gradient was.
+        blame: Names of parameters whose gradients were not finite.
+        strayed: Random draws that could not be replayed.
+        losses: Loss per microbatch.
+    """
+
+    plan: Plan
+    scale: float | None = None
+    indices: list[int] = field(default_factory=list)
+    errors: list[list[Tensor]] = field(default_factory=list)
+    finite: bool = True
+    blame: tuple[str, ...] = ()
+    strayed: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+class Prober:
+    """Runs probes of one model and one loss.
+
+    Args:
+        model: Copied.
+        loss: From the model and a batch a scalar.
+        batches: Iterator over batches on any device.
+        device: Where to run.
+        seed: Of dither and random draws.
+        call: The caller, for errors.
+        dither: The coarsest format in question, by name.
+
+    Attributes:
+        passes: Forward/backwards so far.
+        micros: The reference's microbatches.
+        names: Names of the trained parameters, in order.
+        sizes: Their elements.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batches: Iterator[Any],
+        device: torch.device,
+        *,
+        seed: int = 0,
+        call: str = "parity",
+        dither: str = "bf16",
+    ) -> None:
+        self.call = call
+        self.device = device
+        self.passes = 0
+        self.micros: list[Micro] = []
+        self._loss = loss
+        self._batches = batches
+        self._seed = seed
+        self._eps = FORMATS[dither].eps
+        self._model = self._copy(model).to(device)
+        low = [
+            name for name, p in self._model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)
+        ]
+        if low:
+            raise WorkloadError(
+                f"{call}: the model is the fp32 reference, but {', '.join(low[:3])} "
+                f"{'are' if len(low) > 1 else 'is'} stored in a low format; give it in fp32: model.float()"
+            )
+        self._trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        if not self._trained:
+            raise WorkloadError(
+                f"{call}: no parameter of {type(model).__name__} requires a gradient; give a model that is trained"
+            )
+        self._weights = {
+            name: p.detach().clone() for name, p in self._model.named_parameters() if p.is_floating_point()
+        }
+        self._buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+        self._picks = {
+            name: self._pick(index, p.numel())
+            for index, (name, p) in enumerate(self._model.named_parameters())
+            if p.requires_grad
+        }
+        self._scales: dict[Plan, float] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trained parameters, in the order of gradients."""
+        return self._trained
+
+    @property
+    def model(self) -> nn.Module:
+        """The prober's own copy, to look at."""
+        return self._model
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        try:
+            return copy.deepcopy(model)
+        except Exception as error:
+            raise WorkloadError(
+                f"{self.call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need a copy; "
+                "give tensors that are no parameters or buffers without a graph (detach them), or a Workload whose "
+                "model() builds it"
+            ) from error
+
+    def _pick(self, index: int, numel: int) -> Tensor | None:
+        if numel <= MOST_ELEMENTS:
+            return None
+        generator = torch.Generator().manual_seed(self._seed + index)
+        return torch.randint(numel, (MOST_ELEMENTS,), generator=generator).sort().values.to(self.device)
+
+    # --- passes -------------------------------------------------------------------------------------------
+
+    def extend(self, count: int, observe: Callable[[nn.Module], Any] | None = None) -> None:
+        """Run the reference on ``count`` more microbatches.
+
+        Args:
+            count: How many.
+            observe: Context manager around each pass, given the model.
+
+        Raises:
+            WorkloadError: A loss that gradients cannot come from, or batches that run out.
+            NonFiniteError: The loss or a gradient is not finite in fp32.
+        """
+        with self._under(REFERENCE) as (model, amp):
+            for _ in range(count):
+                try:
+                    batch = to_device(next(self._batches), self.device)
+                except StopIteration:
+                    raise WorkloadError(
+                        f"{self.call}: batches ended after {len(self.micros)}; the test needs {len(self.micros) + count}. "
+                        "Give more, or an iterator without end"
+                    ) from None
+                micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
+                self._set(model, micro)
+                with Recorder(micro.tape), observe(model) if observe else contextlib.nullcontext():
+                    micro.loss = self._backward(model, amp, micro)
+                micro.gradients = self._gradients(model, 1.0)
+                self._check_reference(model, micro)
+                self.micros.append(micro)
+
+    def _check_reference(self, model: nn.Module, micro: Micro) -> None:
+        number = len(self.micros)
+        if not any(p.grad is not None for p in model.parameters()):
+            raise WorkloadError(
+                f"{self.call}: after loss(model, batch) and backward no parameter of the model has a gradient; the loss must "
+                "call the model that it is given, since experiments run on copies"
+            )
+        bad = [
+            name
+            for name, gradient in zip(self._trained, micro.gradients, strict=True)
+            if not bool(torch.isfinite(gradient).all())
+        ]
+        if micro.loss != micro.loss or micro.loss in (float("inf"), float("-inf")) or bad:
+            holders = non_finite_parts(micro.batch)
+            what = (
+                f"the gradient of {', '.join(bad[:3])}"
+                if micro.loss == micro.loss and bad
+                else f"the loss ({micro.loss})"
+            )
+            why = (
+                f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}"
+                if holders
+                else "from data that is finite, so look at the model's weights and its loss"
+            )
+            raise NonFiniteError(
+                f"{self.call}: {what} of batch {number} is not finite in fp32 already, so no plan can be compared: {why}"
+            )
+
+    def floor(self, indices: Sequence[int]) -> Trial:
+        """fp32 against itself, rounding differently: the weights moved by up to one unit of fp32's last place.
+
+        Repeating a pass on a CPU gives the same bits and says nothing about what rounding does; a permuted batch does,
+        but not every loss may be permuted. A step of 2**-23 in the weights changes every rounding behind them.
+
+        Args:
+            indices: Which microbatches.
+
+        Returns:
+            The errors.
+        """
+        return self.trial(REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps)  # less would round away
+
+    def repeat(self, index: int = 0) -> Trial:
+        """fp32 against itself, repeated exactly.
+
+        Args:
+            index: Which microbatch.
+
+        Returns:
+            The errors; zero, but for a loss that is not deterministic.
+        """
+        return self.trial(REFERENCE, [index])
+
+    def trial(
+        self, plan: Plan, indices: Sequence[int], jitter: float = 0.0, onto: Trial | None = None
+    ) -> Trial:
+        """Run a plan on microbatches of the reference.
+
+        Args:
+            plan: The plan. Its loss scale is lowered where gradients overflow, as training would.
+            indices: Which microbatches.
+            jitter: Relative size of one more dither of this run's weights alone.
+            onto: A trial of the same plan on other microbatches, to go on with.
+
+        Returns:
+            The errors.
+
+        Raises:
+            CastwiseError: The plan does not fit the model or the device.
+        """
+        trial = onto if onto is not None else Trial(plan)
+        scale = self._scales.get(plan) or (plan.loss_scale.init if plan.loss_scale is not None else None)
+        rest = list(indices)
+        for attempt in range(RESCALES + 1):
+            running = plan
+            if scale is not None and plan.loss_scale is not None:
+                running = dataclasses.replace(
+                    plan,
+                    loss_scale=dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None),
+                )
+            last = attempt == RESCALES or scale is None
+            rest = self._run(running, rest, jitter, trial, last)
+            if not rest or last:
+                break
+            assert scale is not None
+            scale *= RESCALE
+        trial.scale = scale
+        if scale is not None:
+            self._scales[plan] = scale
+        return trial
+
+    def _run(self, plan: Plan, indices: list[int], jitter: float, trial: Trial, last: bool) -> list[int]:
+        """Run until the first overflow that another loss scale might cure; return what is left."""
+        with self._under(plan) as (model, amp):
+            for at, index in enumerate(indices):
+                micro = self.micros[index]
+                self._set(model, micro, jitter)
+                replayer = Replayer(micro.tape)
+                emulate = self.device.type == "cpu" and "fp16" in plan.formats
+                with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
+                    loss = self._backward(model, amp, micro)
+                gradients = self._gradients(model, amp.get_scale() if amp.scaler is not None else 1.0)
+                blame = [
+                    n
+                    for n, g in zip(self._trained, gradients, strict=True)
+                    if not bool(torch.isfinite(g).all())
+                ]
+                if blame and not last:
+                    return indices[at:]
+                trial.indices.append(index)
+                trial.losses.append(loss)
+                trial.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
+                trial.strayed += replayer.strayed
+                if blame:
+                    trial.finite, trial.blame = False, tuple(blame)
+                    return []
+        return []
+
+    @contextlib.contextmanager
+    def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
+        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
+        model = copy.deepcopy(self._model)
+        with Amp(plan, device=self.device) as amp:
+            if plan.keeps_masters:
+                amp.prepare(
+                    model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+                )
+            else:
+                amp.prepare(model)
+            yield model, amp
+
+    def _backward(self, model: nn.Module, amp: Amp, micro: Micro) -> float:
+        model.zero_grad(set_to_none=True)
+        seed_all(micro.seed % 2**32)
+        self.passes += 1
+        loss = self._loss(model, micro.batch)
+        self._check_loss(loss)
+        amp.backward(loss)
+        return float(loss.detach())
+
+    def _check_loss(self, loss: Any) -> None:
+        call = f"{self.call}: loss(model, batch) returned"
+        if not isinstance(loss, Tensor):
+            raise WorkloadError(
+                f"{call} {type(loss).__name__}; it must return a floating tensor with one element"
+            )
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise WorkloadError(
+                f"{call} a tensor of shape {list(loss.shape)} and {str(loss.dtype).removeprefix('torch.')}; it must return a "
+                "floating tensor with one element. Reduce it with .mean() or .sum()"
+            )
+        if not loss.requires_grad:
+            raise WorkloadError(
+                f"{call} a tensor without a graph, so the loss is not differentiable: no gradient can reach the model; remove "
+                ".detach(), .item(), argmax or no_grad() from it"
+            )
+
+    def _set(self, model: nn.Module, micro: Micro, jitter: float = 0.0) -> None:
+        """Put the dithered weights and the buffers of the start into a copy of the model."""
+        generator = torch.Generator(self.device).manual_seed(micro.seed)
+        second = torch.Generator(self.device).manual_seed(micro.seed + 1_000_000_007)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                weight = self._weights.get(name)
+                if weight is None:
+                    continue
+                moved = _dithered(weight, self._eps, generator)
+                if jitter:
+                    moved = _dithered(moved, jitter, second)
+                parameter.data.copy_(moved)
+            for name, buffer in model.named_buffers():
+                if name in self._buffers and buffer.shape == self._buffers[name].shape:
+                    buffer.copy_(self._buffers[name])
+
+    def _gradients(self, model: nn.Module, scale: float) -> list[Tensor]:
+        out = []
+        for name, parameter in model.named_parameters():
+            if name not in self._picks:
+                continue
+            pick = self._picks[name]
+            gradient = parameter.grad
+            if gradient is None:
+                size = parameter.numel() if pick is None else pick.numel()
+                out.append(torch.zeros(size, device=parameter.device))
+                continue
+            flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+            flat = flat if pick is None else flat[pick]
+            flat = flat.float().mul(1.0 / scale) if scale != 1.0 else flat.float()
+            out.append(flat.clone() if flat.data_ptr() == gradient.data_ptr() else flat)
+        return out
+
+    # --- inner products -----------------------------------------------------------------------------------
+
+    def grams(self, trial: Trial, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
+        """Inner products per parameter.
+
+        Args:
+            trial: The errors.
+            weighting: Factors per parameter and element, such as :meth:`preconditioner`'s.
+
+        Returns:
+            By the parameter's name; of a sampled parameter, scaled up to its whole size.
+        """
+        out = {}
+        for at, name in enumerate(self._trained):
+            factors = None if weighting is None else weighting[at]
+            signal = _gram([self.micros[i].gradients[at] for i in trial.indices], factors)
+            error = _gram([errors[at] for errors in trial.errors], factors)
+            pick = self._picks[name]
+            stretch = 1.0 if pick is None else self._weights[name].numel() / pick.numel()
+            out[name] = Grams(signal * stretch, error * stretch)
+        return out
+
+    def preconditioner(self, eps: float = 1e-8) -> list[Tensor]:
+        """1 / (sqrt(mean over microbatches of g**2) + eps): gradients in the units of Adam's steps.
+
+        A hundredth of the tensor's own root mean square is added to eps, so that an element whose gradient happens to
+        be zero in these batches does not outweigh all others.
+
+        Args:
+            eps: Adam's.
+
+        Returns:
+            Per parameter and element.
+        """
+        out = []
+        for at in range(len(self._trained)):
+            square = torch.stack([micro.gradients[at] for micro in self.micros]).square().mean(0)
+            floor = eps + 1e-2 * float(square.mean().sqrt()) if square.numel() else eps
+            out.append(1.0 / (square.sqrt() + floor))
+        return out
+
+
+def _dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """A weight moved uniformly by up to half a unit in the last place of a format with this eps."""
+    _, exponent = torch.frexp(weight)
+    unit = torch.ldexp(torch.full_like(weight, eps / 2), exponent)  # frexp's mantissa is in [1/2, 1)
+    unit = torch.where(weight == 0, torch.zeros_like(unit), unit)
+    noise = torch.rand(weight.shape, generator=generator, device=weight.device, dtype=torch.float32).sub_(0.5)
+    return weight + noise.to(weight.dtype) * unit
+
+
+def _gram(vectors: list[Tensor], factors: Tensor | None) -> Matrix:
+    count = len(vectors)
+    total = np.zeros((count, count))
+    for start in range(0, vectors[0].numel(), _CHUNK):
+        block = torch.stack([v[start : start + _CHUNK] for v in vectors]).double()
+        if factors is not None:
+            block = block * factors[start : start + _CHUNK]
+        total += (block @ block.T).cpu().numpy()
+    return total
+
+
+def unfit(error: BaseException) -> str:
+    """Why a plan could not be probed, as a reason in a table.
+
+    Args:
+        error: What running it raised.
+    """
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "out of memory"
+    if isinstance(error, CastwiseError):
+        return first
+    return f"not supported by this device: {first}"

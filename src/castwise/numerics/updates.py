@@ -1,0 +1,74 @@
+"""Updates that rounding drops: what stalls a run whose parameters are stored low without masters.
+
+The gradient test cannot see it, since the gradients are good.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.formats import FORMATS
+from castwise.measure.steps import to_device
+from castwise.numerics.isolation import seed_all
+from castwise.plan import Plan
+
+__all__ = ["LOST", "lost_updates"]
+
+LOST = 0.5
+"""A plan that drops more than this share of the updates stalls."""
+WARM_STEPS = 4
+"""Steps before the one that is looked at: an optimizer's first step is unlike those that follow."""
+
+
+def lost_updates(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Iterator[Any],
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    plan: Plan,
+    device: torch.device,
+    seed: int = 0,
+) -> float | None:
+    """The share of elements whose update is not zero and is dropped by rounding to the format they are stored in.
+
+    A copy of the model is trained in fp32 for a few steps; the last update is then added to the rounded weights.
+
+    Args:
+        model: Copied.
+        loss: From the model and a batch.
+        batches: To train on.
+        optimizer: Makes the optimizer.
+        plan: Whose storage is tested.
+        device: Where.
+        seed: Of random draws.
+
+    Returns:
+        Between 0 and 1; None for plans that do not store parameters low, or that keep masters.
+    """
+    if not plan.stores_low or plan.keeps_masters:
+        return None
+    copied = copy.deepcopy(model).to(device)
+    optim = optimizer(copied.parameters())
+    dtype = FORMATS[plan.compute].dtype
+    for step in range(WARM_STEPS + 1):
+        batch = to_device(next(batches), device)
+        seed_all(seed + step)
+        before = [p.detach().clone() for p in copied.parameters()] if step == WARM_STEPS else []
+        optim.zero_grad()
+        loss(copied, batch).backward()
+        optim.step()
+    moved = lost = 0
+    for old, new in zip(before, copied.parameters(), strict=True):
+        stored, update = old.to(dtype), new.detach() - old
+        if not stored.is_floating_point():
+            continue
+        changes = update != 0
+        stays = (stored.float() + update).to(dtype) == stored
+        moved += int(changes.sum())
+        lost += int((changes & stays).sum())
+    return lost / moved if moved else 0.0

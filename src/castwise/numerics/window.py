@@ -1,0 +1,180 @@
+"""Magnitudes of gradients, and the loss scales under which fp16 holds them.
+
+What overflows or underflows in an fp16 backward pass are the gradients of activations, so these are observed, module by
+module, in an fp32 pass; the window of scales follows from them and training can start inside it.
+
+Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with the factor measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.casting.trees import map_tensors
+from castwise.formats import FORMATS
+
+__all__ = ["GradientRange", "Histogram", "ScaleWindow"]
+
+LOWEST = -80
+BINS = 144
+LOST = 1e-4
+"""Share of a module's squared gradient that underflow may take."""
+HEADROOM = 8.0
+"""The scale starts this far below overflow: other batches and later steps have larger gradients."""
+NEGLIGIBLE = 1e-10
+"""Modules whose squared gradient is below this share of the largest module's do not hold the window down."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Magnitudes of a region's gradients in fp32.
+
+    Attributes:
+        pattern: The region.
+        lowest: Exponent of the first bin: bin i counts gradients with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
+        counts: Per bin.
+        zeros: Gradients that are exactly zero.
+    """
+
+    pattern: str
+    lowest: int
+    counts: tuple[int, ...]
+    zeros: int
+
+    def smallest(self, share: float = LOST) -> float:
+        """The magnitude below which lies at most ``share`` of the squared norm.
+
+        Args:
+            share: Between 0 and 1.
+
+        Returns:
+            A power of two; 0 where all gradients are zero.
+        """
+        energies = [count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts)]
+        rest = share * sum(energies)
+        for i, energy in enumerate(energies):
+            if energy > rest:
+                return 2.0 ** (self.lowest + i)
+            rest -= energy
+        return 0.0
+
+    @property
+    def energy(self) -> float:
+        """About the sum of squares."""
+        return math.fsum(count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts))
+
+
+@dataclass(frozen=True)
+class ScaleWindow:
+    """The loss scales under which fp16 holds the gradients.
+
+    Attributes:
+        largest: Largest magnitude of any module's output gradient, unscaled.
+        smallest: Magnitude below which lie gradients that carry one part in 10,000 of a module's squared gradient.
+        lowest_scale: A smaller scale loses ``smallest`` to underflow.
+        highest_scale: A larger one makes ``largest`` overflow.
+        init: The scale to start with: a power of two, eight times below overflow.
+    """
+
+    largest: float
+    smallest: float
+    lowest_scale: float
+    highest_scale: float
+    init: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no scale holds both ends."""
+        return self.lowest_scale > self.highest_scale
+
+
+class GradientRange:
+    """Observes the gradients of module outputs; hand :meth:`observing` to the reference's passes.
+
+    Attributes:
+        largest: Per module path.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Tensor] = {}
+        self._zeros: dict[str, int] = {}
+        self.largest: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def observing(self, model: nn.Module) -> Iterator[None]:
+        """Watch one forward and backward.
+
+        Args:
+            model: Every module of it.
+        """
+        handles = []
+        for path, module in model.named_modules():
+
+            def hook(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
+                def watch(tensor: Tensor) -> Tensor:
+                    if tensor.requires_grad and tensor.is_floating_point():
+                        tensor.register_hook(lambda gradient: self._see(path, gradient))
+                    return tensor
+
+                map_tensors(watch, output)
+
+            handles.append(module.register_forward_hook(hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _see(self, path: str, gradient: Tensor) -> None:
+        magnitude = gradient.detach().abs().float().reshape(-1)
+        if not magnitude.numel():
+            return
+        nonzero = magnitude > 0
+        exponent = torch.frexp(magnitude)[1].long() - 1 - LOWEST
+        bins = exponent.clamp(0, BINS - 1)[nonzero]
+        counts = torch.bincount(bins, minlength=BINS).cpu()
+        self._counts[path] = self._counts[path] + counts if path in self._counts else counts
+        self._zeros[path] = self._zeros.get(path, 0) + int((~nonzero).sum())
+        self.largest[path] = max(self.largest.get(path, 0.0), float(magnitude.max()))
+
+    def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
+        """Magnitudes over some modules together, bins without counts at both ends left out.
+
+        Args:
+            pattern: What to call them.
+            paths: Module paths.
+
+        Returns:
+            The histogram, or None where no gradient passed through any of them.
+        """
+        seen = [path for path in paths if path in self._counts]
+        if not seen:
+            return None
+        counts = [int(n) for n in torch.stack([self._counts[path] for path in seen]).sum(0)]
+        zeros = sum(self._zeros[path] for path in seen)
+        used = [i for i, n in enumerate(counts) if n]
+        if not used:
+            return Histogram(pattern, 0, (), zeros)
+        return Histogram(pattern, LOWEST + used[0], tuple(counts[used[0] : used[-1] + 1]), zeros)
+
+    def window(self) -> ScaleWindow | None:
+        """The loss scales for fp16, over all modules, or None where nothing was seen."""
+        finite = {path: value for path, value in self.largest.items() if 0.0 < value < math.inf}
+        if not finite:
+            return None
+        largest = max(finite.values())
+        histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
+        most = max(h.energy for h in histograms)
+        smallest = min(h.smallest() for h in histograms if h.energy >= NEGLIGIBLE * most)
+        fp16 = FORMATS["fp16"]
+        highest = fp16.max / largest
+        lowest = fp16.smallest_subnormal / smallest
+        init = 2.0 ** math.floor(math.log2(highest / HEADROOM))
+        return ScaleWindow(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))
