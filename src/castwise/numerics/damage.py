@@ -24,7 +24,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FAIL", "PASS", "Estimate", "Grams", "estimate", "share"]
+__all__ = [
+    "ADAM_FAIL",
+    "ADAM_PASS",
+    "FAIL",
+    "PASS",
+    "Estimate",
+    "Grams",
+    "estimate",
+    "quick_estimate",
+    "severity",
+    "share",
+]
 
 Matrix = npt.NDArray[np.float64]
 
@@ -32,6 +43,10 @@ PASS = 0.01
 """Damage below this cannot be told from the noise of data in training runs (docs/numerics.md)."""
 FAIL = 0.1
 """Damage above this shows in training runs."""
+ADAM_PASS = 0.03
+"""The same in the units of Adam's steps."""
+ADAM_FAIL = 0.3
+"""The same in the units of Adam's steps."""
 LEVEL = 0.95
 RESAMPLES = 1000
 
@@ -160,3 +175,35 @@ def share(part: Grams, denominator: float, per_update: int = 1) -> tuple[float, 
         return math.nan, math.nan, math.nan
     bias, noise, _, data = (float(x[0]) for x in _ratio(part, np.ones((1, part.count)), per_update, part))
     return bias / denominator, noise / denominator, data / denominator
+
+
+def quick_estimate(part: Grams, denominator: float, per_update: int = 1) -> float:
+    """The damage from a few microbatches, two at least, over a denominator that more of them have told.
+
+    Args:
+        part: Errors of the few.
+        denominator: Of the whole reference's estimate.
+        per_update: Microbatches per update.
+
+    Returns:
+        The damage, without an interval.
+    """
+    if not np.isfinite(part.error).all():
+        return math.inf
+    if denominator <= 0.0:
+        return 0.0 if not part.error.any() else math.inf
+    noise, bias = _moments(part.error, np.ones((1, part.count)))
+    return float(max(bias[0], 0.0) + noise[0] / per_update) / denominator
+
+
+def severity(plain: float, adam: float | None = None) -> float:
+    """How much of what it may do a plan does: damage over the line below which it passes.
+
+    Args:
+        plain: Damage.
+        adam: Damage in the units of Adam's steps, where it was asked for.
+
+    Returns:
+        The larger ratio; below 1 the plan passes.
+    """
+    return max(plain / PASS, 0.0 if adam is None else adam / ADAM_PASS)

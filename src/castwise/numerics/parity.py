@@ -24,9 +24,19 @@ from torch import Tensor, nn
 from castwise.casting.context import default_device_type
 from castwise.errors import PlanError, WorkloadError
 from castwise.numerics.batches import endless
-from castwise.numerics.damage import FAIL, PASS, Estimate, Grams, estimate, share
+from castwise.numerics.damage import (
+    ADAM_FAIL,
+    ADAM_PASS,
+    FAIL,
+    PASS,
+    Estimate,
+    Grams,
+    estimate,
+    quick_estimate,
+    share,
+)
 from castwise.numerics.isolation import undisturbed
-from castwise.numerics.probes import Prober, Trial
+from castwise.numerics.probes import REFERENCE, Prober, Trial
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.numerics.window import GradientRange
 from castwise.plan import Plan, as_plan
@@ -160,6 +170,8 @@ class ParityTest:
     _repeat: float = 0.0
     _dead: frozenset[str] = frozenset()
     _weights: list[Tensor] | None = None
+    _count: int = 0
+    _below: tuple[float, float | None] | None = None
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
         """Run fp32 on ``count`` microbatches, then against itself.
@@ -171,6 +183,9 @@ class ParityTest:
         if observed:
             self.prober.extend(min(observed, count), self.range.observing)
         self.prober.extend(count - min(observed, count))
+        for micro in self.prober.micros:
+            self.range.see_parameters(self.prober.names, micro.gradients)
+        self._count = len(self.prober.micros)
         if self.adam:
             self._weights = self.prober.preconditioner()
         floor = self.prober.floor(range(min(FLOOR, count)))
@@ -196,6 +211,39 @@ class ParityTest:
     def repeat(self) -> float:
         """Damage of fp32 against itself, repeated."""
         return self._repeat
+
+    def quick(self, trial: Trial) -> tuple[float, float | None]:
+        """The damage of a plan from a few microbatches, held against the reference's whole update.
+
+        Args:
+            trial: Two microbatches or more.
+
+        Returns:
+            Plain, and in the units of Adam's steps or None.
+        """
+        whole, adam_whole = self._denominators()
+        plain = quick_estimate(Grams.total(self.prober.grams(trial).values()), whole, self.per_update)
+        if adam_whole is None:
+            return plain, None
+        grams = self.prober.grams(trial, self._weights)
+        live = [g for name, g in grams.items() if name not in self._dead]
+        return plain, quick_estimate(Grams.total(live), adam_whole, self.per_update)
+
+    def _denominators(self) -> tuple[float, float | None]:
+        """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
+        if self._below is None:
+            count = range(self._count)
+            everything = Trial(
+                REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
+            )
+            plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
+            adam = None
+            if self.adam and self._weights is not None:
+                grams = self.prober.grams(everything, self._weights)
+                live = [g for name, g in grams.items() if name not in self._dead]
+                adam = estimate(Grams.total(live), self.per_update).denominator if live else None
+            self._below = (plain, adam)
+        return self._below
 
     def judge(self, trial: Trial) -> ParityResult:
         """Judge a plan by the microbatches it has run on.
@@ -245,11 +293,13 @@ class ParityTest:
             where = ", ".join(trial.blame[:3])
             scale = " at any loss scale" if trial.plan.loss_scale is not None else ""
             return "fail", f"the gradient of {where} is not finite{scale}"
-        judged = [(damage, "")] + ([(adam, " in the units of Adam's steps")] if adam is not None else [])
-        worst, units = max(judged, key=lambda pair: pair[0].value)
+        judged = [(damage, PASS, FAIL, "")]
+        if adam is not None:
+            judged.append((adam, ADAM_PASS, ADAM_FAIL, " in the units of Adam's steps"))
+        worst, low, high, units = max(judged, key=lambda item: item[0].value / item[1])
         value = f"damage {worst.value:.2g} (95 % interval {worst.low:.2g} to {worst.high:.2g}){units}"
-        if all(e.value < PASS and e.high < FAIL for e, _ in judged):
-            return "pass", f"{value} is below {PASS:g}: not to be told from the noise of the data"
+        if all(e.value < below and e.high < above for e, below, above, _ in judged):
+            return "pass", f"{value} is below {low:g}: not to be told from the noise of the data"
         own = max(self._floor, self._repeat)
         if own > COMPARABLE * damage.value:
             what = (
@@ -261,11 +311,11 @@ class ParityTest:
                 "undecided",
                 f"{what} by {own:.2g} of an update, and the plan from fp32 by {damage.value:.2g}",
             )
-        if any(e.low > FAIL for e, _ in judged) or any(e.value > FAIL and e.low > PASS for e, _ in judged):
+        if any(e.value > above and e.low > below for e, below, above, _ in judged):
             at = max(regions, key=lambda r: _weight(r, bool(units)), default=None)
             where = "" if at is None else f", most of it in {at.path or 'the model itself'}"
-            return "fail", f"{value} is above {FAIL:g}{where}"
-        return "undecided", f"{value} lies between {PASS:g} and {FAIL:g}"
+            return "fail", f"{value} is above {high:g}{where}"
+        return "undecided", f"{value} lies between {low:g} and {high:g}"
 
 
 def _weight(region: RegionParity, adam: bool) -> float:

@@ -1,7 +1,8 @@
 """Magnitudes of gradients, and the loss scales under which fp16 holds them.
 
-What overflows or underflows in an fp16 backward pass are the gradients of activations, so these are observed, module by
-module, in an fp32 pass; the window of scales follows from them and training can start inside it.
+What underflows in an fp16 backward pass are the gradients of activations; what overflows are these, and those of weights,
+which sum over the batch before they are cast to fp32. Both are observed in an fp32 pass, module by module; the window of
+scales follows from them and training can start inside it.
 
 Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with the factor measured.
 """
@@ -76,7 +77,7 @@ class ScaleWindow:
     """The loss scales under which fp16 holds the gradients.
 
     Attributes:
-        largest: Largest magnitude of any module's output gradient, unscaled.
+        largest: Largest magnitude of any gradient of a module's output or of a parameter, unscaled.
         smallest: Magnitude below which lie gradients that carry one part in 10,000 of a module's squared gradient.
         lowest_scale: A smaller scale loses ``smallest`` to underflow.
         highest_scale: A larger one makes ``largest`` overflow.
@@ -99,13 +100,27 @@ class GradientRange:
     """Observes the gradients of module outputs; hand :meth:`observing` to the reference's passes.
 
     Attributes:
-        largest: Per module path.
+        largest: Largest gradient of an output, per module path.
+        largest_parameter: Largest gradient of a parameter, per name.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, Tensor] = {}
         self._zeros: dict[str, int] = {}
         self.largest: dict[str, float] = {}
+        self.largest_parameter: dict[str, float] = {}
+
+    def see_parameters(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
+        """Take gradients of parameters into account.
+
+        Args:
+            names: Of the parameters.
+            gradients: Unscaled, in the same order.
+        """
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient.numel():
+                value = float(gradient.abs().max())
+                self.largest_parameter[name] = max(self.largest_parameter.get(name, 0.0), value)
 
     @contextlib.contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
@@ -169,7 +184,7 @@ class GradientRange:
         finite = {path: value for path, value in self.largest.items() if 0.0 < value < math.inf}
         if not finite:
             return None
-        largest = max(finite.values())
+        largest = max(*finite.values(), *self.largest_parameter.values())
         histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
         most = max(h.energy for h in histograms)
         smallest = min(h.smallest() for h in histograms if h.energy >= NEGLIGIBLE * most)

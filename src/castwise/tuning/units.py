@@ -1,14 +1,38 @@
 """The regions a search may decide about, found in a model's module tree.
 
 A *unit* is a module that computes something itself, or modules of one structure at the same place of repeated blocks
-(``blocks.*.norm``): identical blocks share one probe and one timing.
+(``blocks.*.norm``): identical blocks share one probe and one timing. What a module computes itself is seen by running
+it: operators are attributed to the innermost module whose ``forward`` is running. Views, copies and sums of what its
+children made (a residual connection) are nothing to decide about, so a module that does only these joins its
+surroundings.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Unit"]
+import torch
+from torch import Tensor, nn
+
+from castwise import _torch
+from castwise.errors import PatternError
+from castwise.plan import Plan, Region
+from castwise.regions import assign
+
+__all__ = ["Unit", "exempt", "find_units", "only"]
+
+_TRIVIAL = frozenset({
+    "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view", "add", "add_", "alias", "arange", "as_strided",
+    "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "empty", "empty_like", "expand",
+    "flatten", "full", "full_like", "index", "lift_fresh", "narrow", "new_empty", "new_zeros", "ones", "ones_like",
+    "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose",
+    "unbind", "unsqueeze", "view", "zeros", "zeros_like",
+})  # fmt: skip
+"""Operators that neither round nor amplify: they move values, or add what has been rounded anyway."""
 
 
 @dataclass(frozen=True)
@@ -29,3 +53,175 @@ class Unit:
     paths: tuple[str, ...]
     parameters: int
     inner: tuple[str, ...] = ()
+
+
+class _Attribution(_torch.OperatorMode):
+    """Notes which modules run operators of their own on floating tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.computes: set[str] = set()
+        self.called: set[str] = set()
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = op(*args, **kwargs)
+        if self.running and op.overloadpacket.__name__ not in _TRIVIAL:
+            results = out if isinstance(out, (tuple, list)) else (out,)
+            if any(isinstance(r, Tensor) and r.is_floating_point() for r in results):
+                self.computes.add(self.running[-1])
+        return out
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        for path, module in model.named_modules():
+
+            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                self.running.append(path)
+                self.called.add(path)
+
+            def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+                self.running.pop()
+
+            handles += [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def find_units(model: nn.Module, forward: Callable[[], Any]) -> tuple[Unit, ...]:
+    """Find a model's units.
+
+    Args:
+        model: In fp32.
+        forward: Runs its forward pass as training does, ``lambda: loss(model, batch)``.
+
+    Returns:
+        The units in the model's order; modules that are never called are in none.
+    """
+    seen = _Attribution()
+    with torch.no_grad(), seen.watching(model):
+        forward()
+    modules = dict(model.named_modules())
+    paths = [path for path in modules if path in seen.called and path in seen.computes]
+    keys = _keys(model)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        groups.setdefault((keys[path], _structure(modules[path])), []).append(path)
+    units: list[Unit] = []
+    for (pattern, _), members in groups.items():
+        exact = _matched(model, pattern) == members
+        for name, own in [(pattern, members)] if exact else [(_literal(p, modules[p]), [p]) for p in members]:
+            size = sum(p.numel() for path in own for p in modules[path].parameters(recurse=False))
+            units.append(Unit(name, type(modules[own[0]]).__name__, tuple(own), size))
+    return tuple(sorted((_with_inner(u, units) for u in units), key=lambda u: paths.index(u.paths[0])))
+
+
+def _with_inner(unit: Unit, units: Sequence[Unit]) -> Unit:
+    def inside(path: str) -> bool:
+        return any(not outer or path.startswith(outer + ".") for outer in unit.paths if path != outer)
+
+    inner = tuple(other.pattern for other in units if all(inside(path) for path in other.paths))
+    return Unit(unit.pattern, unit.kind, unit.paths, unit.parameters, inner)
+
+
+def _literal(path: str, module: nn.Module) -> str:
+    return path or f"type:{type(module).__name__}"
+
+
+def _structure(module: nn.Module) -> str:
+    """What makes two modules the same but for their weights."""
+    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    return f"{type(module).__module__}.{type(module).__qualname__} {module!r} {shapes}"
+
+
+def _keys(model: nn.Module) -> dict[str, str]:
+    """Path -> pattern in which the numbers of structurally equal siblings are a ``*``."""
+    keys = {"": f"type:{type(model).__name__}"}
+    patterns = {"": ""}
+
+    def walk(module: nn.Module, path: str) -> None:
+        children = dict(module.named_children())
+        alike: dict[str, int] = {}
+        for child in children.values():
+            structure = _structure(child)
+            alike[structure] = alike.get(structure, 0) + 1
+        for name, child in children.items():
+            repeated = name.isdigit() and alike[_structure(child)] == len(children) > 1
+            at = f"{path}.{name}" if path else name
+            before = patterns[path]
+            step = "*" if repeated else name
+            patterns[at] = f"{before}.{step}" if before else step
+            keys[at] = patterns[at]
+            walk(child, at)
+
+    walk(model, "")
+    return keys
+
+
+def _matched(model: nn.Module, pattern: str) -> list[str]:
+    try:
+        return list(assign(model, (Region(pattern, compute="fp32"),)))
+    except PatternError:
+        return []
+
+
+# --- plans from units ---------------------------------------------------------------------------------------
+
+
+def exempt(plan: Plan, units: Sequence[Unit], kept: Iterable[str], compute: str = "fp32") -> Plan:
+    """A plan with some units kept in a wider format.
+
+    Args:
+        plan: The plan.
+        units: All of the model's units.
+        kept: Patterns of those to keep.
+        compute: In which format.
+
+    Returns:
+        The plan with regions added. Where a unit has others inside that are not kept, these are given back to the
+        plan's own format.
+    """
+    regions = _nested(units, set(kept), compute, plan.compute)
+    return dataclasses.replace(plan, regions=(*plan.regions, *regions))
+
+
+def only(low: Plan, units: Sequence[Unit], chosen: Iterable[str]) -> Plan:
+    """A plan that runs some units low and everything else in fp32.
+
+    Args:
+        low: Its format, rules and loss scale are those of a low plan.
+        units: All of the model's units.
+        chosen: Patterns of those to run low.
+
+    Returns:
+        The plan, with parameters in fp32.
+    """
+    chosen = set(chosen)
+    regions = _nested(units, chosen, low.compute, "fp32")
+    return dataclasses.replace(
+        low, compute="fp32", params="fp32", master="fp32", regions=tuple(regions), memory_format="as_is",
+        optimizer="as_given",
+    )  # fmt: skip
+
+
+def _nested(units: Sequence[Unit], chosen: set[str], inside: str, outside: str) -> list[Region]:
+    """Regions that put the chosen units, and no others, into a format; outer ones first."""
+    out = []
+    for unit in sorted(
+        units, key=lambda u: -len(u.inner)
+    ):  # what encloses more comes first; the last match wins
+        around = [u for u in units if unit.pattern in u.inner]
+        enclosed = any(u.pattern in chosen for u in around)
+        if unit.pattern in chosen:
+            out.append(Region(unit.pattern, compute=inside))
+        elif enclosed:
+            out.append(Region(unit.pattern, compute=outside))
+    return out

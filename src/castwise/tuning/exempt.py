@@ -1,0 +1,226 @@
+"""The numerics side of a search: does a plan pass, and if it does not, which units have to be kept in fp32.
+
+Damage adds up over the units that run low (measured: 0.99 to 1.03 of the joint one), so a plan's damage is traced to
+its source by halving: run one half of the units low and the rest in fp32, then the other half, and go on inside the
+worse one until what is left unexplained fits under the line. One bad unit among n costs about 4 log2(n) passes,
+whatever the depth, since blocks of one structure are one unit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from castwise.numerics.damage import severity
+from castwise.numerics.parity import ParityResult, ParityTest
+from castwise.numerics.probes import Trial, unfit
+from castwise.plan import Plan
+from castwise.tuning.units import Unit, exempt, only
+
+__all__ = ["Blame", "NumericsSearch", "Repair"]
+
+MOST_PASSES = 80
+"""Forward/backwards that the numerics of one search may take, whatever the depth of the model."""
+QUICK = 2
+"""Microbatches of a probe that looks for the source of damage."""
+JOINT = 4
+"""Microbatches on which a repaired plan is tried before it is verified."""
+SPENT = 0.7
+"""Share of the line that units which are not kept may use up together; the rest is for what does not add up."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What a probe of some units alone said.
+
+    Attributes:
+        patterns: The units that ran low.
+        severity: Damage over the line it must stay below; above 1 it is too much.
+        damage: Plain damage.
+        reason: Why it is infinite, where it is.
+    """
+
+    patterns: tuple[str, ...]
+    severity: float
+    damage: float
+    reason: str = ""
+
+
+@dataclass
+class Repair:
+    """A plan made sound.
+
+    Attributes:
+        plan: With its regions.
+        kept: Per unit that is kept in fp32, why.
+        result: Finding on the microbatches of the search, None where the passes ran out before.
+    """
+
+    plan: Plan
+    kept: dict[str, str] = field(default_factory=dict)
+    result: ParityResult | None = None
+
+
+class NumericsSearch:
+    """Judges plans against one reference, and repairs them.
+
+    Args:
+        test: Whose reference has run.
+        units: The model's units.
+        on_progress: Told what is being tried.
+        most_passes: Passes in all, those of the reference included.
+
+    Attributes:
+        alone: What is known of single units that ran low alone, by pattern.
+    """
+
+    def __init__(
+        self,
+        test: ParityTest,
+        units: Sequence[Unit],
+        on_progress: Callable[[str], None] = lambda _what: None,
+        most_passes: int = MOST_PASSES,
+    ) -> None:
+        self._test = test
+        self._units = list(units)
+        self._say = on_progress
+        self._most = most_passes
+        self._first = len(test.prober.micros)
+        self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
+        self.alone: dict[str, Blame] = {}
+
+    @property
+    def passes(self) -> int:
+        """Forward/backwards so far."""
+        return self._test.prober.passes
+
+    def _left(self) -> int:
+        return self._most - self.passes
+
+    def find(self, plan: Plan) -> ParityResult:
+        """Test a plan on the microbatches of the search.
+
+        Args:
+            plan: Any.
+
+        Returns:
+            The finding.
+
+        Raises:
+            Exception: What the plan raised, where it cannot run.
+        """
+        self._say(f"gradients under {plan}")
+        return self._test.judge(self._test.prober.trial(plan, range(self._first)))
+
+    def verify(self, plan: Plan) -> ParityResult:
+        """Test a plan on fresh microbatches, which had no part in choosing it.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            The finding.
+        """
+        prober = self._test.prober
+        start = len(prober.micros)
+        self._say("fresh batches in fp32")
+        prober.extend(self._first)
+        self._say("fresh batches under the plan")
+        return self._test.judge(prober.trial(plan, range(start, start + self._first)))
+
+    def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
+        """Keep as few units in fp32 as make a plan pass.
+
+        Args:
+            plan: One that failed, or cannot run.
+            found: Its finding, None where it could not run.
+            reserve: Passes to leave for what comes after.
+
+        Returns:
+            The repaired plan; its ``result`` says whether it passes.
+        """
+        patterns = [unit.pattern for unit in self._units]
+        kept: dict[str, str] = {}
+        order = itertools.count()
+        start = math.inf if found is None else self._severity_of(found)
+        queue: list[tuple[float, int, tuple[str, ...]]] = [(-start, next(order), tuple(patterns))]
+        result: ParityResult | None = None
+        while queue:
+            while queue and -sum(weight for weight, _, _ in queue) > SPENT:
+                weight, _, group = heapq.heappop(queue)
+                if len(group) == 1 or self._left() < reserve + JOINT + 2 * QUICK:
+                    blame = self.alone.get(group[0])
+                    for pattern in group:
+                        kept[pattern] = _because(blame, -weight)
+                    continue
+                for half in (group[: len(group) // 2], group[len(group) // 2 :]):
+                    blame = self._probe(plan, half)
+                    heapq.heappush(queue, (-blame.severity, next(order), half))
+            repaired = exempt(plan, self._units, kept)
+            if self._left() < reserve + JOINT and result is not None:
+                break
+            result = self._joint(repaired)
+            if result is not None and self._severity_of(result) < 1.0:
+                return self._pruned(plan, kept, result, reserve)
+            if not queue:
+                break
+            # what is left does not add up to what is seen: keep the worst of it too
+            _, _, group = heapq.heappop(queue)
+            for pattern in group:
+                kept[pattern] = "the rest of the model does not pass without it"
+        return Repair(exempt(plan, self._units, kept), kept, result)
+
+    def _pruned(self, plan: Plan, kept: dict[str, str], result: ParityResult, reserve: int) -> Repair:
+        """Give back what need not be kept, the least suspicious first."""
+        for pattern in sorted(kept, key=lambda p: self.alone[p].severity if p in self.alone else 0.0)[:-1]:
+            if self._left() < reserve + JOINT:
+                break
+            fewer = {p: why for p, why in kept.items() if p != pattern}
+            tried = self._joint(exempt(plan, self._units, fewer))
+            if tried is not None and self._severity_of(tried) < SPENT:
+                kept, result = fewer, tried
+        return Repair(exempt(plan, self._units, kept), kept, result)
+
+    def _joint(self, plan: Plan) -> ParityResult | None:
+        self._say(f"gradients under {plan}")
+        try:
+            return self._test.judge(self._test.prober.trial(plan, range(min(JOINT, self._first))))
+        except Exception:  # it cannot run: more has to be kept
+            return None
+
+    def _severity_of(self, found: ParityResult) -> float:
+        return severity(found.damage.value, None if found.adam is None else found.adam.value)
+
+    def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
+        """Run some units low and the rest in fp32."""
+        key = (plan, patterns)
+        if key in self._probes:
+            return self._probes[key]
+        self._say(f"{', '.join(patterns)} alone in {plan.compute}" if len(patterns) < 3 else
+                  f"{len(patterns)} regions alone in {plan.compute}")  # fmt: skip
+        try:
+            trial = self._test.prober.trial(only(plan, self._units, patterns), range(QUICK))
+            blame = self._blame(patterns, trial)
+        except Exception as error:  # a region that cannot run low is to be kept
+            blame = Blame(patterns, math.inf, math.inf, unfit(error))
+        self._probes[key] = blame
+        if len(patterns) == 1:
+            self.alone[patterns[0]] = blame
+        return blame
+
+    def _blame(self, patterns: tuple[str, ...], trial: Trial) -> Blame:
+        if not trial.finite:
+            return Blame(patterns, math.inf, math.inf, "gradients are not finite")
+        plain, adam = self._test.quick(trial)
+        return Blame(patterns, severity(plain, adam), plain)
+
+
+def _because(blame: Blame | None, weight: float) -> str:
+    if blame is None:
+        return "its neighbourhood fails, and the passes ran out before it was tried alone"
+    if blame.reason:
+        return blame.reason
+    return f"alone in the low format it uses {weight:.2g} times what all regions may add to an update"
