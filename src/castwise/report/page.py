@@ -10,7 +10,7 @@ from typing import Any
 
 from castwise.report import plots, text
 
-__all__ = ["bench_page", "write_bench_page"]
+__all__ = ["bench_page", "render", "write_bench_page"]
 
 _CAPTIONS = {
     "time": "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is longer.",
@@ -29,14 +29,6 @@ def bench_page(record: Mapping[str, Any]) -> str:
     Returns:
         HTML with its style and pictures inside, for wide and narrow screens, light and dark.
     """
-    import jinja2
-
-    source = (
-        importlib.resources.files("castwise.report").joinpath("bench.html.j2").read_text(encoding="utf-8")
-    )
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     figures = [
         {
             "svg": plots.to_svg(partial(_draw, record, name), f"{name} of each plan"),
@@ -45,7 +37,8 @@ def bench_page(record: Mapping[str, Any]) -> str:
         }
         for name in plots.bench_figures(record)
     ]
-    page: str = environment.from_string(source).render(
+    return render(
+        "bench.html.j2",
         record=record,
         headline=text.headline(record),
         grids=text.grids(record),
@@ -55,7 +48,29 @@ def bench_page(record: Mapping[str, Any]) -> str:
         figures=figures,
         parts=_parts,
     )
-    return page
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template of this room.
+
+    Args:
+        template: Its file name; it may extend ``base.html.j2``, which holds what all pages share.
+        values: What it names; a name that is missing is an error.
+
+    Returns:
+        HTML.
+    """
+    import jinja2
+
+    room = importlib.resources.files("castwise.report")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: room.joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(**values)
 
 
 def _parts(cell: str) -> list[str]:
