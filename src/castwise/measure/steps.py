@@ -46,7 +46,8 @@ def build_model(
         state: Weights to give it, under its own keys.
 
     Returns:
-        The model, in training mode.
+        The model, in training mode; parts of it that are in evaluation mode inside a training model (frozen
+        BatchNorm) stay so.
 
     Raises:
         WorkloadError: ``workload.model()`` returned something else.
@@ -61,7 +62,7 @@ def build_model(
     model = model.to(device)
     if state is not None:
         model.load_state_dict(state)
-    return model.train()
+    return model if model.training else model.train()
 
 
 class _RandomState:
@@ -128,6 +129,7 @@ class TrainingRun:
         device: Where.
         seed: Of the weights and of the data.
         state: Initial weights, where they must equal another run's.
+        compile: Compile the prepared model by ``torch.compile``.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -141,6 +143,7 @@ class TrainingRun:
         device: torch.device,
         seed: int = 0,
         state: Mapping[str, torch.Tensor] | None = None,
+        compile: bool = False,
     ) -> None:
         self._workload = workload
         self._plan = plan
@@ -153,6 +156,8 @@ class TrainingRun:
             self.optimizer = workload.optimizer(self.model.parameters())
             self.amp = Amp(split, device=device)
             self.amp.prepare(self.model, self.optimizer)
+            if compile:
+                self.model.compile()
             self._batches = iter(workload.batches(seed))
         self._block: list[Any] = []
         self._losses: list[torch.Tensor] = []

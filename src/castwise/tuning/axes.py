@@ -1,0 +1,154 @@
+"""The whole-step axes of a search: what is decided for all of a training step at once.
+
+Compute format, parameter storage with masters, what fp32 products may use inside, memory format and the fused
+optimizer. They are few, so every combination is a candidate, and a race on real steps decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from castwise.errors import DeviceError, PlanError
+from castwise.formats import LOW
+from castwise.fused import can_fuse
+from castwise.plan import PRESETS, Plan
+from castwise.process import check_device
+
+__all__ = ["FORMATS", "check_formats", "name_of", "numerics_of", "simplicity", "whole_step_plans"]
+
+FORMATS = ("fp32", "tf32", *LOW)
+"""Formats that a search may choose from, the simplest first."""
+
+
+def check_formats(formats: Iterable[str], goal: str, call: str = "tune") -> tuple[str, ...]:
+    """Check the formats that a user allows.
+
+    Args:
+        formats: Names.
+        goal: ``time``, ``memory`` or ``numerics``; the last takes one low format.
+        call: The caller, for errors.
+
+    Returns:
+        Them, without repetition, in the order of ``FORMATS``; fp32 is always among them but for ``numerics``.
+
+    Raises:
+        PlanError: A name that is none, or not one low format for ``numerics``.
+    """
+    given = (formats,) if isinstance(formats, str) else tuple(formats)
+    for name in given:
+        if name not in FORMATS:
+            raise PlanError(f"{call}(formats={given!r}): {name!r} is not one of {', '.join(FORMATS)}")
+    if goal == "numerics":
+        low = [name for name in dict.fromkeys(given) if name in LOW]
+        if len(low) != 1:
+            raise PlanError(
+                f"{call}(goal='numerics', formats={given!r}): give the one low format that the model is to run in, "
+                "formats=('bf16',) or ('fp16',)"
+            )
+        return tuple(low)
+    if not given:
+        raise PlanError(f"{call}(formats=()): give at least one of {', '.join(FORMATS)}")
+    return tuple(name for name in FORMATS if name in given or name == "fp32")
+
+
+def whole_step_plans(
+    formats: Sequence[str],
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    has_images: bool,
+    goal: str = "time",
+) -> tuple[list[Plan], dict[str, str]]:
+    """Every combination of the whole-step axes that the device has.
+
+    Args:
+        formats: As :func:`check_formats` returns them.
+        device: Where the model is to run.
+        model: Whose parameters they are.
+        optimizer: The user's, on the model's parameters.
+        has_images: Whether channels_last means anything: there are convolutions over images.
+        goal: For ``memory`` parameters may be stored low without masters.
+
+    Returns:
+        The plans, the simplest first, and by format why it is not among them.
+    """
+    numerics: list[Plan] = []
+    dropped: dict[str, str] = {}
+
+    def consider(name: str, plan: Plan) -> None:
+        try:
+            check_device(plan, device.type)
+        except DeviceError as error:
+            dropped[name] = f"not supported by this device: {error}"
+            return
+        numerics.append(plan)
+
+    for name in formats:
+        if name == "fp32":
+            consider("fp32", PRESETS["fp32"])
+            if device.type == "cpu" and "bf16" in formats:
+                consider("fp32_matmul=bf16", Plan(compute="fp32", fp32_matmul="bf16"))
+        elif name == "tf32":
+            consider("tf32", PRESETS["tf32"])
+        else:
+            consider(name, PRESETS[f"{name}-mixed"])
+            consider(name, PRESETS[f"{name}-master"])
+            if goal == "memory":
+                consider(name, PRESETS[f"{name}-true"])
+    layouts = ("as_is", "channels_last") if has_images and _has_convolution(model) else ("as_is",)
+    steps = ("as_given", "fused") if can_fuse(optimizer) and not _is_fused(optimizer) else ("as_given",)
+    plans = [
+        dataclasses.replace(plan, memory_format=layout, optimizer=step)
+        for plan, layout, step in itertools.product(numerics, layouts, steps)
+    ]
+    return sorted(plans, key=simplicity), dropped
+
+
+def _has_convolution(model: nn.Module) -> bool:
+    return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def simplicity(plan: Plan) -> int:
+    """How many decisions a plan makes: between plans equally good the one with fewest is taken.
+
+    Args:
+        plan: Any.
+
+    Returns:
+        0 for fp32; each format, storage, setting and region counts.
+    """
+    base = Plan(compute="fp32")
+    own = 2 * (plan.compute != "fp32") + (plan.compute == "fp16") + 2 * (plan.params != base.params)
+    own += (plan.master == "none") + (plan.rules != base.rules and plan.compute != "fp32")
+    own += (plan.fp32_matmul != "as_is") + (plan.fp32_conv != "as_is" and plan.fp32_matmul != plan.fp32_conv)
+    own += (plan.memory_format != "as_is") + (plan.optimizer != "as_given") + 2 * len(plan.ops)
+    usual = next((p for p in PRESETS.values() if numerics_of(p) == numerics_of(plan)), None)
+    return own + (0 if usual is not None else 2 * len(plan.regions))
+
+
+def numerics_of(plan: Plan) -> Plan:
+    """The part of a plan that gradients depend on: layout and the optimizer's kernel set to their defaults.
+
+    Args:
+        plan: Any.
+    """
+    return dataclasses.replace(plan, memory_format="as_is", optimizer="as_given")
+
+
+def name_of(plan: Plan) -> str:
+    """A preset's name where the plan is one, else its line.
+
+    Args:
+        plan: Any.
+    """
+    return next((name for name, preset in PRESETS.items() if preset == plan), str(plan))

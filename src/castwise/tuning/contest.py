@@ -1,0 +1,329 @@
+"""Plans raced against one another on real training steps, by successive halving.
+
+All candidates take a few interleaved steps, those that are clearly behind leave, and the rest go on with more rounds;
+fp32 stays to the end as what ratios are taken to. What could still be the fastest never leaves for lack of luck: a
+candidate goes only if its best round is behind the leader's typical one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from castwise.measure import stats
+from castwise.measure.steps import TrainingRun
+from castwise.measure.timing import Lap, paired, race
+from castwise.numerics.probes import unfit
+from castwise.plan import PRESETS, Plan
+from castwise.tuning.axes import simplicity
+from castwise.workload import Workload
+
+__all__ = ["Contest", "Entry"]
+
+BASELINE = PRESETS["fp32"]
+BLOCK_S = 0.06
+"""A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
+TOGETHER_BYTES = 4 << 30
+"""Weights, gradients and optimizer state that may lie in memory at once."""
+LEAVES = 1.04
+"""A candidate whose best round is this many times the leader's median leaves."""
+TIE = 0.985
+"""A tie goes to the simpler plan only if it is at least this fast, whatever the interval."""
+
+
+@dataclass
+class Entry:
+    """A plan in the contest.
+
+    Attributes:
+        plan: The plan.
+        times_s: Seconds per step, per round; None in rounds without it.
+        reason: Why it left, empty while it is in.
+        losses: Of the steps it trained.
+    """
+
+    plan: Plan
+    times_s: list[float | None] = field(default_factory=list)
+    reason: str = ""
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds it was timed in."""
+        return sum(t is not None for t in self.times_s)
+
+    def seconds(self) -> list[float]:
+        """Its times."""
+        return [t for t in self.times_s if t is not None]
+
+
+class Contest:
+    """Races plans of one workload; a context manager that lets go of all models at its end.
+
+    Args:
+        workload: What is trained.
+        device: Where.
+        seed: Of weights and data.
+        compile: Whether models are compiled, as they will be deployed.
+        deadline: Clock time (``time.monotonic``) after which no further round starts.
+        on_progress: Called with what is being done, how much of it is done and how much there is.
+
+    Attributes:
+        entries: By plan, in the order they came.
+        steps: Training steps taken so far.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        compile: bool = False,
+        deadline: float = math.inf,
+        on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+    ) -> None:
+        self._workload = workload
+        self._device = device
+        self._seed = seed
+        self._compile = compile
+        self._deadline = deadline
+        self._say = on_progress
+        self._runs: dict[Plan, TrainingRun] = {}
+        self._initial: Mapping[str, torch.Tensor] | None = None
+        self._rounds = 0
+        self._block = 0
+        self.entries: dict[Plan, Entry] = {BASELINE: Entry(BASELINE)}
+        self.steps = 0
+
+    def __enter__(self) -> Self:
+        """Nothing to be done."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close every run."""
+        for plan in list(self._runs):
+            self._close(plan)
+
+    # --- racing -------------------------------------------------------------------------------------------
+
+    def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3) -> list[Plan]:
+        """Race plans in heats and let go of those that are clearly behind.
+
+        Args:
+            plans: The candidates; fp32 joins every heat.
+            keep: Go on until no more than this many are left, or no more can be told apart.
+            rounds: Interleaved rounds in the first heat; each later one has two more.
+
+        Returns:
+            Those left, the fastest first, fp32 among them if it is.
+        """
+        field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
+        for heat in range(4):
+            for together in self._heats(field_):
+                self.run(together, rounds + 2 * heat)
+            field_ = [BASELINE, *(p for p in field_ if p != BASELINE and not self.entries[p].reason)]
+            left = self._survivors(field_)
+            gone = len(field_) - len(left)
+            field_ = left
+            if len(field_) <= keep or (heat and not gone) or time.monotonic() > self._deadline:
+                break
+            for plan in list(self._runs):
+                if plan not in field_ and plan != BASELINE:
+                    self._close(plan)
+        return self.order(field_)
+
+    def _survivors(self, plans: Sequence[Plan]) -> list[Plan]:
+        leader = self.order(plans)[0]
+        left = []
+        for plan in plans:
+            ahead = self.ratio(plan, leader)
+            best = (
+                max(a / b for a, b in zip(*self._pairs(leader, plan), strict=True)) if plan != leader else 1.0
+            )
+            if plan in (leader, BASELINE) or best * LEAVES > 1.0 or ahead is None:
+                left.append(plan)
+            else:
+                self.entries[plan].reason = self._not_faster(plan, leader)
+        return left
+
+    def _not_faster(self, plan: Plan, leader: Plan) -> str:
+        ratio = self.ratio(plan, leader)
+        over = self.ratio(plan, BASELINE)
+        said = f"not faster: takes {1 / ratio.value:.2f} times as long as {leader}" if ratio else "not faster"
+        return f"{said}; {over.value:.2f}x fp32's speed" if over is not None and plan != BASELINE else said
+
+    def run(self, plans: Sequence[Plan], rounds: int) -> None:
+        """Run interleaved rounds.
+
+        Args:
+            plans: Who takes part; fp32 does in any case.
+            rounds: How many rounds.
+        """
+        field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
+        for plan in field_:
+            self.entries.setdefault(plan, Entry(plan))
+        new = [plan for plan in field_ if plan not in self._runs and not self.entries[plan].reason]
+        for number, plan in enumerate(new):
+            self._say(f"building {plan}", number, len(new))
+            self._open(plan)
+        self._warm([plan for plan in new if plan in self._runs])
+        racing = [plan for plan in field_ if plan in self._runs]
+        block = self._length()
+        for number in range(rounds):
+            if time.monotonic() > self._deadline and number:
+                break
+            self._say(f"{len(racing)} plans, {block} steps each", number, rounds)
+            laps = race(
+                [(str(i), self._runs[plan]) for i, plan in enumerate(racing)],
+                rounds=1, steps=block, device=self._device, warmup=0, hopeless=math.inf,
+            )  # fmt: skip
+            self._book({plan: laps[str(i)] for i, plan in enumerate(racing)})
+            self.steps += block * len(racing)
+            racing = [plan for plan in racing if not self.entries[plan].reason]
+            racing = [*racing[1:], racing[0]][
+                :: -1 if number % 2 else 1
+            ]  # nobody always follows the same one
+        self._say(f"{len(racing)} plans", rounds, rounds)
+
+    def _book(self, laps: Mapping[Plan, Lap]) -> None:
+        for plan, entry in self.entries.items():
+            lap = laps.get(plan)
+            entry.times_s.append(lap.times_s[0] if lap is not None else None)
+            if lap is not None and lap.error is not None:
+                self._lost(plan, lap.error)
+
+    def _warm(self, plans: Sequence[Plan]) -> None:
+        """First steps, which build kernels and optimizer state; hopeless candidates end here."""
+        for number, plan in enumerate(plans):
+            self._say(f"first steps of {plan}", number, len(plans))
+            base = self._runs[BASELINE]
+            others = [(str(plan), self._runs[plan])] if plan != BASELINE else []
+            laps = race([("", base), *others], rounds=1 if others else 2, steps=1, device=self._device)
+            self.steps += 3 * (1 + len(others))
+            lap = laps[str(plan) if others else ""]
+            if lap.error is not None:
+                self._lost(plan, lap.error)
+            elif lap.slowdown is not None:
+                self.entries[
+                    plan
+                ].reason = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
+                self._close(plan)
+            if plan == BASELINE:
+                if lap.error is not None:
+                    raise lap.error
+                self._block = max(1, min(16, round(BLOCK_S / min(t for t in lap.times_s if t is not None))))
+
+    def _length(self) -> int:
+        return max(1, self._block)
+
+    def _open(self, plan: Plan) -> None:
+        try:
+            run = TrainingRun(self._workload, plan, self._device, self._seed, self._initial, self._compile)
+        except Exception as error:
+            if plan == BASELINE:
+                raise
+            self._lost(plan, error)
+            return
+        self._initial = self._initial or run.weights()
+        self._runs[plan] = run
+
+    def _lost(self, plan: Plan, error: Exception) -> None:
+        self.entries[plan].reason = unfit(error)
+        if plan != BASELINE:
+            self._close(plan)
+
+    def _close(self, plan: Plan) -> None:
+        run = self._runs.pop(plan, None)
+        if run is not None:
+            self.entries[plan].losses = run.losses
+            with contextlib.suppress(Exception):  # a run that failed half way may not close
+                run.close()
+
+    def _heats(self, plans: Sequence[Plan]) -> Iterator[list[Plan]]:
+        """The field in parts that fit into memory together; all of them where it does."""
+        self.run([], 0)
+        model = self._runs[BASELINE].model
+        each = 24 * sum(p.numel() for p in model.parameters()) + (32 << 20)
+        size = max(2, min(40, TOGETHER_BYTES // each))
+        others = [p for p in plans if p != BASELINE and not (p in self.entries and self.entries[p].reason)]
+        for start in range(0, max(1, len(others)), size):
+            if len(others) > size:
+                for plan in list(self._runs):
+                    if plan != BASELINE and plan not in others[start : start + size]:
+                        self._close(plan)
+            yield others[start : start + size]
+
+    # --- comparing ----------------------------------------------------------------------------------------
+
+    def _pairs(self, before: Plan, after: Plan) -> tuple[list[float], list[float]]:
+        a, b = self.entries[before].times_s, self.entries[after].times_s
+        length = max(len(a), len(b))
+
+        def padded(times: list[float | None]) -> Lap:
+            return Lap([*[None] * (length - len(times)), *times])
+
+        return paired(padded(a), padded(b))
+
+    def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
+        """How many times as fast as another a plan is.
+
+        Args:
+            plan: The one.
+            over: The other.
+
+        Returns:
+            From the rounds that both ran, None without any.
+        """
+        before, after = self._pairs(over, plan) if plan in self.entries and over in self.entries else ([], [])
+        return stats.paired_speedup(before, after) if before else None
+
+    def order(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Plans by speed over fp32, the fastest first.
+
+        Args:
+            plans: Which have been timed.
+        """
+
+        def speed(plan: Plan) -> float:
+            before, after = self._pairs(BASELINE, plan)
+            return statistics.median(a / b for a, b in zip(before, after, strict=True)) if before else 0.0
+
+        return sorted(plans, key=lambda plan: -1.0 if plan == BASELINE else -speed(plan))
+
+    def winner(self, plans: Sequence[Plan]) -> Plan:
+        """The fastest, or a simpler plan that cannot be told from it.
+
+        Args:
+            plans: Sound plans that have been timed against one another.
+        """
+        ordered = self.order(plans)
+        fastest = ordered[0]
+        tied = [fastest]
+        for plan in ordered[1:]:
+            ratio = self.ratio(plan, fastest)
+            if ratio is not None and ratio.high >= 1.0 and ratio.value >= TIE:
+                tied.append(plan)
+        return min(tied, key=lambda plan: (simplicity(plan), ordered.index(plan)))
+
+    def reason(self, plan: Plan, winner: Plan) -> str:
+        """Why a plan that was in to the end was not chosen.
+
+        Args:
+            plan: The plan.
+            winner: The one that was.
+        """
+        ratio = self.ratio(plan, winner)
+        if ratio is None:
+            return self.entries[plan].reason or "not timed against the chosen plan"
+        if ratio.is_tie:
+            simpler = simplicity(winner) < simplicity(plan)
+            return "a tie with the chosen plan, which is simpler" if simpler else "a tie with the chosen plan"
+        return self._not_faster(plan, winner)
