@@ -26,6 +26,7 @@ What `import castwise` offers, with one line each; `help(castwise.Amp)` has argu
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "In a training loop": ("Amp", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
+    "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
     ),

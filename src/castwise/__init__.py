@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from castwise.errors import CastwiseError
     from castwise.jobs.bench import bench
+    from castwise.jobs.tune import TuneResult, tune
     from castwise.numerics.parity import ParityResult, parity
     from castwise.plan import LossScale, Plan, Region
     from castwise.scaler import GradScaler, StepResult
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "Region",
     "StepResult",
+    "TuneResult",
     "Workload",
     "autocast",
     "bench",
@@ -40,6 +42,7 @@ __all__ = [
     "fp32_function",
     "lower_function",
     "parity",
+    "tune",
     "widest_function",
 ]
 
@@ -52,6 +55,7 @@ _HOME = {
     "Plan": "plan",
     "Region": "plan",
     "StepResult": "scaler",
+    "TuneResult": "jobs.tune_result",
     "Workload": "workload",
     "autocast": "casting",
     "bench": "jobs.bench",
@@ -60,6 +64,7 @@ _HOME = {
     "fp32_function": "casting",
     "lower_function": "casting",
     "parity": "numerics.parity",
+    "tune": "jobs.tune",
     "widest_function": "casting",
 }
 

@@ -129,6 +129,64 @@ def bench(
 
 
 @app.command()
+def tune(
+    workload: WorkloadName,
+    goal: Annotated[
+        str,
+        typer.Option(
+            help="time: the fastest sound plan; memory: the smallest; numerics: the fewest regions kept in fp32 for one low "
+            "format, whatever the speed here."
+        ),
+    ] = "time",
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            help="Between commas: fp32, tf32, bf16, fp16.", show_default="all; bf16 for --goal numerics"
+        ),
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds it may take, about.")] = 170.0,
+    verify_steps: Annotated[
+        int, typer.Option(help="Steps of training runs of the plan against fp32 at the end; 0 for none.")
+    ] = 0,
+    verify_seeds: Annotated[int, typer.Option(help="How many pairs of these runs.")] = 8,
+    warmup_steps: Annotated[
+        int, typer.Option(help="fp32 steps after which the numerics are looked at once more; 0 for not.")
+    ] = 0,
+    accumulate: Annotated[int, typer.Option(help="Microbatches accumulated per update.")] = 1,
+    world_size: Annotated[int, typer.Option(help="Data-parallel ranks that average gradients.")] = 1,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Time models compiled by torch.compile.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option(help="Measure peak memory, each plan in a process of its own.")
+    ] = True,
+    device: Device = None,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the plan, the evidence and the page.", show_default="runs/tune-WORKLOAD"
+        ),
+    ] = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Find the fastest plan whose gradients cannot be told from fp32's, by experiment."""
+    with _errors(show_traceback):
+        from castwise.jobs import tune as job
+        from castwise.tuning.axes import FORMATS
+
+        chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
+        with _folder(out, "tune", workload) as folder, _bars() as progress:
+            result = job.tune(
+                workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
+                verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
+                compile=compile_, memory=memory, device=device, seed=seed, out=folder, progress=progress,
+            )  # fmt: skip
+        _console().print(result.table())
+        _wrote(result.save(folder))
+
+
+@app.command()
 def train(
     workload: WorkloadName,
     plan: Annotated[

@@ -13,9 +13,9 @@ from castwise.report.page import render
 __all__ = ["tune_page", "write_tune_page"]
 
 _CAPTIONS = {
-    "scatter": "Every plan whose speed and gradients were both measured, with 95 % intervals; right and down is better.",
+    "scatter": "Every plan whose speed and gradients were both measured, with 95 % intervals; right and down is better. Plans without both are in the table alone.",
     "gradients": "Gradients of the model's modules in fp32, per power of two, above what formats hold: pale where a "
-    "format has fewer digits left, nothing where it has none. A loss scale moves fp16 to where the gradients are.",
+    "format has fewer digits left, nothing where it has none. A loss scale moves fp16's range (dashed) down.",
     "gradients_by_region": "Where each region's gradients lie; width grows with the root of their number.",
     "regions": "Parts of the plan's damage, against the lines (dashed) that judge the whole of it.",
 }
@@ -38,7 +38,11 @@ def tune_page(record: Mapping[str, Any]) -> str:
     """
     rows = tune_text.plan_rows(record)
     figures = [
-        {"svg": plots.to_svg(partial(_draw, record, name), _LABELS[name]), "caption": _CAPTIONS[name], "name": name}
+        {
+            "svg": plots.to_svg(partial(_draw, record, name), _LABELS[name]),
+            "caption": _CAPTIONS[name],
+            "name": name,
+        }
         for name in tune_plots.tune_figures(record)
     ]
     return render(

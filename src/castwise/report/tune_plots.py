@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from castwise.report import tune_text
+from castwise.report import text, tune_text
 from castwise.report.plots import _COLOURS, _GREY, _INK, _figure, _style
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ _STATUS = {
 }
 REGIONS = 16
 """Regions that a picture shows at most: those with the largest gradients, or with the largest damage."""
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+SLOWEST = 0.4
+"""Plans that are slower, as parts of fp32's speed, are drawn here and labelled."""
 _LEAST = 1e-9
 """Damage that is smaller is drawn here."""
 
@@ -62,6 +65,8 @@ def _scatter(record: Record) -> Figure | None:
     rows = [r for r in record["candidates"] if r["parity"] and r["speedup"] and r["speedup"]["value"]]
     if not rows:
         return None
+    from matplotlib.ticker import FuncFormatter
+
     passes, fails = tune_text.lines(record)
     known = [r["parity"]["value"] for r in rows if r["parity"]["value"] is not None]
     low = max(_LEAST, min([passes, *(v for v in known if v > 0)]) / 4)
@@ -71,15 +76,10 @@ def _scatter(record: Record) -> Figure | None:
     axes = figure.subplots()
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    speeds = [r["speedup"]["value"] for r in rows]
+    speeds = [max(r["speedup"]["value"], SLOWEST) for r in rows]
     left, right = min([1.0, *speeds]), max([1.0, *speeds])
-    wide = right > 4 * left
-    if wide:
-        axes.set_xscale("log")
-        axes.set_xlim(left / 1.5, right * 1.5)
-    else:
-        room = 0.12 * max(right - left, 0.1)
-        axes.set_xlim(left - room, right + room)
+    room = 0.12 * max(right - left, 0.1)
+    axes.set_xlim(left - room, right + room)
     axes.axhspan(fails, high, color=_COLOURS[6], alpha=0.10, lw=0)
     axes.axhspan(passes, fails, color=_COLOURS[5], alpha=0.13, lw=0)
     axes.axvline(1.0, color=_GREY, lw=1, ls=(0, (2, 2)))
@@ -87,47 +87,53 @@ def _scatter(record: Record) -> Figure | None:
     for value, word in ((fails, "fails above"), (passes, "passes below")):
         axes.axhline(value, color=_GREY, lw=1)
         axes.annotate(
-            f"{word} {value:g}", (end, value), xytext=(3, 2), textcoords="offset points", fontsize=8, va="bottom"
+            f"{word} {value:g}",
+            (end, value),
+            xytext=(3, 2),
+            textcoords="offset points",
+            fontsize=8,
+            va="bottom",
         )
     for status, (colour, marker, size) in _STATUS.items():
         mine = [r for r in rows if r["status"] == status]
         if not mine:
             continue
-        x = [r["speedup"]["value"] for r in mine]
-        y = [high / 2 if r["parity"]["value"] is None else min(max(r["parity"]["value"], low), high) for r in mine]
+        x = [max(r["speedup"]["value"], SLOWEST) for r in mine]
+        y = [
+            high / 2 if r["parity"]["value"] is None else min(max(r["parity"]["value"], low), high)
+            for r in mine
+        ]
         axes.scatter(x, y, s=size, c=colour, marker=marker, label=status, zorder=3, linewidths=0)
         for r, at, value in zip(mine, x, y, strict=True):
             _error_bars(axes, r, at, value, low, high, colour)
     axes.set_title("Speed against what it does to gradients")
     axes.set_xlabel("speed over fp32")
     axes.set_ylabel("damage to an update")
-    _plain_ticks(axes, wide)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}x"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, handletextpad=0.2, columnspacing=1.2)
     return figure
 
 
-def _error_bars(
-    axes: Axes, row: Record, x: float, y: float, low: float, high: float, colour: str
-) -> None:
+def _error_bars(axes: Axes, row: Record, x: float, y: float, low: float, high: float, colour: str) -> None:
+    """The intervals of a point, or words where it lies outside the picture."""
     speed, parity = row["speedup"], row["parity"]
-    axes.plot([speed["low"], speed["high"]], [y, y], color=colour, lw=1, zorder=2)
+    said = []
+    if speed["value"] < SLOWEST:
+        said.append(f"◂ {text.format_factor(speed['value'])}")
+    else:
+        axes.plot([speed["low"], speed["high"]], [y, y], color=colour, lw=1, zorder=2)
     if parity["value"] is None:
-        axes.annotate("not finite", (x, y), xytext=(8, 0), textcoords="offset points", fontsize=8, va="center")
+        said.append("not finite")
     elif None not in (parity["low"], parity["high"]):
         ends = [min(max(parity[key], low), high) for key in ("low", "high")]
         axes.plot([x, x], ends, color=colour, lw=1, zorder=2)
-
-
-def _plain_ticks(axes: Axes, wide: bool) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
-    if wide:
-        low, high = axes.get_xlim()
-        ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}x"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    if said:
+        right = x > sum(axes.get_xlim()) / 2
+        axes.annotate(
+            ", ".join(said), (x, y), xytext=(-8 if right else 8, 0), textcoords="offset points", fontsize=8,
+            va="center", ha="right" if right else "left",
+        )  # fmt: skip
 
 
 # --- magnitudes ---------------------------------------------------------------------------------------------
@@ -141,12 +147,19 @@ def _spans(record: Record) -> list[tuple[str, str, tuple[float, float, float]]]:
         scale = record["scale"]
         if name == "fp16" and scale and scale["init"]:
             shift = math.log2(scale["init"])
-            out.append((f"fp16, loss × {_power(shift)}", name, (ends[0] - shift, ends[1] - shift, ends[2] - shift)))
+            out.append((
+                f"fp16, loss × {_power(shift)}",
+                name,
+                (ends[0] - shift, ends[1] - shift, ends[2] - shift),
+            ))
     return out
 
 
 def _power(exponent: float) -> str:
-    return f"2^{exponent:.0f}" if exponent == round(exponent) else f"{2**exponent:,.3g}"
+    """A power of two as people write it, or the number where the exponent is not whole."""
+    if exponent != round(exponent):
+        return tune_text.format_number(2.0**exponent)
+    return "2" + f"{exponent:.0f}".translate(_RAISED)
 
 
 def _reach(histograms: Sequence[Record]) -> tuple[int, int]:
@@ -171,7 +184,14 @@ def _gradients(record: Record) -> Figure | None:
     figure = _figure(2.6 + 0.3 * len(spans))
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.8, 0.3 * len(spans)])
     exponents = sorted(total)
-    top.bar(exponents, [100 * total[e] / everything for e in exponents], width=0.92, align="edge", color=_GREY, alpha=0.8)
+    top.bar(
+        exponents,
+        [100 * total[e] / everything for e in exponents],
+        width=0.92,
+        align="edge",
+        color=_GREY,
+        alpha=0.8,
+    )
     top.set_title("Magnitudes of gradients")
     top.set_ylabel("% of gradients")
     top.tick_params(labelbottom=False)
@@ -198,7 +218,9 @@ def _span(
     subnormal, normal, largest = (min(max(end, reach[0]), reach[1]) for end in ends)
     axes.barh(index, largest - normal, left=normal, height=0.78, color=colour, alpha=0.45, lw=0)
     axes.barh(index, normal - subnormal, left=subnormal, height=0.78, color=colour, alpha=0.18, lw=0)
-    axes.text((normal + largest) / 2, index, label, ha="center", va="center", fontsize=8.5).set_in_layout(False)
+    axes.text((normal + largest) / 2, index, label, ha="center", va="center", fontsize=8.5).set_in_layout(
+        False
+    )
 
 
 def _powers(axes: Axes, low: int, high: int) -> None:
@@ -206,7 +228,7 @@ def _powers(axes: Axes, low: int, high: int) -> None:
 
     step = 8 if high - low <= 64 else 16 if high - low <= 128 else 32
     axes.xaxis.set_major_locator(FixedLocator(range(math.ceil(low / step) * step, high + 1, step)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"2^{value:.0f}".replace("-", "−")))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: _power(round(value))))
 
 
 def _by_region(record: Record) -> Figure | None:
@@ -238,7 +260,13 @@ def _by_region(record: Record) -> Figure | None:
         for which, edge in enumerate((ends[0], ends[2])):
             if low < edge < high:
                 style = "-" if number == 0 else (0, (3, 2))
-                axes.axvline(edge, color=_PALETTE["fp16"], lw=1.2, ls=style, label=None if which else f"ends of {label}")
+                axes.axvline(
+                    edge,
+                    color=_PALETTE["fp16"],
+                    lw=1.2,
+                    ls=style,
+                    label=None if which else f"ends of {label}",
+                )
     axes.set_yticks(range(len(histograms)), [_tail(h["pattern"]) for h in histograms])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(histograms) - 0.4, -0.6)
@@ -300,6 +328,6 @@ def _regions(record: Record) -> Figure | None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=True, axis="y")
-    axes.set_title("What each region adds to the damage")
+    axes.set_title("Damage by region")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, handletextpad=0.2, columnspacing=1.2)
     return figure

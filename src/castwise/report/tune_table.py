@@ -43,7 +43,9 @@ def tune_table(record: Mapping[str, Any]) -> RenderableType:
         speeds = [(m, n, r.step, r.speed, r.autocast) for m, n, r in zip(marks, names, kept, strict=True)]
         header: tuple[str, ...] = ("", "plan", "training step", "vs fp32", "vs autocast")
         parts.append(_table("Speed", header, speeds, styles, left=2))
-        others = [(m, n, r.verdict, r.damage, r.peak, r.loss) for m, n, r in zip(marks, names, kept, strict=True)]
+        others = [
+            (m, n, r.verdict, r.damage, r.peak, r.loss) for m, n, r in zip(marks, names, kept, strict=True)
+        ]
         header = ("", "plan", "parity", "damage", "peak memory", "loss")
         parts.append(_table("Gradients and memory", header, others, styles, left=2))
     apart = [row for row in tune_text.region_rows(record) if row.apart]

@@ -17,6 +17,7 @@ __all__ = [
     "chosen",
     "facts",
     "format_damage",
+    "format_number",
     "interval_note",
     "plan_rows",
     "region_rows",
@@ -139,6 +140,11 @@ def format_damage(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.2g}"
 
 
+def format_number(value: float) -> str:
+    """A large or small number: thousands in groups, else three digits."""
+    return f"{value:,.0f}" if 1000 <= value < 1e15 else f"{value:.3g}"
+
+
 def _speed(ratio: Record | None) -> str:
     if ratio is None or ratio["value"] is None:
         return "-"
@@ -148,9 +154,7 @@ def _speed(ratio: Record | None) -> str:
 def _step(time: Record | None) -> str:
     if time is None or time["median_s"] is None:
         return "-"
-    size, unit = next(
-        ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if time["median_s"] >= s), (1e-6, "us")
-    )
+    size, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if time["median_s"] >= s), (1e-6, "us"))
     half = (time["q3_s"] - time["q1_s"]) / 2 / size
     median = text.format_time(time["median_s"])
     number = median.split()[0]
@@ -310,12 +314,12 @@ def scale_sentences(record: Record) -> list[str]:
     ]
     if low > high:
         out.append(
-            f"No loss scale holds both in fp16: below {low:,.3g} the small ones underflow, above {high:,.3g} the large "
+            f"No loss scale holds both in fp16: below {format_number(low)} the small ones underflow, above {format_number(high)} the large "
             "ones overflow."
         )
     else:
-        out.append(f"fp16 holds both with a loss scale from {low:,.3g} to {high:,.3g}.")
-    out.append(f"Training in fp16 starts with a loss scale of {init:,.6g}, at a distance from overflow.")
+        out.append(f"fp16 holds both with a loss scale from {format_number(low)} to {format_number(high)}.")
+    out.append(f"Training in fp16 starts with a loss scale of {format_number(init)}, well below overflow.")
     return out
 
 
@@ -347,9 +351,7 @@ def stage_rows(record: Record) -> list[tuple[str, str, str, str]]:
     def count(value: int) -> str:
         return f"{value:,}" if value else "-"
 
-    rows = [
-        (s["name"], text.format_time(s["time_s"]), count(s["passes"]), count(s["steps"])) for s in stages
-    ]
+    rows = [(s["name"], text.format_time(s["time_s"]), count(s["passes"]), count(s["steps"])) for s in stages]
     sums = [sum(s[key] for s in stages) for key in ("time_s", "passes", "steps")]
     return [*rows, ("in all", text.format_time(sums[0]), count(sums[1]), count(sums[2]))]
 
@@ -360,8 +362,14 @@ def settings(record: Record) -> list[tuple[str, str]]:
     for key, value in record["settings"].items():
         said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
         if said is not None:
-            out.append((key.removesuffix("_s").replace("_", " "), f"{said} s" if key.endswith("_s") else str(said)))
-    for key, label in (("floor", "damage of fp32, rounded differently"), ("repeat", "damage of fp32, repeated")):
+            out.append((
+                key.removesuffix("_s").replace("_", " "),
+                f"{said} s" if key.endswith("_s") else str(said),
+            ))
+    for key, label in (
+        ("floor", "fp32's own rounding"),
+        ("repeat", "fp32 repeated"),
+    ):
         if record[key] is not None:
             out.append((label, format_damage(record[key])))
     return out

@@ -1,0 +1,210 @@
+"""``tune``: the fastest plan that keeps the numerics, found by experiment."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.casting.context import default_device_type
+from castwise.errors import PlanError, WorkloadError
+from castwise.jobs import Event, Progress
+from castwise.jobs.tune_result import TuneResult
+from castwise.measure.environment import environment
+from castwise.numerics.batches import endless
+from castwise.tuning.axes import FORMATS, check_formats
+from castwise.tuning.record import evidence
+from castwise.tuning.search import Search, Settings
+from castwise.workload import Workload, find_workload
+
+__all__ = ["TuneResult", "tune"]
+
+GOALS = ("time", "memory", "numerics")
+DEFAULT_FORMATS = FORMATS
+
+
+def tune(
+    workload: Workload | str | None = None,
+    *,
+    model: nn.Module | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    batches: Any = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    formats: Sequence[str] = DEFAULT_FORMATS,
+    goal: str = "time",
+    accumulate: int = 1,
+    world_size: int = 1,
+    compile: bool = False,
+    warmup_steps: int = 0,
+    verify_steps: int = 0,
+    verify_seeds: int = 8,
+    budget_s: float = 170.0,
+    memory: bool = True,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    out: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> TuneResult:
+    """Find the fastest precision plan whose gradients cannot be told from fp32's within the noise of the data.
+
+    Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies: the model, random numbers
+    and process-wide settings are as before when it returns or fails, and training goes on as if it had never run.
+
+    Args:
+        workload: A workload, or how to find one: ``gpt``, ``file.py:attribute``.
+        model: Instead: a module in fp32, in any state of training.
+        loss: ``loss(model, batch)`` -> scalar tensor; it must call the model that it is given.
+        batches: A sequence, an iterable that can be gone through again (a DataLoader), or ``batches(seed)`` -> iterator.
+        optimizer: ``optimizer(params)`` -> Optimizer; its step is timed too.
+        formats: Formats the plan may use: ``fp32``, ``tf32``, ``bf16``, ``fp16``; what the device lacks is left out.
+        goal: ``time``: the fastest sound plan. ``memory``: the one with the smallest peak. ``numerics``: for the one low
+            format given, the fewest regions that have to stay in fp32, whatever the speed here.
+        accumulate: Microbatches accumulated per update.
+        world_size: Data-parallel ranks that average gradients.
+        compile: Time models compiled, as they will be deployed. Numerics are tested eagerly.
+        warmup_steps: fp32 steps after which the numerics are looked at once more; 0 for no second look.
+        verify_steps: Length of training runs of the plan against fp32 at the end; 0 for none.
+        verify_seeds: How many pairs of them, at least 2; about 20 show small differences.
+        budget_s: Seconds it may take, about; what does not fit is left out and the evidence says so.
+        memory: Measure peak memory too (a process per plan).
+        device: By default where the model is, or the accelerator at hand, else the CPU.
+        seed: Of weights, data, dither and random draws.
+        out: Where to write the evidence so far if the search is interrupted.
+        progress: Called with events.
+
+    Returns:
+        The result: ``.plan``, ``.table()``, ``.save(folder)``.
+
+    Raises:
+        PlanError: An argument out of its range.
+        WorkloadError: A workload that cannot be found or tuned: a loss without a gradient, batches that cannot be used.
+        NonFiniteError: fp32 itself gives a loss or gradients that are not finite.
+        StateError: A budget too small for anything.
+        DeviceError: No such device.
+
+    Source: docs/tuning.md.
+    """
+    if goal not in GOALS:
+        raise PlanError(f"tune(goal={goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
+    if goal == "numerics" and tuple(formats) == DEFAULT_FORMATS:
+        formats = ("bf16",)
+    settings = Settings(
+        formats=check_formats(formats, goal), goal=goal, accumulate=accumulate, world_size=world_size,
+        compile=bool(compile), warmup_steps=warmup_steps, verify_steps=verify_steps, verify_seeds=verify_seeds,
+        budget_s=budget_s, memory=memory, seed=seed,
+    )  # fmt: skip
+    _check_numbers(settings)
+    found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
+    search = Search(found, where, settings, spec)
+    if progress is not None:
+        tell = progress
+        search.say = lambda stage, subject, done, total: tell(Event(stage, subject, done, total))
+    command = environment(where).command
+    try:
+        search.run()
+    except KeyboardInterrupt as interrupt:
+        if out is not None:
+            partial = _result(search, command)
+            paths = partial.save(out)
+            interrupt.add_note(
+                "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
+            )
+        raise
+    return _result(search, command)
+
+
+def _result(search: Search, command: str) -> TuneResult:
+    record = evidence(search, command)
+    chosen = next(c for c in record.candidates if c.plan == record.plan)
+    provenance = {
+        "by": f"castwise {record.environment.castwise}",
+        "goal": record.goal,
+        "workload": record.workload,
+        "device": record.environment.device,
+        "torch": record.environment.torch,
+        "date": record.environment.date,
+        "answer": record.answer,
+        "speedup": chosen.speedup.value if chosen.speedup is not None else None,
+        "damage": chosen.parity.value if chosen.parity is not None else None,
+        "complete": record.complete,
+    }
+    return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
+
+
+def _check_numbers(settings: Settings) -> None:
+    for name, least in (
+        ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
+    ):  # fmt: skip
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PlanError(f"tune({name}={value!r}): needs a whole number >= {least}")
+    if 0 < settings.verify_steps < 5:
+        raise PlanError(f"tune(verify_steps={settings.verify_steps}): needs 0, or 5 steps at least")
+    if not settings.budget_s > 0:
+        raise PlanError(f"tune(budget_s={settings.budget_s!r}): needs a positive number of seconds")
+
+
+def _workload(
+    workload: Workload | str | None, model: Any, loss: Any, batches: Any, optimizer: Any, device: Any
+) -> tuple[Workload, str | None, torch.device]:
+    parts = {"model": model, "loss": loss, "batches": batches, "optimizer": optimizer}
+    if workload is not None:
+        given = [name for name, value in parts.items() if value is not None]
+        if given:
+            raise WorkloadError(f"tune(workload, {given[0]}=...): give a workload or its parts, not both")
+        where = torch.device(device if device is not None else default_device_type())
+        if isinstance(workload, str):
+            return find_workload(workload), workload, where
+        if not isinstance(workload, Workload):
+            hint = "; a module goes to model=" if isinstance(workload, nn.Module) else ""
+            raise WorkloadError(
+                f"tune({type(workload).__name__}): the workload is a castwise.Workload or how to find one{hint}"
+            )
+        return workload, None, where
+    missing = [name for name, value in parts.items() if value is None]
+    if missing:
+        raise WorkloadError(
+            f"tune(): {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing; give model=, loss=, batches= and "
+            "optimizer=, or a workload"
+        )
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"tune(model={type(model).__name__}): give the torch.nn.Module itself")
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        if not callable(value) or isinstance(value, torch.optim.Optimizer):
+            hint = (
+                ", for example lambda params: torch.optim.AdamW(params, lr=1e-3)"
+                if name == "optimizer"
+                else ""
+            )
+            raise WorkloadError(f"tune({name}={type(value).__name__}): give a function{hint}")
+    first = next(model.parameters(), None)
+    where = (
+        torch.device(device)
+        if device is not None
+        else (first.device if first is not None else torch.device("cpu"))
+    )
+    original = _copied(model)
+    made = Workload(
+        name=type(model).__name__,
+        model=lambda: copy.deepcopy(original),
+        optimizer=optimizer,
+        batches=endless(batches, "tune"),
+        loss=loss,
+        description=f"A {type(model).__name__} given as an object.",
+    )
+    return made, None, where
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise WorkloadError(
+            f"tune: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach tensors "
+            "that are no parameters or buffers, or give a Workload whose model() builds it"
+        ) from error

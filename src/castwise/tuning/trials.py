@@ -1,0 +1,107 @@
+"""Short training runs of a plan against fp32, paired by seed, with a test of non-inferiority.
+
+The mean over the last steps of (loss under the plan - loss in fp32) is taken per pair; the plan is *not worse* if the upper
+95 % bound of its mean over pairs is below a margin: the larger of the seed-to-seed spread of fp32's own loss and 0.25 % of
+it. A run never shows that two plans are equal, so what it could have shown is reported beside.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from castwise.errors import PlanError
+from castwise.measure.steps import TrainingRun
+from castwise.plan import PRESETS, Plan
+from castwise.tuning.evidence import Verification
+from castwise.workload import Workload
+
+__all__ = ["judge_losses", "training_trials"]
+
+LAST = 0.2
+"""Share of the steps, at their end, whose losses count."""
+RELATIVE = 0.0025
+_T95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740,
+    1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699,
+)  # fmt: skip
+"""One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom."""
+_POWER = 0.842
+"""The normal distribution's 80 % point."""
+
+
+def training_trials(
+    workload: Workload,
+    plan: Plan,
+    device: torch.device,
+    *,
+    steps: int,
+    seeds: int,
+    first_seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Verification:
+    """Train pairs of runs and judge their losses.
+
+    Args:
+        workload: What to train.
+        plan: Against fp32.
+        device: Where.
+        steps: Of each run.
+        seeds: How many pairs, at least 2.
+        first_seed: They count up from here.
+        on_progress: Called with pairs done and pairs in all.
+
+    Returns:
+        The finding.
+
+    Raises:
+        PlanError: Fewer than 5 steps or 2 seeds.
+    """
+    if steps < 5 or seeds < 2:
+        raise PlanError(f"verify_steps={steps}, verify_seeds={seeds}: needs 5 steps and 2 seeds at least")
+    last = max(1, round(LAST * steps))
+    reference: list[float] = []
+    candidate: list[float] = []
+    for number in range(seeds):
+        on_progress(number, seeds)
+        for one, ends in ((PRESETS["fp32"], reference), (plan, candidate)):
+            run = TrainingRun(workload, one, device, first_seed + number)
+            try:
+                run.before(steps)
+                try:
+                    run.run(steps)
+                finally:
+                    run.after()
+                ends.append(statistics.fmean(run.losses[-last:]))
+            finally:
+                run.close()
+    on_progress(seeds, seeds)
+    return judge_losses(reference, candidate, steps)
+
+
+def judge_losses(reference: Sequence[float], candidate: Sequence[float], steps: int) -> Verification:
+    """Judge pairs of final losses.
+
+    Args:
+        reference: fp32's, per seed.
+        candidate: The plan's, for the same seeds.
+        steps: Steps of each run.
+
+    Returns:
+        ``not worse`` if the upper bound of the mean difference is below the margin, ``worse`` if its lower bound is above,
+        else ``not shown``.
+    """
+    differences = [c - r for c, r in zip(candidate, reference, strict=True)]
+    n = len(differences)
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.645
+    if not all(math.isfinite(d) for d in differences):
+        big = 1.7e308
+        return Verification(steps, n, big, big, 0.0, 0.0, "worse")
+    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(n)
+    margin = max(statistics.stdev(reference), RELATIVE * abs(statistics.fmean(reference)))
+    upper, lower = mean + t * error, mean - t * error
+    verdict = "not worse" if upper < margin else "worse" if lower > margin else "not shown"
+    return Verification(steps, n, mean, upper, margin, (t + _POWER) * error, verdict)
