@@ -30,6 +30,8 @@ __all__ = ["Contest", "Entry"]
 BASELINE = PRESETS["fp32"]
 BLOCK_S = 0.06
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
+FINAL_BLOCK = 2
+"""How many times as long blocks are in the final."""
 TOGETHER_BYTES = 4 << 30
 """Weights, gradients and optimizer state that may lie in memory at once."""
 LEAVES = 1.04
@@ -158,12 +160,36 @@ class Contest:
         ratio = self.ratio(plan, leader)
         return f"not faster: takes {1 / ratio.value:.2f} times as long" if ratio else "not faster"
 
-    def run(self, plans: Sequence[Plan], rounds: int) -> None:
+    def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
+        """Race the last plans for longer, with others beside them as what they are compared with.
+
+        Args:
+            plans: Those in the running.
+            rounds: How many rounds.
+            beside: Plans that run along if they can, though they have left.
+        """
+        guests = [p for p in beside if p not in plans and p in self.entries]
+        guests = [
+            p
+            for p in guests
+            if self.entries[p].reason.startswith("not faster: takes") or not self.entries[p].reason
+        ]
+        reasons = {plan: self.entries[plan].reason for plan in guests}
+        for plan in guests:
+            self.entries[plan].reason = ""
+        for plan in [p for p in self._runs if p not in (BASELINE, *plans, *guests)]:
+            self._close(plan)
+        self.run([*plans, *guests], rounds, FINAL_BLOCK)
+        for plan, reason in reasons.items():
+            self.entries[plan].reason = self.entries[plan].reason or reason
+
+    def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1) -> None:
         """Run interleaved rounds.
 
         Args:
             plans: Who takes part; fp32 does in any case.
             rounds: How many rounds.
+            longer: How many times as long as usual blocks are.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
@@ -174,7 +200,7 @@ class Contest:
             self._open(plan)
         self._warm([plan for plan in new if plan in self._runs])
         racing = [plan for plan in field_ if plan in self._runs]
-        block = self._length()
+        block = self._block * longer
         for number in range(rounds):
             if time.monotonic() > self._deadline and number:
                 break
@@ -218,9 +244,6 @@ class Contest:
                 if lap.error is not None:
                     raise lap.error
                 self._block = max(1, min(16, round(BLOCK_S / min(t for t in lap.times_s if t is not None))))
-
-    def _length(self) -> int:
-        return max(1, self._block)
 
     def _open(self, plan: Plan) -> None:
         try:

@@ -31,7 +31,7 @@ from castwise.numerics.parity import FLOOR, ParityResult, ParityTest, is_adam, w
 from castwise.numerics.probes import Prober, unfit
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plan import PRESETS, Plan
-from castwise.tuning.axes import name_of, numerics_of, simplicity, whole_step_plans
+from castwise.tuning.axes import FORMATS, name_of, numerics_of, simplicity, whole_step_plans
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.exempt import NumericsSearch, Repair
@@ -45,7 +45,7 @@ __all__ = ["Search", "Settings"]
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
 FINALISTS = 5
-FINAL_ROUNDS = 14
+FINAL_ROUNDS = 20
 MICROBATCHES = 8
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
@@ -274,7 +274,10 @@ class Search:
             settings.formats, self.device, self._model, optimizer, has_images=self._images, goal=settings.goal
         )
         for name, reason in dropped.items():
-            self.notes.append(f"{name}: {reason}")
+            if (
+                name != "tf32" or settings.formats != FORMATS
+            ):  # nobody who allows all formats asks for that one
+                self.notes.append(f"{name}: {reason}")
         with self._stage("costs"):
             plans = self._by_costs(plans)
         deadline = self._start + 0.7 * settings.budget_s
@@ -294,11 +297,8 @@ class Search:
             with self._stage("parity"):
                 sound = self._sound(left)
             if settings.goal == "time":
-                anchors = [AUTOCAST] if AUTOCAST in contest.entries else []
                 with self._stage("final"):
-                    contest.run(
-                        [*sound, *(p for p in anchors if not contest.entries[p].reason)], FINAL_ROUNDS
-                    )
+                    contest.final(sound, FINAL_ROUNDS, beside=(AUTOCAST,))
                 order = [contest.winner(sound)] if sound else []
                 order += [p for p in contest.order(sound) if p not in order]
             else:
