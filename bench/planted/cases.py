@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from castwise import Workload
 
@@ -53,7 +53,7 @@ class Variance(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Standardise over features."""
         if self.sound:
-            return F.layer_norm(x, (WIDTH,))
+            return functional.layer_norm(x, (WIDTH,))
         y = x + 400.0
         mean = y.mean(-1, keepdim=True)
         variance = (y * y).mean(-1, keepdim=True) - mean * mean
@@ -70,7 +70,7 @@ class LogSumExp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Log-softmax over features, scaled."""
         if self.sound:
-            return 0.1 * F.log_softmax(2.0 * x.float(), -1).to(x.dtype)
+            return 0.1 * functional.log_softmax(2.0 * x.float(), -1).to(x.dtype)
         y = 2.0 * x + 12.0
         return 0.1 * (y - y.exp().sum(-1, keepdim=True).log())
 
@@ -312,7 +312,7 @@ def _optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, label = batch
-    return F.cross_entropy(model(x), label)
+    return functional.cross_entropy(model(x), label)
 
 
 def _batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:

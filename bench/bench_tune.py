@@ -1,0 +1,179 @@
+"""The tuned plan against the whole hand grid, on built-in workloads and architectures of transformers.
+
+Grid: {fp32, autocast bf16, bf16 parameters with fp32 masters} x {contiguous, channels_last where there are images} x
+{optimizer as given, fused}. Each workload is tuned; then the grid is raced on fresh models to find its best plan, and that
+plan, fp32, one-line torch.autocast (bf16-mixed) and the tuned plan are raced again in further interleaved rounds, from which
+all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import castwise
+from architectures import ARCHITECTURES
+from castwise import Plan, Workload
+from castwise.measure.stats import Ratio, paired_speedup
+from castwise.measure.steps import TrainingRun
+from castwise.measure.timing import Lap, paired, race
+from castwise.workload import find_workload
+from common import RESULTS, write
+
+BUILT_IN = ("sine?size=256", "gpt", "digits")
+AGAIN = ("gpt", "digits", "convnext")
+"""Tuned twice, to see whether runs repeat."""
+BLOCK_S = 0.08
+
+
+def grid(workload: Workload) -> list[Plan]:
+    """The plans that people try by hand."""
+    model = workload.model()
+    images = any(isinstance(m, torch.nn.Conv2d) for m in model.modules())
+    layouts = ("as_is", "channels_last") if images else ("as_is",)
+    return [
+        dataclasses.replace(Plan.preset(name), memory_format=layout, optimizer=step)
+        for name, layout, step in itertools.product(
+            ("fp32", "bf16-mixed", "bf16-master"), layouts, ("as_given", "fused")
+        )
+    ]
+
+
+def compete(
+    workload: Workload, plans: Sequence[Plan], rounds: int, device: torch.device
+) -> tuple[dict[Plan, Lap], dict[Plan | str, float]]:
+    """Race plans; return their laps, and the loss that each has come to."""
+    runs: dict[Plan, TrainingRun] = {}
+    state = None
+    try:
+        for plan in plans:
+            runs[plan] = TrainingRun(workload, plan, device, 1, state)
+            state = state or runs[plan].weights()
+        base = runs[plans[0]]
+        first = race([("", base)], rounds=2, steps=1, device=device)[""].times_s
+        steps = max(1, min(16, round(BLOCK_S / min(t for t in first if t is not None))))
+        named = [(str(i), runs[plan]) for i, plan in enumerate(plans)]
+        laps = race(named, rounds=rounds, steps=steps, device=device)
+        losses: dict[Plan | str, float] = {p: statistics.fmean(run.losses[-5:]) for p, run in runs.items()}
+        losses["start"] = base.losses[0]
+        return {plan: laps[str(i)] for i, plan in enumerate(plans)}, losses
+    finally:
+        for run in runs.values():
+            run.close()
+
+
+def ratio(laps: dict[Plan, Lap], plan: Plan, over: Plan) -> Ratio:
+    """How many times as fast as ``over`` a plan is."""
+    if plan == over:
+        return Ratio(1.0, 1.0, 1.0, 0.95, len(laps[plan].times_s))
+    before, after = paired(laps[over], laps[plan])
+    return paired_speedup(before, after)
+
+
+def measure(
+    name: str,
+    workload: Workload,
+    device: torch.device,
+    rounds: int,
+    tune: Callable[[Workload], castwise.TuneResult],
+) -> dict[str, object]:
+    """One row of the table."""
+    start = time.perf_counter()
+    result = tune(workload)
+    took = time.perf_counter() - start
+    tuned = dataclasses.replace(result.plan, provenance=None)
+    again = dataclasses.replace(tune(workload).plan, provenance=None) if name in AGAIN else tuned
+    gc.collect()
+    fp32, autocast = Plan.preset("fp32"), Plan.preset("bf16-mixed")
+    laps, _ = compete(workload, grid(workload), max(6, rounds // 3), device)
+    best = min(laps, key=lambda plan: statistics.median(t for t in laps[plan].times_s if t is not None))
+    gc.collect()
+    field = list(dict.fromkeys([fp32, autocast, best, tuned, again]))
+    laps, losses = compete(workload, field, rounds, device)
+    progress = max(losses["start"] - losses[fp32], 0.0) + losses[fp32]
+    if not abs(losses[tuned] - losses[fp32]) <= 0.05 * progress:
+        raise SystemExit(
+            f"{name}: losses differ by more than 5 % of the first one, so speeds say nothing: {losses}"
+        )
+    over = {"fp32": fp32, "autocast": autocast, "best_of_grid": best, "second_tune": again}
+    row: dict[str, object] = {"workload": name, "plan": str(tuned), "best_of_grid": str(best)}
+    for key, plan in over.items():
+        found = ratio(laps, tuned, plan)
+        row |= {f"over_{key}": found.value, f"over_{key}_low": found.low, f"over_{key}_high": found.high}
+    return {
+        **row,
+        "second_plan": str(again) if name in AGAIN else None,
+        "fp32_ms": 1e3 * statistics.median(t for t in laps[fp32].times_s if t is not None),
+        "tuned_ms": 1e3 * statistics.median(t for t in laps[tuned].times_s if t is not None),
+        "fp32_loss": losses[fp32],
+        "tuned_loss": losses[tuned],
+        "tune_s": took,
+        "passes": result.evidence.passes,
+        "rounds": rounds,
+        "answer": result.answer,
+    }
+
+
+def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Geometric means over one-line autocast."""
+
+    def mean(values: list[float]) -> float:
+        return math.exp(statistics.fmean(math.log(v) for v in values))
+
+    over = {str(row["workload"]): float(str(row["over_autocast"])) for row in rows}
+    rest = [value for name, value in over.items() if not name.startswith("sine")]
+    slower = [row["workload"] for row in rows if float(str(row["over_best_of_grid_high"])) < 1.0]
+    faster = [row["workload"] for row in rows if float(str(row["over_best_of_grid_low"])) > 1.0]
+    return {
+        "workload": "all",
+        "geometric_mean_over_autocast": mean(list(over.values())),
+        "without_sine": mean(rest),
+        "slower_than_best_of_grid": slower,
+        "faster_than_best_of_grid": faster,
+    }
+
+
+def main() -> None:
+    """Run it; with ``--only`` the other rows of the result file stay."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--only", default="", help="names, between commas")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    names = [*BUILT_IN, *ARCHITECTURES]
+    chosen = [n for n in names if not options.only or n.split("?")[0] in options.only.split(",")]
+    path = RESULTS / f"tune-{device.type}.json"
+    known = {}
+    if options.only and path.exists():
+        known = {
+            r["workload"]: r
+            for r in json.loads(path.read_text(encoding="utf-8"))["rows"]
+            if r["workload"] != "all"
+        }
+    for name in chosen:
+        workload = find_workload(name) if name in BUILT_IN else ARCHITECTURES[name]()
+        row = measure(
+            name, workload, device, options.rounds, lambda w: castwise.tune(w, device=device, memory=False)
+        )
+        known[name] = row
+        print(
+            " ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
+            flush=True,
+        )
+        gc.collect()
+    rows = [known[n] for n in names if n in known]
+    write("tune", device, __doc__, [*rows, summary(rows)])
+
+
+if __name__ == "__main__":
+    main()
