@@ -18,8 +18,17 @@ from castwise.formats import LOW
 from castwise.fused import can_fuse
 from castwise.plan import PRESETS, Plan
 from castwise.process import check_device
+from castwise.rules import base_table
 
-__all__ = ["FORMATS", "check_formats", "name_of", "numerics_of", "simplicity", "whole_step_plans"]
+__all__ = [
+    "FORMATS",
+    "check_formats",
+    "name_of",
+    "numerics_of",
+    "simplicity",
+    "whole_step_plans",
+    "with_operators_as_is",
+]
 
 FORMATS = ("fp32", "tf32", *LOW)
 """Formats that a search may choose from, the simplest first."""
@@ -116,6 +125,37 @@ def _has_convolution(model: nn.Module) -> bool:
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
+
+
+_MADE_OF = {
+    "cross_entropy_loss": "nll_loss_forward", "group_norm": "native_group_norm", "layer_norm": "native_layer_norm",
+    "log_softmax": "_log_softmax", "mse_loss": "mse_loss", "rms_norm": "_fused_rms_norm", "softmax": "_softmax",
+}  # fmt: skip
+"""Norms, softmax and losses, which tables keep in fp32 for caution: the operator, and what it runs as below autocast."""
+
+
+def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> Plan | None:
+    """A low plan whose norms, softmax and losses follow their inputs instead of being cast to fp32.
+
+    Args:
+        plan: Any.
+        used: ATen operators that the model runs.
+        device_type: Whose table decides what is cast.
+
+    Returns:
+        The plan, or None where nothing of the kind is cast.
+    """
+    if plan.compute not in LOW or plan.rules != "native":
+        return None
+    seen = set(used)
+    table = base_table("native", device_type)
+    named = {op for op, _ in plan.ops}
+    ops = [
+        (op, "as_is")
+        for op, below in _MADE_OF.items()
+        if below in seen and op in table and table[op].rule == "fp32" and op not in named
+    ]
+    return dataclasses.replace(plan, ops=(*plan.ops, *ops)) if ops else None
 
 
 def simplicity(plan: Plan) -> int:

@@ -31,13 +31,20 @@ from castwise.numerics.parity import FLOOR, ParityResult, ParityTest, is_adam, w
 from castwise.numerics.probes import Prober, unfit
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plan import PRESETS, Plan
-from castwise.tuning.axes import FORMATS, name_of, numerics_of, simplicity, whole_step_plans
+from castwise.tuning.axes import (
+    FORMATS,
+    name_of,
+    numerics_of,
+    simplicity,
+    whole_step_plans,
+    with_operators_as_is,
+)
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.exempt import NumericsSearch, Repair
 from castwise.tuning.trials import training_trials
 from castwise.tuning.unit_costs import Cost, losing_units, measure_costs
-from castwise.tuning.units import Unit, exempt, find_units
+from castwise.tuning.units import Unit, exempt, find_units, operators_used
 from castwise.workload import Workload
 
 __all__ = ["Search", "Settings"]
@@ -47,6 +54,9 @@ AUTOCAST = PRESETS["bf16-mixed"]
 FINALISTS = 5
 FINAL_ROUNDS = 20
 MICROBATCHES = 8
+SLOWER = 1.15
+"""A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
+can still make up for less."""
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
 
@@ -289,6 +299,7 @@ class Search:
             self.contest = contest
             with self._stage("race"):
                 left = contest.halve(plans, keep=FINALISTS)
+                left = self._with_operators(contest, left)
             if settings.goal == "memory":
                 left = [p for p in contest.entries if not _cannot(contest.entries[p].reason)]
                 with self._stage("memory"):
@@ -305,12 +316,22 @@ class Search:
                 order = sorted(sound, key=self._weight)
             with self._stage("verification"):
                 self._choose(order)
-        if settings.warmup_steps and self.chosen != FP32:
+        if settings.warmup_steps and numerics_of(self.chosen) != FP32:
             with self._stage("second look"):
                 self._second_look()
         if settings.memory and settings.goal == "time" and self.left_s() > 10.0:
             with self._stage("memory"):
                 self._weigh(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+
+    def _with_operators(self, contest: Contest, left: list[Plan]) -> list[Plan]:
+        """Race the leaders with norms, softmax and losses that follow their inputs."""
+        assert self.test is not None
+        model, batch = self.test.prober.model, self.test.prober.micros[0].batch
+        seed_all(self.settings.seed)
+        used = operators_used(lambda: self.workload.loss(model, batch))
+        variants = [with_operators_as_is(plan, used, self.device.type) for plan in left[:2]]
+        new = [plan for plan in variants if plan is not None]
+        return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
 
     def _by_costs(self, plans: Sequence[Plan]) -> list[Plan]:
         """Drop formats that are faster nowhere, and add candidates with the losing units in fp32."""
@@ -328,9 +349,9 @@ class Search:
             if reason:
                 self.notes.append(f"{name} was dropped before the race: {reason}.")
                 for plan in out:
-                    if plan.compute == name:
+                    if plan.compute == name and plan != AUTOCAST:
                         self.reasons[self._scaled(plan)] = f"not faster: {reason}"
-                out = [plan for plan in out if plan.compute != name]
+                out = [plan for plan in out if plan.compute != name or plan == AUTOCAST]
                 continue
             losers = losing_units(name, self.costs)
             hopeless = [pattern for pattern, cost in self.costs.items() if name in cost.reasons]
@@ -379,8 +400,8 @@ class Search:
     def _choose(self, order: Sequence[Plan]) -> None:
         assert self.numerics is not None
         for plan in order:
-            if plan == FP32:
-                self.chosen = FP32
+            if numerics_of(plan) == FP32:
+                self.chosen, self.kept = plan, {}
                 return
             result = self.numerics.verify(plan)
             lost = self._lost(plan)
@@ -546,7 +567,7 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
         cost.reasons.get(name)
         or f"takes {cost.times_s[name] / cost.times_s['fp32']:.1f} times as long as fp32"
     )
-    if total(name) > 0.97 * fp32:
+    if total(name) > SLOWER * fp32:
         return f"it is no faster than fp32, by regions alone; {pattern} {slow}"
     better = [other for other in formats if other != name and total(other) < 0.9 * total(name)]
     if better and any(name in cost.reasons for cost in timed.values()):

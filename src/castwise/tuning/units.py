@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from castwise.errors import PatternError
 from castwise.plan import Plan, Region
 from castwise.regions import assign
 
-__all__ = ["Unit", "exempt", "find_units", "only"]
+__all__ = ["Unit", "exempt", "find_units", "only", "operators_used"]
 
 _TRIVIAL = frozenset({
     "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view", "add", "add_", "alias", "arange", "as_strided",
@@ -46,6 +46,8 @@ class Unit:
         parameters: Elements in the parameters that are its modules' own (not their children's).
         inner: Patterns of units inside it. Where a unit has some, the unit itself is what its modules' ``forward``
             computes beside calling them.
+        like: The pattern with every number as a ``*``, where all modules that it matches belong to units that share it;
+            else empty. Units that are decided alike are so written as one region.
     """
 
     pattern: str
@@ -53,6 +55,7 @@ class Unit:
     paths: tuple[str, ...]
     parameters: int
     inner: tuple[str, ...] = ()
+    like: str = ""
 
 
 class _Attribution(_torch.OperatorMode):
@@ -121,15 +124,45 @@ def find_units(model: nn.Module, forward: Callable[[], Any]) -> tuple[Unit, ...]
         for name, own in [(pattern, members)] if exact else [(_literal(p, modules[p]), [p]) for p in members]:
             size = sum(p.numel() for path in own for p in modules[path].parameters(recurse=False))
             units.append(Unit(name, type(modules[own[0]]).__name__, tuple(own), size))
-    return tuple(sorted((_with_inner(u, units) for u in units), key=lambda u: paths.index(u.paths[0])))
+    together: dict[str, list[str]] = {}
+    for unit in units:
+        together.setdefault(_numberless(unit.pattern), []).extend(unit.paths)
+    like = {p: p for p, members in together.items() if sorted(_matched(model, p)) == sorted(members)}
+    return tuple(sorted((_with_inner(u, units, like) for u in units), key=lambda u: paths.index(u.paths[0])))
 
 
-def _with_inner(unit: Unit, units: Sequence[Unit]) -> Unit:
+def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
+    """Names of the ATen operators that run in a forward pass, composite ones as what they are made of.
+
+    Args:
+        forward: Runs it.
+    """
+    seen = _Names()
+    with torch.no_grad(), seen:
+        forward()
+    return frozenset(seen.names)
+
+
+class _Names(_torch.OperatorMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.names.add(op.overloadpacket.__name__)
+        return op(*args, **kwargs)
+
+
+def _numberless(pattern: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in pattern.split("."))
+
+
+def _with_inner(unit: Unit, units: Sequence[Unit], like: Mapping[str, str]) -> Unit:
     def inside(path: str) -> bool:
         return any(not outer or path.startswith(outer + ".") for outer in unit.paths if path != outer)
 
     inner = tuple(other.pattern for other in units if all(inside(path) for path in other.paths))
-    return Unit(unit.pattern, unit.kind, unit.paths, unit.parameters, inner)
+    return dataclasses.replace(unit, inner=inner, like=like.get(_numberless(unit.pattern), ""))
 
 
 def _literal(path: str, module: nn.Module) -> str:
@@ -220,8 +253,9 @@ def _nested(units: Sequence[Unit], chosen: set[str], inside: str, outside: str) 
     ):  # what encloses more comes first; the last match wins
         around = [u for u in units if unit.pattern in u.inner]
         enclosed = any(u.pattern in chosen for u in around)
-        if unit.pattern in chosen:
-            out.append(Region(unit.pattern, compute=inside))
-        elif enclosed:
-            out.append(Region(unit.pattern, compute=outside))
-    return out
+        wanted = inside if unit.pattern in chosen else outside if enclosed else None
+        if wanted is not None:
+            alike = [u for u in units if unit.like and u.like == unit.like]
+            same = all((u.pattern in chosen) == (unit.pattern in chosen) for u in alike)
+            out.append(Region(unit.like if same and len(alike) > 1 else unit.pattern, compute=wanted))
+    return list(dict.fromkeys(out))
