@@ -7,13 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test lint bench gpu changelog clean
 
-# What plans cost on this machine, on two jobs. Writes pages under runs/. Sized for two cores; a GPU has use for
-# `make demo SINE=sine`, whose grid is that of the article it comes from.
-SINE ?= sine?size=64
+# Finds the plan for a job on this machine, and shows it beside fp32 and one-line torch.autocast. Writes pages under runs/.
+# Sized for two cores; a GPU has use for `make demo SINE=sine`, whose grid is that of the article it comes from.
+SINE ?= sine?size=128
 demo: $(STAMP)
-	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,bf16-mixed+memory_format=channels_last --steps 74 --rounds 12 --out runs/demo-sine
-	$(BIN)/castwise bench gpt --plans fp32,bf16-mixed,bf16-master --steps 20 --rounds 6 --out runs/demo-gpt
-	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-sine/*.html "$(CURDIR)"/runs/demo-gpt/*.html
+	$(BIN)/castwise tune '$(SINE)' --out runs/demo-tune
+	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,runs/demo-tune/plan.json --steps 74 --rounds 12 --out runs/demo-sine
+	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
