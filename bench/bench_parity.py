@@ -1,0 +1,215 @@
+"""The gradient parity test held to the truth: false alarms on healthy plans, misses on planted failures.
+
+Healthy trials are bf16-mixed on models that train well in it: fresh, and late in training where the noise of the data is
+all that is left, with microbatches of one sample and of many. An alarm is the verdict ``fail``. Planted failures are
+those of ``bench/planted`` in the formats in which training shows them; a miss is the verdict ``pass``. Two cases that cannot
+be decided - a loss that is not deterministic, and a model whose fp32 gradient is rounding already - must be ``undecided``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import castwise
+from castwise import Plan, Workload
+from castwise.workload import find_workload
+from common import write
+from planted.cases import CASES
+
+SEEDS = 10
+
+
+def _adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=2e-3)
+
+
+def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _points(
+    size: int, shape: tuple[int, ...], noise: float
+) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
+    """Ten classes around prototypes; ``noise`` of the labels are wrong, so that late in training noise is left."""
+    prototypes = torch.randn(10, *shape, generator=torch.Generator().manual_seed(5))
+
+    def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            label = torch.randint(10, (size,), generator=generator)
+            x = prototypes[label] + torch.randn(size, *shape, generator=generator)
+            wrong = torch.rand(size, generator=generator) < noise
+            yield x, torch.where(wrong, torch.randint(10, (size,), generator=generator), label)
+
+    return batches
+
+
+class Recurrent(nn.Module):
+    """An LSTM and what reads its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Answer ``[batch, 10]``."""
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)
+    )
+
+
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU(),
+        nn.Flatten(), nn.Dropout(0.1), nn.Linear(16 * 3 * 3, 10),
+    )  # fmt: skip
+
+
+def healthy(size: int) -> list[Workload]:
+    """Sound models, with microbatches of ``size`` samples."""
+    made = [
+        Workload("mlp", _mlp, _adam, _points(size, (32,), 0.2), _classify),
+        Workload("conv", _conv, _adam, _points(size, (3, 8, 8), 0.2), _classify),
+        Workload("lstm", Recurrent, _adam, _points(size, (12, 16), 0.2), _classify),
+        find_workload(f"gpt?layers=2&width=64&batch={size}"),
+    ]
+    return made if size == 1 else [*made, find_workload("digits")]
+
+
+def trained(workload: Workload, seed: int, steps: int) -> nn.Module:
+    """The model after some fp32 steps."""
+    torch.manual_seed(seed)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters())
+    for batch in itertools.islice(workload.batches(seed + 100), steps):
+        optimizer.zero_grad()
+        workload.loss(model, batch).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+def false_alarms(seeds: int) -> list[dict[str, object]]:
+    """Verdicts on healthy trials."""
+    rows = []
+    for size, steps in itertools.product((1, 32), (0, 400)):
+        for workload in healthy(size):
+            verdicts: Counter[str] = Counter()
+            worst = worst_adam = 0.0
+            for seed in range(seeds):
+                model = trained(workload, seed, steps)
+                found = castwise.parity(
+                    model,
+                    workload.loss,
+                    workload.batches,
+                    "bf16-mixed",
+                    optimizer=workload.optimizer,
+                    seed=seed,
+                )
+                verdicts[found.verdict] += 1
+                worst = max(worst, found.damage.value)
+                worst_adam = max(worst_adam, found.adam.value if found.adam else 0.0)
+            rows.append({
+                "what": "healthy", "model": workload.name, "microbatch": size, "fp32_steps": steps, "trials": seeds,
+                "pass": verdicts["pass"], "undecided": verdicts["undecided"], "fail": verdicts["fail"],
+                "worst_damage": worst, "worst_adam": worst_adam,
+            })  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def misses() -> list[dict[str, object]]:
+    """Verdicts on planted failures and on their twins."""
+    rows = []
+    for case, sound, low in itertools.product(CASES, (False, True), ("bf16", "fp16")):
+        if not sound and low not in case.formats:
+            continue
+        workload = case.workload(sound)
+        model = trained(workload, 0, 0)
+        found = castwise.parity(
+            model, workload.loss, workload.batches, f"{low}-mixed", optimizer=workload.optimizer
+        )
+        finite = found.damage.value < float("inf")
+        rows.append({
+            "what": "twin" if sound else "planted", "model": case.name, "format": low, "verdict": found.verdict,
+            "damage": found.damage.value if finite else None, "adam": found.adam.value if found.adam else None,
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+class Chaotic(nn.Module):
+    """Forty steps of a chaotic map, which double a difference at each: what is left of fp32's 24 bits is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = _mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Answer ``[batch, 10]``."""
+        y = torch.sigmoid(self.body(x))
+        for _ in range(40):
+            y = 3.99 * y * (1.0 - y)
+        return y
+
+
+def undecidable() -> list[dict[str, object]]:
+    """Cases that no honest test can decide."""
+    count = itertools.count()
+
+    def restless(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return _classify(model, batch) * (1.0 + 0.5 * (next(count) % 3))
+
+    batches = _points(32, (32,), 0.2)
+    rows = []
+    for name, model, loss in (
+        ("not deterministic", _mlp(), restless),
+        ("fp32 is rounding", Chaotic(), _classify),
+    ):
+        found = castwise.parity(model, loss, batches, Plan.preset("bf16-mixed"), optimizer=_adam)
+        rows.append({"what": "undecidable", "model": name, "verdict": found.verdict, "reason": found.reason})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Run all three."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--seeds", type=int, default=12)
+    options = parser.parse_args()
+    if options.device != "cpu":
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alarms, planted, open_ = false_alarms(options.seeds), misses(), undecidable()
+    torch.set_num_threads(threads)
+    trials = sum(int(str(row["trials"])) for row in alarms)
+    fragile = [row for row in planted if row["what"] == "planted"]
+    summary = {
+        "what": "all",
+        "healthy_trials": trials,
+        "false_alarms": sum(int(str(row["fail"])) for row in alarms),
+        "healthy_undecided": sum(int(str(row["undecided"])) for row in alarms),
+        "planted": len(fragile),
+        "misses": sum(row["verdict"] == "pass" for row in fragile),
+        "twins_failed": sum(row["verdict"] == "fail" for row in planted if row["what"] == "twin"),
+        "undecidable_undecided": sum(row["verdict"] == "undecided" for row in open_),
+    }
+    write("parity", torch.device("cpu"), __doc__, [*alarms, *planted, *open_, summary])
+
+
+if __name__ == "__main__":
+    main()
