@@ -184,7 +184,7 @@ class GradientRange:
         finite = {path: value for path, value in self.largest.items() if 0.0 < value < math.inf}
         if not finite:
             return None
-        largest = max(*finite.values(), *self.largest_parameter.values())
+        largest = max([*finite.values(), *self.largest_parameter.values()])
         histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
         most = max(h.energy for h in histograms)
         smallest = min(h.smallest() for h in histograms if h.energy >= NEGLIGIBLE * most)

@@ -1,0 +1,169 @@
+"""The parity test says pass, fail and undecided where it must, and where the damage comes from."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import castwise
+from castwise import Plan
+from castwise.errors import PlanError, WorkloadError
+
+
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(16, 8, generator=generator), torch.randint(4, (16,), generator=generator)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def adam(params: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-3)
+
+
+class Offset(nn.Module):
+    """Loses its input beside a large number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1000.0) - 1000.0
+
+
+class Exponent(nn.Module):
+    """Overflows fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 12.0).exp() * 1e-5
+
+
+def model(*middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32), *middle, nn.Linear(32, 4)
+    )
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
+@pytest.mark.parametrize("optimizer", [None, adam])
+def test_sound_plans_pass(plan: str, optimizer: object) -> None:
+    found = castwise.parity(model(), loss, batches, plan, optimizer=optimizer)  # type: ignore[arg-type]
+    assert found.verdict == "pass", found.reason
+    assert found
+    assert found.passes == 21
+    assert (found.adam is None) == (optimizer is None)
+    assert "below" in found.reason
+
+
+def test_what_loses_its_input_fails_and_is_named() -> None:
+    found = castwise.parity(model(Offset()), loss, batches, "bf16-mixed")
+    assert found.verdict == "fail"
+    assert not found
+    assert found.damage.low > 0.1
+    assert "most of it in 3" in found.reason or "most of it in" in found.reason
+    cured = castwise.parity(model(Offset()), loss, batches, "bf16-mixed+regions.4=fp32")
+    assert cured.verdict == "pass", cured.reason
+
+
+def test_what_overflows_at_any_scale_fails() -> None:
+    found = castwise.parity(model(Exponent()), loss, batches, "fp16-mixed")
+    assert found.verdict == "fail"
+    assert "is not finite at any loss scale" in found.reason
+    assert castwise.parity(model(Exponent()), loss, batches, "bf16-mixed")
+
+
+def test_a_loss_that_is_not_deterministic_is_undecided() -> None:
+    count = itertools.count()
+    found = castwise.parity(model(), lambda m, b: loss(m, b) * (1 + next(count) % 3), batches, "bf16-mixed")
+    assert found.verdict == "undecided"
+    assert "differs from itself" in found.reason
+
+
+def test_parameters_stored_low_without_masters_need_an_optimizer() -> None:
+    found = castwise.parity(model(), loss, batches, "bf16-true")
+    assert found.verdict == "undecided"
+    assert "without optimizer= nothing tells how many updates rounding drops" in found.reason
+    slow = castwise.parity(
+        model(), loss, batches, "bf16-true", optimizer=lambda p: torch.optim.Adam(p, lr=1e-6)
+    )
+    assert slow.verdict == "fail"
+    assert "drops" in slow.reason
+    assert slow.lost_updates is not None
+    assert slow.lost_updates > 0.9
+    quick = castwise.parity(
+        model(), loss, batches, "bf16-true", optimizer=lambda p: torch.optim.Adam(p, lr=1e-2)
+    )
+    assert quick.verdict == "pass", quick.reason
+
+
+def test_training_after_it_is_bit_for_bit_as_without_it() -> None:
+    def train(first: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        trained = model(nn.BatchNorm1d(32), nn.Dropout(0.2))
+        optimizer = adam(trained.parameters())
+        data = [next(batches(s)) for s in range(6)]
+        if first:
+            castwise.parity(trained, loss, data, "bf16-master", optimizer=adam)
+        for batch in data:
+            loss(trained, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [copy.deepcopy(t) for t in trained.state_dict().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
+
+
+def test_random_draws_in_the_model_are_no_error() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.5 * torch.randn_like(x)
+
+    found = castwise.parity(model(Noisy(), nn.Dropout(0.3)), loss, batches, "bf16-mixed")
+    assert found.verdict == "pass", found.reason
+    assert found.strayed == 0
+
+
+def test_accumulation_averages_noise_away() -> None:
+    one = castwise.parity(model(), loss, batches, "bf16-mixed")
+    many = castwise.parity(model(), loss, batches, "bf16-mixed", accumulate=4, world_size=8)
+    assert many.per_update == 32
+    assert many.damage.noise * many.damage.denominator == pytest.approx(
+        one.damage.noise * one.damage.denominator / 32, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"accumulate": 0}, r"parity\(accumulate=0\): needs a whole number >= 1"),
+        ({"world_size": 2.0}, r"parity\(world_size=2.0\): needs a whole number >= 1"),
+        ({"microbatches": 3}, r"parity\(microbatches=3\): needs a whole number >= 4"),
+    ],
+)
+def test_numbers_out_of_range(options: dict[str, int], text: str) -> None:
+    with pytest.raises(PlanError, match=f"^{text}$"):
+        castwise.parity(model(), loss, batches, "bf16-mixed", **options)
+
+
+def test_no_module() -> None:
+    with pytest.raises(WorkloadError, match=r"^parity: model is function; give the torch.nn.Module itself$"):
+        castwise.parity(model, loss, batches, Plan.preset("fp32"))  # type: ignore[arg-type]
+
+
+def test_the_table_names_the_worst_modules() -> None:
+    from rich.console import Console
+
+    found = castwise.parity(model(Offset()), loss, batches, "bf16-mixed", optimizer=adam)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(found.table())
+    text = console.export_text()
+    assert "bf16-mixed: fail." in text
+    assert "data's noise" in text
