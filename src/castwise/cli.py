@@ -176,7 +176,7 @@ def tune(
         from castwise.tuning.axes import FORMATS
 
         chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
-        with _folder(out, "tune", workload) as folder, _bars() as progress:
+        with _folder(out, "tune", workload) as folder, _bars(_Stages) as progress:
             result = job.tune(
                 workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
                 verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
@@ -347,9 +347,41 @@ def _figures(event: Event) -> str:
     return ", ".join([*parts, f"{event.steps_per_s:.3g} steps/s"])
 
 
+class _Stages(_Bars):
+    """A line per stage, with what is being tried and what is known."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
+        super().__init__(console)
+        self.bars = Progress(
+            SpinnerColumn(finished_text=" "),
+            TextColumn("{task.description}", markup=False, table_column=Column(min_width=13, no_wrap=True)),
+            TimeElapsedColumn(),
+            TextColumn(
+                "{task.fields[figures]}", markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            console=console, expand=True,
+        )  # fmt: skip
+        self._stage = ""
+
+    def __call__(self, event: Event) -> None:
+        task = self._tasks.get((event.stage, ""))
+        over = task is not None and event.stage == self._stage and event.done == event.total == 1
+        if task is None or event.stage != self._stage:
+            self.bars.start()
+            for known in self.bars.tasks:
+                self.bars.update(known.id, completed=1, total=1)
+            task = self._tasks[event.stage, ""] = self.bars.add_task(event.stage, total=1, figures="")
+            self._stage = event.stage
+        self.bars.update(task, completed=1 if over else 0, figures="" if over else event.message)
+
+
 @contextlib.contextmanager
-def _bars() -> Iterator[_Bars]:
-    bars = _Bars(_console(stderr=True))
+def _bars(kind: type[_Bars] = _Bars) -> Iterator[_Bars]:
+    bars = kind(_console(stderr=True))
     try:
         yield bars
     finally:

@@ -103,7 +103,12 @@ def tune(
     search = Search(found, where, settings, spec)
     if progress is not None:
         tell = progress
-        search.say = lambda stage, subject, done, total: tell(Event(stage, subject, done, total))
+
+        def say(stage: str, subject: str, done: int, total: int) -> None:
+            parts = (subject, search.known(), f"{max(0.0, search.left_s()):.0f} s left")
+            tell(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
+
+        search.say = say
     command = environment(where).command
     try:
         search.run()

@@ -301,7 +301,7 @@ class ParityTest:
         if all(e.value < below and e.high < above for e, below, above, _ in judged):
             return "pass", f"{value} is below {low:g}: not to be told from the noise of the data"
         own = max(self._floor, self._repeat)
-        if own > COMPARABLE * damage.value:
+        if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
             what = (
                 "the loss is not deterministic: repeated, it differs from itself"
                 if self._repeat >= self._floor

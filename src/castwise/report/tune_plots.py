@@ -148,7 +148,7 @@ def _spans(record: Record) -> list[tuple[str, str, tuple[float, float, float]]]:
         if name == "fp16" and scale and scale["init"]:
             shift = math.log2(scale["init"])
             out.append((
-                f"fp16, loss × {_power(shift)}",
+                f"fp16, loss x {_power(shift)}",
                 name,
                 (ends[0] - shift, ends[1] - shift, ends[2] - shift),
             ))

@@ -239,7 +239,7 @@ def region_rows(record: Record) -> list[RegionRow]:
         if row["damage"] is not None:
             own = f"{format_damage(row['damage']['value'])} ({row['damage']['verdict']})"
         ends = [row["grad_smallest"], row["grad_largest"]]
-        modules = f"{row['kind']}" + (f" ×{row['modules']}" if row["modules"] != 1 else "")
+        modules = f"{row['kind']}" + (f" x{row['modules']}" if row["modules"] != 1 else "")
         out.append(
             RegionRow(
                 pattern=row["pattern"] or "(the model itself)",

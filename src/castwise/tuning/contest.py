@@ -146,19 +146,28 @@ class Contest:
         leader = self.order(plans)[0]
         left = []
         for plan in plans:
-            ahead = self.ratio(plan, leader)
-            best = (
-                max(a / b for a, b in zip(*self._pairs(leader, plan), strict=True)) if plan != leader else 1.0
-            )
-            if plan in (leader, BASELINE) or best * LEAVES > 1.0 or ahead is None:
+            if plan in (leader, BASELINE) or self._best(plan, leader) * LEAVES > 1.0:
                 left.append(plan)
             else:
                 self.entries[plan].reason = self._not_faster(plan, leader)
         return left
 
+    def _best(self, plan: Plan, leader: Plan) -> float:
+        """The plan's best round against the leader; by way of fp32 where the two ran in different heats."""
+        pairs = [a / b for a, b in zip(*self._pairs(leader, plan), strict=True)]
+        if pairs:
+            return max(pairs)
+        own = [a / b for a, b in zip(*self._pairs(BASELINE, plan), strict=True)]
+        ahead = [a / b for a, b in zip(*self._pairs(BASELINE, leader), strict=True)]
+        return max(own, default=math.inf) / statistics.median(ahead) if ahead else math.inf
+
     def _not_faster(self, plan: Plan, leader: Plan) -> str:
         ratio = self.ratio(plan, leader)
-        return f"not faster: takes {1 / ratio.value:.2f} times as long" if ratio else "not faster"
+        return (
+            f"not faster: takes {1 / ratio.value:.2f} times as long"
+            if ratio
+            else "not faster: not timed beside it"
+        )
 
     def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
         """Race the last plans for longer, with others beside them as what they are compared with.

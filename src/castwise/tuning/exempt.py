@@ -223,4 +223,4 @@ def _because(blame: Blame | None, weight: float) -> str:
         return "its neighbourhood fails, and the passes ran out before it was tried alone"
     if blame.reason:
         return blame.reason
-    return f"alone in the low format it uses {weight:.2g} times what all regions may add to an update"
+    return f"alone in the low format it does damage of {blame.damage:.2g} to the update"

@@ -57,6 +57,8 @@ MICROBATCHES = 8
 SLOWER = 1.15
 """A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
 can still make up for less."""
+WEIGHING_S = 8.0
+"""With less time left than this no further process is started to measure memory."""
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
 
@@ -143,6 +145,17 @@ class Search:
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
         return self.settings.budget_s - (time.monotonic() - self._start)
+
+    def known(self) -> str:
+        """What is known so far, in a few words."""
+        if self.contest is None:
+            return ""
+        timed = [plan for plan, entry in self.contest.entries.items() if entry.rounds]
+        if len(timed) < 2:
+            return ""
+        leader = self.contest.order(timed)[0]
+        ratio = self.contest.ratio(leader)
+        return f"fastest so far {name_of(leader)}, {ratio.value:.2f}x fp32" if ratio is not None else ""
 
     # --- the whole ----------------------------------------------------------------------------------------
 
@@ -290,21 +303,21 @@ class Search:
                 self.notes.append(f"{name}: {reason}")
         with self._stage("costs"):
             plans = self._by_costs(plans)
-        deadline = self._start + 0.7 * settings.budget_s
+        deadline = self._start + (0.7 if settings.goal == "time" else 1.2) * settings.budget_s
         contest = Contest(
             self.workload, self.device, seed=settings.seed, compile=settings.compile, deadline=deadline,
             on_progress=lambda what, done, total: self.say(self._name, what, done, total),
         )  # fmt: skip
         with contest:
             self.contest = contest
-            with self._stage("race"):
-                left = contest.halve(plans, keep=FINALISTS)
-                left = self._with_operators(contest, left)
             if settings.goal == "memory":
-                left = [p for p in contest.entries if not _cannot(contest.entries[p].reason)]
                 with self._stage("memory"):
-                    self._weigh(left)
-                left = sorted((p for p in left if p in self.peaks), key=self._weight) or [FP32]
+                    self._weigh(plans)
+                left = sorted((p for p in plans if p in self.peaks), key=self._weight) or [FP32]
+            else:
+                with self._stage("race"):
+                    left = contest.halve(plans, keep=FINALISTS)
+                    left = self._with_operators(contest, left)
             with self._stage("parity"):
                 sound = self._sound(left)
             if settings.goal == "time":
@@ -316,6 +329,9 @@ class Search:
                 order = sorted(sound, key=self._weight)
             with self._stage("verification"):
                 self._choose(order)
+            if settings.goal == "memory":
+                with self._stage("race"):
+                    contest.run(list(dict.fromkeys([self.chosen, *order[:2]])), FINAL_ROUNDS // 2)
         if settings.warmup_steps and numerics_of(self.chosen) != FP32:
             with self._stage("second look"):
                 self._second_look()
@@ -346,6 +362,9 @@ class Search:
         out = list(plans)
         for name in low:
             reason = not_faster(name, low, self.costs) if settings.goal == "time" else ""
+            hopeless = [pattern for pattern, cost in self.costs.items() if name in cost.reasons]
+            if settings.goal == "memory" and hopeless:
+                reason = f"{hopeless[0]} {self.costs[hopeless[0]].reasons[name]}"
             if reason:
                 self.notes.append(f"{name} was dropped before the race: {reason}.")
                 for plan in out:
@@ -353,8 +372,9 @@ class Search:
                         self.reasons[self._scaled(plan)] = f"not faster: {reason}"
                 out = [plan for plan in out if plan.compute != name or plan == AUTOCAST]
                 continue
+            if settings.goal == "memory":
+                continue
             losers = losing_units(name, self.costs)
-            hopeless = [pattern for pattern, cost in self.costs.items() if name in cost.reasons]
             if hopeless:  # no whole step of it is ever run
                 for plan in out:
                     if plan.compute == name:
@@ -368,6 +388,9 @@ class Search:
                 for plan in plans
                 if plan.compute == name and plan.rules != "none" and plan.memory_format == layouts[0]
             ]
+        if settings.goal == "memory" and any(plan.optimizer == "fused" for plan in out):
+            # the fused kernel never holds more than the loop it replaces
+            out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
         return [self._scaled(plan) for plan in sorted(out, key=simplicity)]
 
     def _sound(self, plans: Sequence[Plan]) -> list[Plan]:
@@ -491,6 +514,11 @@ class Search:
         for number, plan in enumerate(plans):
             if plan in self.peaks:
                 continue
+            if self.left_s() < WEIGHING_S:
+                self.notes.append(
+                    f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                )
+                break
             self.say(self._name, name_of(plan), number, len(plans))
             try:
                 memory = measure_memory(
@@ -522,10 +550,6 @@ class Search:
                 f"{name_of(self.chosen)} passed the gradient test and failed in training; the plan is fp32."
             )
             self.chosen, self.kept, self.verified = FP32, {}, None
-
-
-def _cannot(reason: str) -> bool:
-    return bool(reason) and not reason.startswith("not faster")
 
 
 def _floating(batch: object) -> list[torch.Tensor]:
