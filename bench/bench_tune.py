@@ -29,8 +29,8 @@ from castwise.measure.timing import Lap, paired, race
 from castwise.workload import find_workload
 from common import RESULTS, write
 
-BUILT_IN = ("sine?size=256", "gpt", "digits")
-AGAIN = ("gpt", "digits", "convnext")
+BUILT_IN = ("sine?size=128", "gpt", "digits")
+AGAIN = ("digits", "convnext")
 """Tuned twice, to see whether runs repeat."""
 BLOCK_S = 0.08
 
@@ -148,10 +148,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="names, between commas")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--budget", type=float, default=170.0, help="seconds per search")
     options = parser.parse_args()
     device = torch.device(options.device)
     names = [*BUILT_IN, *ARCHITECTURES]
-    chosen = [n for n in names if not options.only or n.split("?")[0] in options.only.split(",")]
+    asked = [n for n in options.only.split(",") if n]
+    chosen = [n for a in asked for n in names if n.split("?")[0] == a] if asked else names
     path = RESULTS / f"tune-{device.type}.json"
     known = {}
     if options.only and path.exists():
@@ -163,7 +165,11 @@ def main() -> None:
     for name in chosen:
         workload = find_workload(name) if name in BUILT_IN else ARCHITECTURES[name]()
         row = measure(
-            name, workload, device, options.rounds, lambda w: castwise.tune(w, device=device, memory=False)
+            name,
+            workload,
+            device,
+            options.rounds,
+            lambda w: castwise.tune(w, device=device, memory=False, budget_s=options.budget),
         )
         known[name] = row
         print(
@@ -171,8 +177,8 @@ def main() -> None:
             flush=True,
         )
         gc.collect()
-    rows = [known[n] for n in names if n in known]
-    write("tune", device, __doc__, [*rows, summary(rows)])
+        rows = [known[n] for n in names if n in known]  # written at once: a long run may be ended
+        write("tune", device, __doc__, [*rows, summary(rows)])
 
 
 if __name__ == "__main__":

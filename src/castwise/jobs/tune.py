@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -17,6 +18,7 @@ from castwise.jobs import Event, Progress
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.environment import environment
 from castwise.numerics.batches import endless
+from castwise.numerics.isolation import unspoilt
 from castwise.tuning.axes import FORMATS, check_formats
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
@@ -111,7 +113,8 @@ def tune(
         search.say = say
     command = environment(where).command
     try:
-        search.run()
+        with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+            search.run()
     except KeyboardInterrupt as interrupt:
         if out is not None:
             partial = _result(search, command)

@@ -47,7 +47,7 @@ def _again(make: Callable[[int], Any], call: str) -> Callable[[int], Iterator[An
     def generate(seed: int) -> Iterator[Any]:
         while True:
             got = False
-            for batch in make(seed):
+            for batch in _iterator(make, seed, call):
                 got = True
                 yield batch
             if not got:
@@ -56,6 +56,20 @@ def _again(make: Callable[[int], Any], call: str) -> Callable[[int], Iterator[An
                 )
 
     return generate
+
+
+def _iterator(make: Callable[[int], Any], seed: int, call: str) -> Iterator[Any]:
+    try:
+        made = make(seed)
+    except TypeError as error:
+        raise WorkloadError(
+            f"{call}: batches({seed}) failed with TypeError: {error}; it must take a seed and return an iterator"
+        ) from error
+    if not isinstance(made, Iterable):
+        raise WorkloadError(
+            f"{call}: batches({seed}) returned {type(made).__name__}; it must return an iterator over batches"
+        )
+    return iter(made)
 
 
 def same_batch(one: Any, other: Any) -> bool:

@@ -96,6 +96,8 @@ class Replayer(_torch.OperatorMode):
             return out
         drawn = self._rest.pop(0)[1]
         if name == "native_dropout" and drawn is not None and drawn.shape == out[1].shape:
+            if len(args) > 2 and args[2] is False:  # outside of training it is the identity
+                return out
             p = args[1]
             scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
             return (args[0] * drawn * scale, drawn)

@@ -36,8 +36,9 @@ class EmulatedProducts(_torch.OperatorMode):
             isinstance(a, Tensor) and a.dtype is torch.float16 and a.device.type == "cpu" for a in args
         ):
             return op(*args, **kwargs)
-        wide = map_tensors(lambda t: t.float() if t.dtype is torch.float16 else t, args)
-        out = op(*wide, **kwargs)
+        # an attention mask comes by keyword
+        wide, named = map_tensors(lambda t: t.float() if t.dtype is torch.float16 else t, (args, kwargs))
+        out = op(*wide, **named)
         if name in _KEPT:
             return (out[0].half(), *out[1:])
         return map_tensors(lambda t: t.half() if t.dtype is torch.float32 else t, out)

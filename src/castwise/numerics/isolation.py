@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["seed_all", "undisturbed"]
+__all__ = ["seed_all", "undisturbed", "unspoilt"]
 
 
 def seed_all(seed: int) -> None:
@@ -50,7 +50,12 @@ def undisturbed() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     try:
-        with torch.enable_grad():
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.enable_grad())
+            for device in ("cpu", "cuda", "xpu", "mps"):
+                if torch.is_autocast_enabled(device):
+                    modes.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         random.setstate(python)
@@ -66,3 +71,25 @@ def undisturbed() -> Iterator[None]:
             torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
+
+
+@contextlib.contextmanager
+def unspoilt(model: torch.nn.Module) -> Iterator[None]:
+    """Give a model's gradients and buffers back, should a loss call it in the place of the copy that it is given.
+
+    Args:
+        model: The user's own.
+    """
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, gradient, values in gradients:
+                parameter.grad = gradient
+                if gradient is not None and values is not None and not torch.equal(gradient, values):
+                    gradient.copy_(values)
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)

@@ -35,7 +35,7 @@ from castwise.numerics.damage import (
     quick_estimate,
     share,
 )
-from castwise.numerics.isolation import undisturbed
+from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE, Prober, Trial
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.numerics.window import GradientRange
@@ -300,6 +300,12 @@ class ParityTest:
         value = f"damage {worst.value:.2g} (95 % interval {worst.low:.2g} to {worst.high:.2g}){units}"
         if all(e.value < below and e.high < above for e, below, above, _ in judged):
             return "pass", f"{value} is below {low:g}: not to be told from the noise of the data"
+        if trial.strayed:
+            return (
+                "undecided",
+                f"{trial.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
+                f"{value}",
+            )
         own = max(self._floor, self._repeat)
         if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
             what = (
@@ -389,7 +395,7 @@ def parity(
         raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
     where = torch.device(device) if device is not None else _device_of(model)
     make = endless(batches, "parity")
-    with undisturbed():
+    with undisturbed(), unspoilt(model):
         prober = Prober(model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest([chosen]))
         adam = optimizer is not None and is_adam(optimizer(prober.model.parameters()))
         test = ParityTest(prober, accumulate * world_size, adam)

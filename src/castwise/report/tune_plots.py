@@ -280,7 +280,7 @@ def _by_region(record: Record) -> Figure | None:
 def _middle(histogram: Record) -> float:
     total = sum(histogram["counts"])
     weighted = sum(i * n for i, n in enumerate(histogram["counts"]))
-    return float(histogram["lowest"]) + weighted / total
+    return float(histogram["lowest"] + weighted / total)
 
 
 def _tail(pattern: str) -> str:

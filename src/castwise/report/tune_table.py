@@ -53,8 +53,8 @@ def tune_table(record: Mapping[str, Any]) -> RenderableType:
         cells = [(row.pattern, row.kind, row.format, row.reason) for row in apart[:_REJECTED]]
         parts.append(_table("Kept in another format", ("region", "modules", "format", "why"), cells, left=4))
     if lost:
-        cells = [(_breakable(row.name), row.reason) for row in lost[:_REJECTED]]
-        parts.append(_table("Rejected", ("plan", "why"), cells, left=2))
+        why = [(_breakable(row.name), row.reason) for row in lost[:_REJECTED]]
+        parts.append(_table("Rejected", ("plan", "why"), why, left=2))
         if len(lost) > _REJECTED:
             parts.append(Text(f"and {len(lost) - _REJECTED} more in evidence.json", style="dim"))
     parts += [Text(note, style="yellow") for note in tune_text.remarks(record)]

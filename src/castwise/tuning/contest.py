@@ -38,6 +38,8 @@ LEAVES = 1.04
 """A candidate whose best round is this many times the leader's median leaves."""
 TIE = 0.985
 """A tie goes to the simpler plan only if it is at least this fast, whatever the interval."""
+WORTH = 0.997
+"""A simpler plan at least this fast is taken whatever the interval: nobody would trade a decision for less."""
 
 
 @dataclass
@@ -339,7 +341,7 @@ class Contest:
         tied = [fastest]
         for plan in ordered[1:]:
             ratio = self.ratio(plan, fastest)
-            if ratio is not None and ratio.high >= 1.0 and ratio.value >= TIE:
+            if ratio is not None and ((ratio.high >= 1.0 and ratio.value >= TIE) or ratio.value >= WORTH):
                 tied.append(plan)
         return min(tied, key=lambda plan: (simplicity(plan), ordered.index(plan)))
 

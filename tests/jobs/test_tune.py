@@ -1,0 +1,236 @@
+"""``tune`` as users call it: what it returns, what it leaves alone, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import castwise
+from castwise import Plan, Workload
+from castwise.errors import CastwiseError, NonFiniteError, PlanError, StateError, WorkloadError
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
+
+
+def data(count: int = 20) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def tune(model: nn.Module | None = None, **options: Any) -> castwise.TuneResult:
+    given: dict[str, Any] = {
+        "model": network() if model is None else model, "loss": loss, "batches": data(), "optimizer": adamw,
+        "memory": False, "budget_s": 20, "formats": ("fp32", "bf16"),
+    }  # fmt: skip
+    return castwise.tune(**{**given, **options})
+
+
+def test_the_plan_loads_and_trains_and_every_other_has_its_reason(tmp_path: Path) -> None:
+    result = tune()
+    assert result.answer == result.evidence.answer
+    paths = result.save(tmp_path)
+    assert [p.name for p in paths[:3]] == ["report.html", "plan.json", "evidence.json"]
+    assert Plan.load(tmp_path / "plan.json") == result.plan
+    record = json.loads((tmp_path / "evidence.json").read_text())
+    assert record["plan"] == str(result.plan)
+    assert record["complete"] is True
+    assert record["passes"] <= 80
+    assert {s["name"] for s in record["stages"]} >= {
+        "reference",
+        "costs",
+        "race",
+        "parity",
+        "final",
+        "verification",
+    }
+    statuses = [c["status"] for c in record["candidates"]]
+    assert statuses.count("baseline") == 1 or record["plan"] == "fp32"
+    assert all(c["reason"] for c in record["candidates"] if c["status"] == "rejected")
+    with castwise.Amp(result.plan, device="cpu") as amp:
+        model, optimizer = amp.prepare(network(), adamw(network().parameters()))
+        assert model is not None
+        assert optimizer is not None
+
+
+@pytest.mark.parametrize("end", ["returns", "fails", "is interrupted"])
+def test_nothing_is_left_behind(end: str, tmp_path: Path) -> None:
+    """Model, random numbers and settings are as before; training goes on bit for bit as if it had never run."""
+    count = itertools.count()
+
+    def watched(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        number = next(count)
+        if number == 60 and end == "fails":
+            raise ArithmeticError("the loss fails now and then")
+        if number == 60 and end == "is interrupted":
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    model, untouched = network(), network()
+    model[1].eval()
+    untouched[1].eval()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    if end == "is interrupted":
+        with pytest.raises(KeyboardInterrupt) as caught:
+            tune(model, loss=watched, out=tmp_path)
+        assert "What was known by then was written to" in caught.value.__notes__[0]
+        record = json.loads((tmp_path / "evidence.json").read_text())
+        assert record["complete"] is False
+        assert (tmp_path / "report.html").exists()
+    else:
+        # a plan that fails is a candidate that failed; fp32 failing ends the search
+        try:
+            tune(model, loss=watched)
+        except ArithmeticError:
+            assert end == "fails"
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision  # type: ignore[attr-defined]
+    assert [m.training for m in model] == [True, False, True, True, True]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert castwise.Amp.of(model) is None
+
+    def train(trained: nn.Module) -> list[Tensor]:
+        torch.manual_seed(9)
+        optimizer = adamw(trained.parameters())
+        for batch in data(4):
+            loss(trained, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [copy.deepcopy(t) for t in trained.state_dict().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(model), train(untouched), strict=True))
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_numerics_alone(low: str) -> None:
+    class Offset(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 8000.0) - 8000.0
+
+    sound = tune(goal="numerics", formats=(low,))
+    assert sound.plan.compute == low
+    assert sound.plan.regions == ()
+    assert sound.answer == (
+        f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
+    )
+    model = network()
+    model.insert(3, Offset())
+    repaired = tune(model, goal="numerics", formats=(low,))
+    assert [(r.pattern, r.compute) for r in repaired.plan.regions] == [("3", "fp32")]
+    assert "sound with 1 region kept in fp32 (3)" in repaired.answer
+    assert next(r for r in repaired.evidence.regions if r.pattern == "3").reason
+
+
+def test_fp32_is_an_answer() -> None:
+    result = tune(formats=("fp32",), optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3))
+    assert result.plan == Plan.preset("fp32")
+    assert result.answer.startswith("Stay with fp32 as it is: no plan was faster")
+
+
+def test_a_second_look_and_training_runs() -> None:
+    result = tune(goal="numerics", formats=("bf16",), verify_steps=10, verify_seeds=2)
+    assert result.evidence.verification is not None
+    assert result.evidence.verification.seeds == 2
+    warm = tune(warmup_steps=5)
+    assert warm.plan.compute == "fp32" or any("second look" in note for note in warm.evidence.notes)
+
+
+def test_one_batch_repeated_is_said() -> None:
+    result = tune(batches=data(1), goal="numerics", formats=("bf16",))
+    assert any(note.startswith("Every batch is the same") for note in result.evidence.notes)
+
+
+def test_a_loss_that_is_not_deterministic_is_said() -> None:
+    count = itertools.count()
+    result = tune(loss=lambda m, b: loss(m, b) * (1 + next(count) % 3), goal="numerics", formats=("bf16",))
+    assert any(note.startswith("The loss is not deterministic") for note in result.evidence.notes)
+    assert result.plan == Plan.preset("fp32")
+
+
+def _nan(batches: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    return [(x * float("nan"), y) for x, y in batches]
+
+
+OTHER = network()
+REFUSED: dict[str, tuple[dict[str, Any], type[CastwiseError], str]] = {
+    "goal": ({"goal": "speed"}, PlanError, "tune(goal='speed') is not allowed. Allowed: time, memory, numerics."),
+    "format": ({"formats": ("fp8",)}, PlanError, "tune(formats=('fp8',)): 'fp8' is not one of fp32, tf32, bf16, fp16"),
+    "two formats": (
+        {"goal": "numerics", "formats": ("bf16", "fp16")}, PlanError, "give the one low format that the model is to run in",
+    ),
+    "accumulate": ({"accumulate": 0}, PlanError, "tune(accumulate=0): needs a whole number >= 1"),
+    "verify_steps": ({"verify_steps": 2}, PlanError, "tune(verify_steps=2): needs 0, or 5 steps at least"),
+    "no time": ({"budget_s": 1}, StateError, "tune(budget_s=1): no time for anything; a search needs 5 s at the very"),
+    "no budget": ({"budget_s": 0}, PlanError, "tune(budget_s=0): needs a positive number of seconds"),
+    "class": ({"model": nn.Linear}, WorkloadError, "tune(model=type): give the torch.nn.Module itself"),
+    "optimizer": (
+        {"optimizer": adamw(network().parameters())}, WorkloadError, "tune(optimizer=AdamW): give a function, for example",
+    ),
+    "missing": ({"loss": None}, WorkloadError, "tune(): loss is missing; give model=, loss=, batches= and optimizer="),
+    "both": ({"workload": "digits"}, WorkloadError, "tune(workload, model=...): give a workload or its parts, not both"),
+    "iterator": ({"batches": iter(data())}, WorkloadError, "tune: batches is an iterator (list_iterator), which can be"),
+    "empty": ({"batches": []}, WorkloadError, "tune: batches gave no batch at all; give at least one"),
+    "detached": (
+        {"loss": lambda m, b: loss(m, b).detach()}, WorkloadError, "returned a tensor without a graph, so the loss is not",
+    ),
+    "another model": (
+        {"loss": lambda _m, b: loss(OTHER, b)}, WorkloadError, "no parameter of the model has a gradient; the loss must call",
+    ),
+    "NaN": ({"batches": _nan(data())}, NonFiniteError, "is not finite in fp32 already, so no plan can be compared: its data"),
+    "low model": ({"model": network().bfloat16()}, WorkloadError, "stored in a low format; give it in fp32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    options, kind, text = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        tune(**options)
+    assert text in str(caught.value)
+
+
+def test_batches_of_a_workload_that_run_out() -> None:
+    def few(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from data(5)
+
+    made = Workload("short", network, adamw, few, loss)
+    with pytest.raises(WorkloadError, match=r"^tune\('short'\): batches ended after 5; the test needs 8"):
+        castwise.tune(made, memory=False)
+
+
+def test_a_module_is_no_workload() -> None:
+    call: Callable[..., Any] = castwise.tune
+    with pytest.raises(
+        WorkloadError, match=r"^tune\(Sequential\): the workload is a castwise.Workload .* goes to model="
+    ):
+        call(network())

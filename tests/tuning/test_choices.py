@@ -1,0 +1,248 @@
+"""The axes, the costs of units, the contest and the training trials."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from castwise import Plan, Workload
+from castwise.errors import PlanError
+from castwise.process import _claims
+from castwise.tuning.axes import (
+    check_formats,
+    numerics_of,
+    simplicity,
+    whole_step_plans,
+    with_operators_as_is,
+)
+from castwise.tuning.contest import BASELINE, Contest
+from castwise.tuning.trials import judge_losses, training_trials
+from castwise.tuning.unit_costs import losing_units, measure_costs
+from castwise.tuning.units import find_units
+
+CPU = torch.device("cpu")
+
+
+class SlowWhenLow(nn.Module):
+    """Takes its time over low inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.bfloat16:
+            time.sleep(0.02)
+        return x * 2
+
+
+class Fragile(nn.Module):
+    """Cannot run low at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.bfloat16:
+            raise NotImplementedError("no kernel for bf16")
+        return x * 2
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2)
+
+
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        x = torch.randn(8, 16, generator=generator)
+        yield x, x[:, 0].gt(0).long()
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def workload(middle: type[nn.Module] = nn.GELU) -> Workload:
+    return Workload(
+        "tiny",
+        lambda: nn.Sequential(nn.Linear(16, 16), middle(), nn.Linear(16, 2)),
+        sgd,
+        batches,
+        loss,
+    )
+
+
+# --- axes -------------------------------------------------------------------------------------------------------
+
+
+def test_formats_are_checked() -> None:
+    assert check_formats(("bf16",), "time") == ("fp32", "bf16")
+    assert check_formats("fp16", "numerics") == ("fp16",)
+    with pytest.raises(
+        PlanError, match=r"tune\(formats=\('fp8',\)\): 'fp8' is not one of fp32, tf32, bf16, fp16"
+    ):
+        check_formats(("fp8",), "time")
+    with pytest.raises(PlanError, match="give the one low format that the model is to run in"):
+        check_formats(("bf16", "fp16"), "numerics")
+    with pytest.raises(PlanError, match=r"tune\(formats=\(\)\)"):
+        check_formats((), "time")
+
+
+def test_axes_follow_the_model_and_the_optimizer() -> None:
+    line = nn.Linear(4, 4)
+    images = nn.Sequential(nn.Conv2d(3, 4, 3))
+    few, _ = whole_step_plans(
+        ("fp32", "bf16"), CPU, line, torch.optim.RMSprop(line.parameters()), has_images=False
+    )
+    assert {p.memory_format for p in few} == {"as_is"}
+    assert {p.optimizer for p in few} == {"as_given"}
+    many, _ = whole_step_plans(
+        ("fp32", "bf16"), CPU, images, torch.optim.AdamW(images.parameters()), has_images=True
+    )
+    assert {p.memory_format for p in many} == {"as_is", "channels_last"}
+    assert {p.optimizer for p in many} == {"as_given", "fused"}
+    assert many[0] == BASELINE
+    assert [simplicity(p) for p in many] == sorted(simplicity(p) for p in many)
+    assert not any(p.master == "none" for p in many)
+    small, _ = whole_step_plans(
+        ("fp32", "bf16"), CPU, line, sgd(line.parameters()), has_images=False, goal="memory"
+    )
+    assert any(p.master == "none" for p in small)
+
+
+def test_a_format_that_the_device_lacks_is_left_out_with_its_reason() -> None:
+    line = nn.Linear(4, 4)
+    plans, dropped = whole_step_plans(("fp32", "tf32"), CPU, line, sgd(line.parameters()), has_images=False)
+    if "tf32" in dropped:
+        assert dropped["tf32"].startswith("not supported by this device: ")
+        assert not any(p.fp32_matmul == "tf32" for p in plans)
+
+
+def test_regions_and_rules_make_a_plan_less_simple() -> None:
+    lines = ("fp32", "bf16-mixed", "bf16-mixed+regions.0=fp32", "bf16-mixed+regions.0=fp32+optimizer=fused")
+    assert [simplicity(Plan.parse(line)) for line in lines] == sorted({
+        simplicity(Plan.parse(line)) for line in lines
+    })
+    assert numerics_of(Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last")) == Plan.preset(
+        "bf16-mixed"
+    )
+
+
+def test_losses_inside_the_model_may_follow_their_inputs() -> None:
+    plan = with_operators_as_is(Plan.preset("bf16-mixed"), {"nll_loss_forward", "native_layer_norm"}, "cpu")
+    assert plan is not None
+    assert plan.ops == (("cross_entropy_loss", "as_is"),)  # the CPU's table casts no norm
+    on_cuda = with_operators_as_is(Plan.preset("bf16-mixed"), {"native_layer_norm", "_softmax"}, "cuda")
+    assert on_cuda is not None
+    assert on_cuda.ops == (("layer_norm", "as_is"), ("softmax", "as_is"))
+    assert with_operators_as_is(Plan.preset("fp32"), {"_softmax"}, "cuda") is None
+
+
+# --- costs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_unit_that_is_slower_low_is_found() -> None:
+    made = workload(SlowWhenLow)
+    model = made.model()
+    batch = next(batches(0))
+    units = find_units(model, lambda: loss(model, batch))
+    costs = measure_costs(model, loss, batch, units, ["bf16"], CPU)
+    assert set(costs) == {"0", "1", "2"}
+    assert losing_units("bf16", costs) == ["1"]
+    assert costs["1"].times_s["bf16"] > 0.02 > costs["1"].bordered_s["bf16"]
+
+
+def test_a_unit_that_cannot_run_low_says_why() -> None:
+    made = workload(Fragile)
+    model = made.model()
+    batch = next(batches(0))
+    units = find_units(model, lambda: loss(model, batch))
+    costs = measure_costs(model, loss, batch, units, ["bf16"], CPU)
+    assert costs["1"].reasons == {"bf16": "not supported by this device: no kernel for bf16"}
+    assert losing_units("bf16", costs)[0] == "1"
+
+
+def test_buffers_and_gradients_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    batch = next(batches(0))
+    measure_costs(model, loss, batch, find_units(model, lambda: None), ["bf16"], CPU)
+    units = find_units(nn.Sequential(nn.Linear(16, 2)), lambda: None)
+    assert units == ()
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- contest ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_slow_or_cannot_run_leaves_with_its_reason() -> None:
+    low, kept = Plan.preset("bf16-mixed"), Plan.parse("bf16-mixed+regions.1=fp32")
+    with Contest(workload(SlowWhenLow), CPU) as contest:
+        left = contest.halve([low, kept], keep=2)
+        assert low not in left
+        assert contest.entries[low].reason.startswith("not faster: ")
+        assert BASELINE in left
+        assert contest.winner(left) in left
+    with Contest(workload(Fragile), CPU) as contest:
+        contest.halve([low])
+        assert contest.entries[low].reason == "not supported by this device: no kernel for bf16"
+        assert contest.entries[BASELINE].rounds > 0
+
+
+def test_an_interruption_leaves_nothing_behind() -> None:
+    count = [0]
+
+    def interrupted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        count[0] += 1
+        if count[0] > 20:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    made = dataclasses.replace(workload(), loss=interrupted)
+    with pytest.raises(KeyboardInterrupt), Contest(made, CPU) as contest:
+        contest.halve([Plan.preset("bf16-mixed"), Plan.parse("fp32+fp32_matmul=ieee")])
+    assert not contest._runs
+    assert not _claims
+
+
+def test_ties_go_to_the_simpler_plan() -> None:
+    simple, other = Plan.preset("bf16-mixed"), Plan.parse("bf16-mixed+regions.0=fp32")
+    with Contest(workload(), CPU) as contest:
+        contest.run([simple, other], 1)
+        for plan, speed in ((BASELINE, 1.0), (simple, 0.5), (other, 0.499)):
+            contest.entries[plan].times_s = [speed * (1 + 0.02 * (i % 3)) for i in range(9)]
+        assert contest.winner([simple, other]) == simple
+        contest.entries[other].times_s = [0.4 * (1 + 0.02 * (i % 3)) for i in range(9)]
+        assert contest.winner([simple, other]) == other
+        assert contest.reason(simple, other) == "not faster: takes 1.25 times as long"
+
+
+# --- trials -------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_judged_as_students_t_says() -> None:
+    reference = [1.0, 1.1, 0.9, 1.05]
+    candidate = [r + d for r, d in zip(reference, (0.01, 0.03, 0.02, 0.02), strict=True)]
+    found = judge_losses(reference, candidate, 50)
+    error = statistics.stdev((0.01, 0.03, 0.02, 0.02)) / 2
+    assert found.difference == pytest.approx(0.02)
+    assert found.upper == pytest.approx(0.02 + 2.353 * error)
+    assert found.margin == pytest.approx(statistics.stdev(reference))
+    assert found.verdict == "not worse"
+    assert judge_losses(reference, [r + 1 for r in reference], 50).verdict == "worse"
+    assert (
+        judge_losses(reference, [r + d for r, d in zip(reference, (-1, 1, -1, 1), strict=True)], 50).verdict
+        == "not shown"
+    )
+    assert judge_losses(reference, [math.inf] * 4, 50).verdict == "worse"
+
+
+def test_the_same_plan_is_not_worse_than_itself() -> None:
+    found = training_trials(workload(), Plan.preset("fp32"), CPU, steps=10, seeds=3)
+    assert found.difference == 0.0
+    assert found.verdict == "not worse"
+    with pytest.raises(PlanError, match="verify_steps=3, verify_seeds=3: needs 5 steps and 2 seeds at least"):
+        training_trials(workload(), Plan.preset("fp32"), CPU, steps=3, seeds=3)
