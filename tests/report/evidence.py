@@ -15,7 +15,9 @@ from castwise.tuning.evidence import Candidate, Damage, Evidence, RegionEvidence
 
 MIB = 2**20
 CHOSEN = dataclasses.replace(
-    Plan.preset("bf16-mixed"), regions=(Region("stages.*.blocks.*.dwconv", compute="fp32"),), optimizer="fused"
+    Plan.preset("bf16-mixed"),
+    regions=(Region("stages.*.blocks.*.dwconv", compute="fp32"),),
+    optimizer="fused",
 )
 ENVIRONMENT = Environment(
     device="Test CPU 9000 <fast> 16-Core Processor", device_type="cpu", cores=2, threads=2, capability="AVX512",
@@ -40,7 +42,9 @@ def make_candidate(name: str, step_s: float | None, status: Any = "sound", **cha
             made,
             rounds=12,
             time=Summary(step_s, 0.98 * step_s, 1.02 * step_s, 12),
-            speedup=None if status == "baseline" else Ratio(0.1 / step_s, 0.097 / step_s, 0.103 / step_s, 0.95, 12),
+            speedup=None
+            if status == "baseline"
+            else Ratio(0.1 / step_s, 0.097 / step_s, 0.103 / step_s, 0.95, 12),
             versus_autocast=Ratio(0.073 / step_s, 0.071 / step_s, 0.075 / step_s, 0.95, 12),
             peak_bytes=int(1000 * MIB * (0.4 + 6 * step_s)),
             loss=2.3456,
