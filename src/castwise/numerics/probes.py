@@ -189,13 +189,14 @@ class Prober:
             WorkloadError: A loss that gradients cannot come from, or batches that run out.
             NonFiniteError: The loss or a gradient is not finite in fp32.
         """
+        needed = len(self.micros) + count
         with self._under(REFERENCE) as (model, amp):
             for _ in range(count):
                 try:
                     batch = to_device(next(self._batches), self.device)
                 except StopIteration:
                     raise WorkloadError(
-                        f"{self.call}: batches ended after {len(self.micros)}; the test needs {len(self.micros) + count}. "
+                        f"{self.call}: batches ended after {len(self.micros)}; the test needs {needed}. "
                         "Give more, or an iterator without end"
                     ) from None
                 micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
