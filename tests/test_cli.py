@@ -51,7 +51,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--help",), ("bench", "--help"), ("train", "--help"), ("doctor", "--help")]
+    "words", [("--help",), ("bench", "--help"), ("train", "--help"), ("doctor", "--help"), ("tune", "--help")]
 )
 def test_help(words: tuple[str, ...]) -> None:
     result = _run(*words)
@@ -244,3 +244,46 @@ def test_an_interrupted_training_keeps_its_record() -> None:
     record = json.loads(Path("o/result.json").read_text())
     assert record["status"] == "interrupted"
     assert record["steps_done"] == len(lines.read_text().splitlines()) > 5
+
+
+# --- tune -----------------------------------------------------------------------------------------------------
+
+
+def test_tune_writes_a_plan_that_the_other_commands_take(tmp_path: Path) -> None:
+    out = tmp_path / "tuned"
+    done = _run(
+        "tune", f"{TINY}:mlp", "--goal", "numerics", "--formats", "bf16", "--no-memory", "--out", str(out)
+    )
+    assert done.exit_code == 0, done.output
+    assert "Wrote" in done.stdout
+    assert {"report.html", "plan.json", "evidence.json"} <= {path.name for path in out.iterdir()}
+    trained = _run(
+        "train",
+        f"{TINY}:mlp",
+        "--plan",
+        str(out / "plan.json"),
+        "--steps",
+        "3",
+        "--out",
+        str(tmp_path / "trained"),
+    )
+    assert trained.exit_code == 0, trained.output
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--goal", "speed"], "tune(goal='speed') is not allowed. Allowed: time, memory, numerics."),
+        (["--formats", "bf61"], "'bf61' is not one of fp32, tf32, bf16, fp16"),
+        (["--goal", "numerics", "--formats", "bf16,fp16"], "give the one low format"),
+        (["--budget", "1"], "no time for anything"),
+        (["--verify-steps", "2"], "needs 0, or 5 steps at least"),
+        (["--accumulate", "0"], "needs a whole number >= 1"),
+    ],
+)
+def test_tune_refuses_in_one_sentence(words: list[str], text: str, tmp_path: Path) -> None:
+    done = _run("tune", f"{TINY}:mlp", *words, "--out", str(tmp_path / "none"))
+    assert done.exit_code == 1
+    assert text in done.stderr
+    assert done.stderr.startswith("castwise: ")
+    assert not (tmp_path / "none").exists()

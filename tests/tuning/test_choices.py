@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise import Plan, Workload
-from castwise.errors import PlanError
+from castwise.errors import PlanError, WorkloadError
 from castwise.process import _claims
+from castwise.tuning import search
 from castwise.tuning.axes import (
     check_formats,
     numerics_of,
@@ -25,7 +27,7 @@ from castwise.tuning.axes import (
 )
 from castwise.tuning.contest import BASELINE, Contest
 from castwise.tuning.trials import judge_losses, training_trials
-from castwise.tuning.unit_costs import losing_units, measure_costs
+from castwise.tuning.unit_costs import _slowdown_on_a_piece, losing_units, measure_costs
 from castwise.tuning.units import find_units
 
 CPU = torch.device("cpu")
@@ -175,6 +177,31 @@ def test_buffers_and_gradients_are_left_alone() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Conv1d(32, 32, 3), (2, 32, 1600)),
+        (nn.Conv2d(32, 32, 3), (2, 32, 64, 64)),
+        (nn.Conv3d(4, 4, 3), (1, 4, 24, 24, 24)),
+        (nn.Linear(64, 64), (2, 1600, 64)),
+    ],
+)
+def test_a_module_shows_on_a_piece_what_it_takes(module: nn.Module, shape: tuple[int, ...]) -> None:
+    seen: list[int] = []
+    module.register_forward_pre_hook(lambda _module, args: seen.append(args[0].numel()))
+    inputs = torch.randn(shape)
+    assert _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU) != 1.0  # 1: it took no piece
+    assert max(seen) <= inputs.numel() // 2
+
+
+def test_an_activation_in_place_can_be_timed() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 2))
+    batch = next(batches(0))
+    costs = measure_costs(model, loss, batch, find_units(model, lambda: loss(model, batch)), ["bf16"], CPU)
+    assert set(costs["1"].times_s) == {"fp32", "bf16"}
+    assert model[1].inplace is True
+
+
 # --- contest ------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +233,46 @@ def test_an_interruption_leaves_nothing_behind() -> None:
         contest.halve([Plan.preset("bf16-mixed"), Plan.parse("fp32+fp32_matmul=ieee")])
     assert not contest._runs
     assert not _claims
+
+
+def test_batches_that_run_out_in_a_race_are_the_workloads_error() -> None:
+    made = dataclasses.replace(workload(), batches=lambda seed: itertools.islice(batches(seed), 12))
+    with (
+        pytest.raises(WorkloadError, match=r"workload 'tiny': batches\(seed\) ended after \d+ batches"),
+        Contest(made, CPU) as contest,
+    ):
+        contest.halve([Plan.preset("bf16-mixed")])
+    assert not contest._runs
+
+
+def test_nobody_joins_a_race_after_its_deadline() -> None:
+    low = Plan.preset("bf16-mixed")
+    with Contest(workload(), CPU, deadline=time.monotonic() - 1.0) as contest:
+        assert contest.halve([low]) == [BASELINE]
+        assert contest.entries[low].reason == "not tried: the time was spent"
+    with Contest(workload(), CPU, deadline=time.monotonic() - 1.0) as contest:
+        contest.final([low], 3)  # what has been found sound is timed in any case
+        assert contest.entries[low].rounds == 1
+
+
+def test_a_region_is_a_candidate_where_batches_have_four_axes_and_nothing_convolves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def masked(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in batches(seed):
+            yield x.view(8, 1, 4, 4), y
+
+    made = dataclasses.replace(
+        workload(SlowWhenLow),
+        batches=masked,
+        loss=lambda model, batch: loss(model, (batch[0].flatten(1), batch[1])),
+    )
+    monkeypatch.setattr(search, "SLOWER", math.inf)  # tiny layers make any low format look slow
+    found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    found._check()
+    found._name = "costs"
+    out = found._by_costs([BASELINE, Plan.preset("bf16-mixed")])
+    assert Plan.parse("bf16-mixed+regions.1=fp32") in out
 
 
 def test_ties_go_to_the_simpler_plan() -> None:

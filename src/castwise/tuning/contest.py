@@ -132,7 +132,7 @@ class Contest:
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for heat in range(4):
             for together in self._heats(field_):
-                self.run(together, rounds + 2 * heat)
+                self.run(together, rounds + 2 * heat, admit_late=False)
             field_ = [BASELINE, *(p for p in field_ if p != BASELINE and not self.entries[p].reason)]
             left = self._survivors(field_)
             gone = len(field_) - len(left)
@@ -194,22 +194,28 @@ class Contest:
         for plan, reason in reasons.items():
             self.entries[plan].reason = self.entries[plan].reason or reason
 
-    def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1) -> None:
+    def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1, *, admit_late: bool = True) -> None:
         """Run interleaved rounds.
 
         Args:
             plans: Who takes part; fp32 does in any case.
             rounds: How many rounds.
             longer: How many times as long as usual blocks are.
+            admit_late: Whether plans that have not run yet may still join after the deadline.
+
+        Raises:
+            Exception: What fp32 raised: without it there is nothing to compare with.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
             self.entries.setdefault(plan, Entry(plan))
         new = [plan for plan in field_ if plan not in self._runs and not self.entries[plan].reason]
         for number, plan in enumerate(new):
+            if self._too_late(plan, admit_late):
+                continue
             self._say(f"building {plan}", number, len(new))
             self._open(plan)
-        self._warm([plan for plan in new if plan in self._runs])
+        self._warm([plan for plan in new if plan in self._runs], admit_late)
         racing = [plan for plan in field_ if plan in self._runs]
         block = self._block * longer
         for number in range(rounds):
@@ -228,16 +234,30 @@ class Contest:
             ]  # nobody always follows the same one
         self._say(f"{len(racing)} plans", rounds, rounds)
 
+    def _too_late(self, plan: Plan, admit_late: bool) -> bool:
+        """Whether a plan stays out for want of time; fp32 never does, nor one that was timed before."""
+        entry = self.entries[plan]
+        late = not admit_late and plan != BASELINE and not entry.rounds and time.monotonic() > self._deadline
+        if late:
+            entry.reason = "not tried: the time was spent"
+            self._close(plan)
+        return late
+
     def _book(self, laps: Mapping[Plan, Lap]) -> None:
+        failed = laps[BASELINE].error
+        if failed is not None:
+            raise failed
         for plan, entry in self.entries.items():
             lap = laps.get(plan)
             entry.times_s.append(lap.times_s[0] if lap is not None else None)
             if lap is not None and lap.error is not None:
                 self._lost(plan, lap.error)
 
-    def _warm(self, plans: Sequence[Plan]) -> None:
+    def _warm(self, plans: Sequence[Plan], admit_late: bool) -> None:
         """First steps, which build kernels and optimizer state; hopeless candidates end here."""
         for number, plan in enumerate(plans):
+            if self._too_late(plan, admit_late):
+                continue
             self._say(f"first steps of {plan}", number, len(plans))
             base = self._runs[BASELINE]
             others = [(str(plan), self._runs[plan])] if plan != BASELINE else []

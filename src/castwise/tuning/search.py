@@ -321,6 +321,7 @@ class Search:
             with self._stage("parity"):
                 sound = self._sound(left)
             if settings.goal == "time":
+                sound = self._with_lossless(contest, sound)
                 with self._stage("final"):
                     contest.final(sound, FINAL_ROUNDS, beside=(AUTOCAST,))
                 order = [contest.winner(sound)] if sound else []
@@ -339,6 +340,15 @@ class Search:
             with self._stage("memory"):
                 self._weigh(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
 
+    def _with_lossless(self, contest: Contest, sound: list[Plan]) -> list[Plan]:
+        """The sound plans and the fastest that computes in fp32: what is repaired can be slower than that."""
+        lossless = [p for p in contest.entries if numerics_of(p) == FP32 and contest.entries[p].rounds]
+        fastest = contest.order(lossless)[0]
+        if fastest in sound:
+            return sound
+        contest.entries[fastest].reason = ""
+        return [*sound, fastest]
+
     def _with_operators(self, contest: Contest, left: list[Plan]) -> list[Plan]:
         """Race the leaders with norms, softmax and losses that follow their inputs."""
         assert self.test is not None
@@ -353,11 +363,13 @@ class Search:
         """Drop formats that are faster nowhere, and add candidates with the losing units in fp32."""
         settings = self.settings
         assert self.test is not None
-        layouts = ("channels_last",) if self._images else ("as_is",)
+        # a batch may be 4-D, an attention mask for one, where no candidate is channels_last
+        channels_last = any(plan.memory_format == "channels_last" for plan in plans)
+        layouts = ("channels_last",) if channels_last else ("as_is",)
         low = [name for name in settings.formats if name in LOW]
         self.costs = measure_costs(
             self.test.prober.model, self.workload.loss, self.test.prober.micros[0].batch, self.units, low, self.device,
-            channels_last="channels_last" in layouts, budget_s=min(12.0, 0.1 * settings.budget_s), on_progress=self._tell,
+            channels_last=channels_last, budget_s=min(12.0, 0.1 * settings.budget_s), on_progress=self._tell,
         )  # fmt: skip
         out = list(plans)
         for name in low:

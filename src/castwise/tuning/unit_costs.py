@@ -8,6 +8,7 @@ time. This says what is worth a race, and a race on whole steps decides.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -206,6 +207,9 @@ def _size(value: Any) -> int:
 
 def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool) -> Cost:
     module = copy.deepcopy(call.module)
+    for part in module.modules():  # its inputs are leaves here, which nothing may write to
+        if getattr(part, "inplace", False) is True:
+            part.inplace = False  # type: ignore[assignment]
     args, kwargs = call.args, call.kwargs
     if channels_last:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -317,24 +321,36 @@ def _slowdown_on_a_piece(module: nn.Module, args: Any, kwargs: Any, low: str, de
     """How many times fp32's time a format takes on a small piece of the input; 1 where none can be cut."""
     if low != "fp16" or device.type != "cpu":
         return 1.0
-    cut = map_tensors(_piece, args)
-    try:
+    for features_first in (False, True):
+        cut = map_tensors(functools.partial(_piece, features_first=features_first), args)
         plain, reduced = (_runner(module, cut, kwargs, name, False, device) for name in (None, low))
-        plain()
-    except Exception:  # the module does not take a piece
+        try:
+            plain()
+        except Exception:  # the module does not take such a piece
+            continue
+        break
+    else:
         return 1.0
     reduced()
     seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device)
     return seconds[low, False] / max(seconds["fp32", False], 2e-5)  # dispatch alone says nothing
 
 
-def _piece(tensor: Tensor) -> Tensor:
-    """The start of a tensor's samples and of its pixels, never of its features."""
+def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
+    """The start of a tensor's samples and of its pixels, tokens or frames, never of its features.
+
+    Three axes are ``[batch, tokens, features]`` for some modules and ``[batch, features, frames]`` for others: both are
+    offered, and a module refuses the one that is not its own.
+    """
     cut = tensor
     if cut.dim() == 4:
         cut = cut[:1, :, :16, :16]
     while cut.dim() > 1 and cut.numel() > SMALL_ELEMENTS and cut.shape[0] > 1:
         cut = cut[: max(1, cut.shape[0] // 2)]
-    if cut.dim() == 3 and cut.numel() > SMALL_ELEMENTS:
+    if cut.dim() == 5:
+        cut = cut[:, :, :8, :8, :8]
+    if cut.dim() == 3 and cut.numel() > SMALL_ELEMENTS and features_first:
+        cut = cut[..., : max(16, SMALL_ELEMENTS // cut.shape[1])]
+    elif cut.dim() == 3 and cut.numel() > SMALL_ELEMENTS:
         cut = cut[:, : max(1, SMALL_ELEMENTS // cut.shape[-1])]
     return cut.detach().clone().requires_grad_(tensor.requires_grad)

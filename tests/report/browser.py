@@ -1,0 +1,107 @@
+"""A real Chromium, driven through chromedriver's own protocol (W3C WebDriver), with nothing but the standard library."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
+)  # fmt: skip
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Browser:
+    """One window.
+
+    Args:
+        root: Address of the session at chromedriver.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def call(self, path: str, **body: Any) -> Any:
+        return _post(f"{self.root}/{path}", body)
+
+    def devtools(self, command: str, **parameters: Any) -> Any:
+        return self.call("goog/cdp/execute", cmd=command, params=parameters)
+
+    def show(self, page: Path, width: int, *, dark: bool = False) -> None:
+        """Open a page in a window of a width in CSS pixels, 800 high."""
+        narrow = width < 600
+        self.devtools(
+            "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=narrow
+        )
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.devtools("Emulation.setEmulatedMedia", features=scheme)
+        self.call("url", url=page.resolve().as_uri())
+
+    def run(self, script: str) -> Any:
+        return self.call("execute/sync", script=script, args=[])
+
+    def messages(self) -> list[str]:
+        """What the console has said since the last call."""
+        return [f"{entry['level']}: {entry['message']}" for entry in self.call("se/log", type="browser")]
+
+    def picture(self, path: Path) -> None:
+        """The whole page as a PNG."""
+        shot = self.devtools("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+@contextlib.contextmanager
+def browser(folder: Path) -> Iterator[Browser]:
+    """Start chromedriver and a Chromium with an empty profile in ``folder``; both end with the block."""
+    assert CHROMIUM is not None
+    assert DRIVER is not None
+    log = folder / "chromedriver.txt"
+    with log.open("w") as out:
+        driver = subprocess.Popen([DRIVER, "--port=0"], stdout=out, stderr=subprocess.STDOUT)
+    try:
+        address = f"http://127.0.0.1:{_port(driver, log)}"
+        options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={folder / 'profile'}"]}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = _post(f"{address}/session", {"capabilities": {"alwaysMatch": wanted}})
+        root = f"{address}/session/{session['sessionId']}"
+        try:
+            yield Browser(root)
+        finally:
+            with contextlib.suppress(urllib.error.URLError, TimeoutError):
+                _OPENER.open(urllib.request.Request(root, method="DELETE"), timeout=30).close()
+    finally:
+        driver.terminate()
+        driver.wait(timeout=30)
+
+
+def _port(driver: subprocess.Popen[bytes], log: Path) -> int:
+    for _ in range(300):
+        words = log.read_text().split("on port ")
+        if len(words) > 2 or (len(words) == 2 and "successfully" in words[0]):
+            return int(words[-1].split(".")[0])
+        assert driver.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise TimeoutError(log.read_text())
+
+
+def _post(address: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    try:
+        with _OPENER.open(request, timeout=120) as answer:
+            return json.load(answer)["value"]
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(error.read().decode()) from None

@@ -1,0 +1,290 @@
+"""The page of a search, its pictures and its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
+
+from castwise.formats import FORMATS
+from castwise.numerics.window import ScaleWindow
+from castwise.report import tune_plots, tune_text
+from castwise.report.tune_page import tune_page, write_tune_page
+
+VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
+FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
+
+
+class Reader(HTMLParser):
+    """Collects text, and fails on tags that are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+
+def read(page: str) -> str:
+    """The page's words, after checking that its tags nest and that it needs nothing from elsewhere."""
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert all(link.startswith(("#", "data:")) for link in reader.links)
+    assert "<script" not in page
+    assert not re.search(r"url\((?!#)", page)
+    return " ".join("".join(reader.text).split())
+
+
+def test_imports_no_torch() -> None:
+    code = (
+        "import sys, castwise.report.tune_page, castwise.report.tune_table; "
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules or 'rich' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_opens_with_the_answer_and_holds_what_decides() -> None:
+    record = make_record()
+    page = tune_page(record)
+    said = read(page)
+    places = [
+        said.index(words)
+        for words in (record["answer"], "Plans compared", "rejected, and why", "How to repeat")
+    ]
+    assert places == sorted(places)
+    for words in (
+        "1.79x", "95 % interval 1.73 to 1.84", "1.30x", "736 MiB", "26 % less than fp32", "damage 0.0031 (0.0019-0.0053)",
+        "gradient bias 0.31 in stages.2.blocks.1.norm", "out of memory", "no <TF32> on a CPU", "69x the time in fp16",
+        "stages.*.blocks.*.pwconv*", "Linear x18", "-8.60 ms", "0.34 (fail)", "0.0014 / 0.0008",
+        "a loss scale from 29.8 to 163,760", "starts with a loss scale of 16,384", "The plan is not worse than fp32",
+        "its <memory> is that of fp32", "castwise tune convnext --out out", 'castwise.Plan.load("plan.json")',
+        f'castwise.Amp("{CHOSEN}")', CHOSEN.digest, "0123456789ab", "Test CPU 9000 <fast>", "a small ConvNeXt on <random>",
+    ):  # fmt: skip
+        assert words in said, words
+    assert 'name="viewport"' in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_rejected_plans_stand_below_and_are_folded_when_many() -> None:
+    page = tune_page(make_record())
+    assert "<details><summary>6 rejected" in page
+    assert page.index("fp16-true") > page.index("<details>")
+    few = make_evidence(candidates=make_evidence().candidates[:6])
+    assert "<details open><summary>2 rejected" in tune_page(make_record(few))
+
+
+def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
+    page = tune_page(make_record())
+    assert re.findall(r'<figure id="(\w+)">', page) == FIGURES
+    pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert len(pictures) == len(FIGURES)
+    for picture in pictures:
+        root = ET.fromstring(picture)
+        assert root.get("role") == "img"
+        assert root.get("viewBox")
+        assert root.get("width") is None
+        assert "#010203" not in picture
+        assert "currentColor" in picture
+
+
+def test_same_record_same_page() -> None:
+    assert tune_page(make_record()) == tune_page(make_record())
+
+
+def test_writes_the_page_and_a_png_per_picture(tmp_path: Path) -> None:
+    paths = write_tune_page(make_record(), tmp_path)
+    assert [path.name for path in paths] == ["report.html", *(f"{name}.png" for name in FIGURES)]
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
+
+
+# --- where little is known ----------------------------------------------------------------------------------
+
+
+def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
+    record = make_record(make_bare())
+    page = tune_page(record)
+    said = read(page)
+    assert "The search ended before it could compare plans on m, so the plan is fp32." in said
+    assert "interrupted or ran out of its budget" in said
+    assert "<svg" not in page
+    assert "Plans compared" not in said
+    assert "castwise tune convnext --out out" in said  # the environment's command stands in
+
+
+@pytest.mark.parametrize(
+    ("field", "empty"),
+    [
+        (field.name, None if field.default is None else {} if field.name in ("lines", "settings") else ())
+        for field in dataclasses.fields(make_evidence())
+        if field.name in ("regions", "histograms", "scale", "floor", "repeat", "lines", "stages", "verification",
+                          "candidates", "settings", "notes")
+    ],
+)  # fmt: skip
+def test_every_part_may_be_missing(field: str, empty: object) -> None:
+    read(tune_page(make_record(make_evidence(**{field: empty}))))
+
+
+def test_rows_may_hold_nothing_but_names() -> None:
+    full = make_evidence()
+    bare = [dataclasses.replace(make_candidate(c.name, None, c.status), plan=c.plan) for c in full.candidates]
+    regions = [type(r)(r.pattern, r.kind, r.modules, r.parameters, r.format) for r in full.regions]
+    record = make_record(make_evidence(candidates=tuple(bare), regions=tuple(regions), histograms=()))
+    page = tune_page(record)
+    assert "None" not in read(page)
+    assert "<svg" not in page
+    assert tune_text.facts(record) == []
+
+
+def test_a_search_for_numerics_alone_has_damage_and_no_times() -> None:
+    one = dataclasses.replace(make_candidate("bf16-mixed", None, "chosen"), parity=make_damage(0.004))
+    record = make_record(make_evidence(goal="numerics", candidates=(one,)))
+    assert list(tune_plots.tune_figures(record)) == ["gradients", "gradients_by_region", "regions"]
+    assert tune_text.facts(record) == [("gradients", "pass", "damage 0.004 (0.0024-0.0068)")]
+
+
+def test_when_fp32_is_best_its_numbers_are_shown() -> None:
+    rows = (
+        make_candidate("fp32", 0.1, "baseline"),
+        make_candidate("bf16-mixed", 0.2, "rejected", reason="not faster"),
+    )
+    record = make_record(make_evidence(plan="fp32", candidates=rows, answer="fp32 is best"))
+    assert ("a training step", "100 ms", "12 rounds") in tune_text.facts(record)
+
+
+def test_a_loss_that_is_not_deterministic_is_said() -> None:
+    assert "not deterministic" in tune_text.remarks(make_record(make_evidence(repeat=0.02)))[0]
+    assert not any("deterministic" in note for note in tune_text.remarks(make_record()))
+
+
+# --- words --------------------------------------------------------------------------------------------------
+
+
+def test_plan_rows() -> None:
+    rows = {row.name: row for row in tune_text.plan_rows(make_record())}
+    best = rows[str(CHOSEN)]
+    assert (best.status, best.step, best.speed) == ("chosen", "56.0 ±1.1 ms", "1.79x (1.73-1.84)")
+    assert (best.peak, best.verdict, best.loss) == ("736 MiB (-26 %)", "pass", "2.346")
+    assert (rows["fp32"].speed, rows["fp32"].peak) == ("1", "1000 MiB")
+    assert (rows["fp16-mixed"].verdict, rows["fp16-mixed"].damage) == ("fail", "not finite")
+    assert rows["tf32"].step == rows["tf32"].speed == rows["tf32"].damage == rows["tf32"].loss == "-"
+
+
+def test_region_rows_mark_what_is_kept_apart() -> None:
+    rows = tune_text.region_rows(make_record())
+    assert [row.apart for row in rows] == [False, True, True, False, False]
+    assert rows[0].gained == "7.00 ms (2.40x)"
+    assert rows[1].gained == "-8.60 ms (0.590x)"
+    assert rows[4].gained == rows[4].share == rows[4].own == rows[4].range == "-"
+
+
+def test_the_plans_own_format_is_read_from_its_line_even_where_most_regions_differ() -> None:
+    regions = tuple(
+        dataclasses.replace(r, format="fp32" if i else "bf16") for i, r in enumerate(make_evidence().regions)
+    )
+    rows = tune_text.region_rows(make_record(make_evidence(regions=regions)))
+    assert [row.apart for row in rows] == [False, True, True, True, True]
+
+
+def test_an_empty_window_of_loss_scales_is_said() -> None:
+    window = ScaleWindow(4e4, 1e-12, 6e4, 1.6, 0.125)
+    assert "No loss scale holds both" in " ".join(
+        tune_text.scale_sentences(make_record(make_evidence(scale=window)))
+    )
+
+
+# --- pictures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tune_plots.RANGES)
+def test_drawn_ranges_are_those_of_the_formats(name: str) -> None:
+    known = FORMATS[name]
+    ends = (known.smallest_subnormal, known.smallest_normal, known.max)
+    assert tune_plots.RANGES[name] == pytest.approx([math.log2(end) for end in ends], abs=0.01)
+
+
+def test_the_scatter_marks_the_chosen_plan_and_the_lines() -> None:
+    (axes,) = tune_plots.tune_figures(make_record())["scatter"].axes
+    points = {
+        c.get_label(): c.get_offsets().tolist() for c in axes.collections if not c.get_label().startswith("_")
+    }
+    assert points["chosen"] == [pytest.approx([0.1 / 0.056, 0.0031])]
+    assert len(points["sound"]) == 2
+    assert len(points["rejected"]) == 3
+    assert {0.01, 0.1} <= {line.get_ydata()[0] for line in axes.lines}
+    words = [text.get_text() for text in axes.texts]
+    assert "◂ 0.0145x, not finite" in words
+    assert {"passes below 0.01", "fails above 0.1"} <= set(words)
+
+
+def test_the_histogram_sums_regions_and_the_loss_scale_moves_fp16() -> None:
+    figure = tune_plots.tune_figures(make_record())["gradients"]
+    top, below = figure.axes
+    assert sum(bar.get_height() for bar in top.patches) == pytest.approx(100)
+    assert [text.get_text() for text in below.texts] == [
+        "bf16",
+        "fp16",
+        "fp16, loss x 2¹⁴",
+        "fp8_e5m2",
+        "fp8_e4m3",
+    ]
+    assert sorted(line.get_xdata()[0] for line in top.lines) == [-38, 2]
+    starts = [bar.get_x() for bar in below.patches if bar.get_alpha() == 0.45]
+    assert starts[1:3] == [-14, -28]
+    plain = tune_plots.tune_figures(make_record(make_evidence(scale=None)))["gradients"]
+    assert [text.get_text() for text in plain.axes[1].texts] == ["bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
+    assert not plain.axes[0].lines
+
+
+def test_pictures_of_many_regions_keep_the_extremes() -> None:
+    full = make_evidence()
+    many = tuple(
+        dataclasses.replace(full.histograms[0], pattern=f"blocks.{i}", lowest=-60 + i) for i in range(40)
+    )
+    regions = tuple(
+        dataclasses.replace(full.regions[0], pattern=f"r{i}", bias=1e-6 * (i + 1)) for i in range(40)
+    )
+    figures = tune_plots.tune_figures(make_record(make_evidence(histograms=many, regions=regions)))
+    shown = [label.get_text() for label in figures["gradients_by_region"].axes[0].get_yticklabels()]
+    assert shown == [f"blocks.{i}" for i in (*range(8), *range(32, 40))]
+    assert len(figures["regions"].axes[0].get_yticklabels()) == tune_plots.REGIONS
+
+
+def test_words_of_the_record_cannot_become_markup() -> None:
+    evil = "<script>alert(1)</script>"
+    full = make_evidence()
+    region = dataclasses.replace(full.regions[0], pattern=evil, reason=evil, bias=0.5)
+    candidate = dataclasses.replace(full.candidates[0], name=evil, reason=evil)
+    histogram = dataclasses.replace(full.histograms[0], pattern=evil)
+    page = tune_page(
+        make_record(
+            make_evidence(
+                workload=evil, description=evil, answer=evil, notes=(evil,), command=evil, regions=(region,),
+                candidates=(candidate,), histograms=(histogram, full.histograms[1]),
+            )
+        )
+    )  # fmt: skip
+    assert "<script" not in page
+    assert html.escape(evil) in page
