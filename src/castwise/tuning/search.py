@@ -428,6 +428,12 @@ class Search:
             if plan.params != "fp32" or self.numerics.passes + 2 * MICROBATCHES + FLOOR > 80 or sound:
                 continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
             repaired = self._repaired(plan, found)
+            if 2 * len(self.kept) > len(self.units):
+                self.reasons[plan] += (
+                    f"; {len(self.kept)} of {len(self.units)} regions would have to stay in fp32"
+                )
+                self.kept = {}
+                continue
             if self.findings.get(repaired) is not None and self.findings[repaired].verdict == "pass":
                 sound.append(repaired)
         return sound or [FP32]
