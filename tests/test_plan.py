@@ -80,7 +80,11 @@ def plans(draw: st.DrawFn) -> Plan:
         "params": draw(allowed("params")),
         "regions": tuple(draw(st.lists(regions, max_size=3))),
         "ops": draw(
-            st.dictionaries(names.filter(lambda op: op != "aten::"), st.sampled_from(RULES), max_size=3)
+            st.dictionaries(
+                names.filter(lambda op: op != "aten::"),
+                st.sampled_from([rule for rule in RULES if rule != "unfused"]),  # for one operator alone
+                max_size=3,
+            )
         ),
         "loss_scale": draw(st.none() | loss_scales()),
         "provenance": draw(st.none() | st.dictionaries(st.text(), json_values, max_size=3)),

@@ -390,6 +390,11 @@ def never_trace(function: Callable[..., Any]) -> None:
     function._torchdynamo_disable_msg = "castwise's GradScaler runs between graphs"  # type: ignore[attr-defined]
 
 
+def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
+    """Softmax whose rows of nothing but ``-inf`` are 0 instead of NaN, as masked attention has it."""
+    return torch._safe_softmax(scores, dim)
+
+
 class OperatorMode(TorchDispatchMode):
     """Calls :meth:`handle` for every ATen operator that runs inside it, those of backward too, below autocast."""
 

@@ -23,7 +23,7 @@ __all__ = [
     "Rule",
 ]
 
-Rule = Literal["lower", "fp32", "widest", "as_is", "banned"]
+Rule = Literal["lower", "fp32", "widest", "as_is", "unfused", "banned"]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ __all__ = [
     "BASES",
     "DEVICE_TYPES",
     "RULES",
+    "UNFUSED",
     "Row",
     "Rule",
     "base_table",
@@ -39,7 +40,11 @@ __all__ = [
 RULES: Final[tuple[Rule, ...]] = get_args(Rule)
 """``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the
 widest floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the
-operators that this one is made of. ``banned``: running it is an error."""
+operators that this one is made of. ``unfused``: cast to the compute format and run as separate operators instead of
+one kernel, for those in `UNFUSED`. ``banned``: running it is an error."""
+
+UNFUSED: Final = ("scaled_dot_product_attention",)
+"""Operators that the rule ``unfused`` knows the parts of."""
 
 BASES: Final = ("native", "cuda", "apex", "none")
 """``native``: what torch.autocast does on the device at hand. ``cuda``: what it does on CUDA, on any device.
@@ -135,7 +140,8 @@ def check_rule(op: str, rule: str) -> None:
 
     Raises:
         UnknownNameError: No such rule.
-        PlanError: A name that no operator can have, or a cast into an operator that writes in place.
+        PlanError: A name that no operator can have, a cast into an operator that writes in place, or ``unfused`` for an
+            operator whose parts are not known.
     """
     call = f"ops=({op!r}, {rule!r})"
     _check_name(call, "rule", rule, RULES)
@@ -143,6 +149,11 @@ def check_rule(op: str, rule: str) -> None:
         raise PlanError(
             f"{call}: {op!r} is not an operator name. Allowed: an ATen base name without overload (exp, "
             "layer_norm), an in-place name (exp_), or namespace::name."
+        )
+    if rule == "unfused" and op.removeprefix("aten::") not in UNFUSED:
+        raise PlanError(
+            f"{call}: its parts are not known. Allowed for unfused: {', '.join(UNFUSED)}. For {op!r} use lower, fp32, widest "
+            "or as_is."
         )
     if _is_in_place(op) and rule not in ("as_is", "banned"):
         raise PlanError(

@@ -16,8 +16,10 @@ from torch.nn import functional
 
 from castwise import Plan, Workload
 from castwise.errors import PlanError, WorkloadError
+from castwise.numerics.damage import Estimate
+from castwise.numerics.parity import ParityResult
 from castwise.process import _claims
-from castwise.tuning import search
+from castwise.tuning import fastest, search, unit_costs
 from castwise.tuning.axes import (
     check_formats,
     numerics_of,
@@ -26,7 +28,7 @@ from castwise.tuning.axes import (
     with_operators_as_is,
 )
 from castwise.tuning.contest import BASELINE, Contest
-from castwise.tuning.trials import judge_losses, training_trials
+from castwise.tuning.trials import affordable_steps, is_doubtful, judge_losses, training_trials
 from castwise.tuning.unit_costs import _slowdown_on_a_piece, losing_units, measure_costs
 from castwise.tuning.units import find_units
 
@@ -267,11 +269,10 @@ def test_a_region_is_a_candidate_where_batches_have_four_axes_and_nothing_convol
         batches=masked,
         loss=lambda model, batch: loss(model, (batch[0].flatten(1), batch[1])),
     )
-    monkeypatch.setattr(search, "SLOWER", math.inf)  # tiny layers make any low format look slow
+    monkeypatch.setattr(unit_costs, "SLOWER", math.inf)  # tiny layers make any low format look slow
     found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
-    found._check()
-    found._name = "costs"
-    out = found._by_costs([BASELINE, Plan.preset("bf16-mixed")])
+    found._refer()
+    out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
     assert Plan.parse("bf16-mixed+regions.1=fp32") in out
 
 
@@ -313,3 +314,55 @@ def test_the_same_plan_is_not_worse_than_itself() -> None:
     assert found.verdict == "not worse"
     with pytest.raises(PlanError, match="verify_steps=3, verify_seeds=3: needs 5 steps and 2 seeds at least"):
         training_trials(workload(), Plan.preset("fp32"), CPU, steps=3, seeds=3)
+
+
+def test_training_decides_only_near_the_lines() -> None:
+    def found(damage: float, adam: float | None = None, floor: float = 0.0, strayed: int = 0) -> ParityResult:
+        value = Estimate(damage, damage, damage, 0.0, 0.0, 0.0, 0.0, 0.0)
+        steps = None if adam is None else dataclasses.replace(value, value=adam)
+        return ParityResult(
+            Plan.preset("bf16-mixed"), "fail", "", value, steps, (), floor=floor, repeat=0.0, strayed=strayed
+        )
+
+    assert is_doubtful(found(0.11))
+    assert is_doubtful(found(0.02, adam=0.8))
+    assert not is_doubtful(found(0.31))
+    assert not is_doubtful(found(0.11, adam=1.0))
+    assert not is_doubtful(found(math.inf))
+    assert not is_doubtful(found(0.11, floor=0.1))  # fp32 differs from itself as much
+    assert not is_doubtful(found(0.11, strayed=1))
+
+
+def test_training_runs_are_as_long_as_time_allows() -> None:
+    assert affordable_steps(80.0, 0.1, 8) == 80
+    assert affordable_steps(1e6, 0.1, 8) == 100
+    assert affordable_steps(10.0, 0.1, 8) == 0  # too few to tell
+
+
+def test_plans_in_doubt_lose_ties() -> None:
+    simple, other = Plan.preset("bf16-mixed"), Plan.parse("bf16-mixed+regions.0=fp32")
+    with Contest(workload(), CPU) as contest:
+        contest.run([simple, other], 1)
+        for plan in (BASELINE, simple, other):
+            contest.entries[plan].times_s = [0.5 * (1 + 0.02 * (i % 3)) for i in range(9)]
+        assert contest.winner([simple, other]) == simple
+        assert contest.winner([simple, other], last=[simple]) == other
+
+
+def test_attention_is_unfused_where_there_is_any_and_no_gpu() -> None:
+    line = nn.Linear(4, 4)
+
+    def plans(used: set[str], goal: str = "time") -> list[Plan]:
+        optimizer = sgd(line.parameters())
+        return whole_step_plans(
+            ("fp32", "bf16"), CPU, line, optimizer, has_images=False, goal=goal, used=used
+        )[0]
+
+    def unfused(found: list[Plan]) -> list[Plan]:
+        return [p for p in found if ("scaled_dot_product_attention", "unfused") in p.ops]
+
+    attention = {"_scaled_dot_product_flash_attention_for_cpu"}
+    assert {p.params for p in unfused(plans(attention))} == {"fp32", "compute"}
+    assert not any(p.compute == "fp32" for p in unfused(plans(attention)))
+    assert not unfused(plans({"mm"}))
+    assert not unfused(plans(attention, goal="memory"))  # scores are kept for backward

@@ -23,6 +23,7 @@ import torch
 
 from castwise import _torch
 from castwise.casting import frames
+from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
 from castwise.rules import Row, operator_overloads
@@ -144,7 +145,15 @@ def _parts(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     raise AssertionError("handled by the kernel, which has the keyset")
 
 
-_RULES: dict[str, Action] = {"lower": _lower, "fp32": _fp32, "as_is": _as_is, "widest": _widest}
+def _unfused(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parts = _PARTS[op.name().partition("::")[2].partition(".")[0]]
+    return _run(parts, device, args, kwargs, torch.get_autocast_dtype(device), _convert_weight)
+
+
+_PARTS: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": unfused_attention}
+_RULES: dict[str, Action] = {
+    "lower": _lower, "fp32": _fp32, "as_is": _as_is, "widest": _widest, "unfused": _unfused,
+}  # fmt: skip
 
 
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:

@@ -73,6 +73,7 @@ def whole_step_plans(
     *,
     has_images: bool,
     goal: str = "time",
+    used: Iterable[str] = (),
 ) -> tuple[list[Plan], dict[str, str]]:
     """Every combination of the whole-step axes that the device has.
 
@@ -82,7 +83,8 @@ def whole_step_plans(
         model: Whose parameters they are.
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
-        goal: For ``memory`` parameters may be stored low without masters.
+        goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
+        used: ATen operators that the model runs, as they are below autocast.
 
     Returns:
         The plans, the simplest first, and by format why it is not among them.
@@ -110,6 +112,9 @@ def whole_step_plans(
             consider(name, PRESETS[f"{name}-master"])
             if goal == "memory":
                 consider(name, PRESETS[f"{name}-true"])
+    if goal == "time" and device.type != "cuda" and any(op.startswith(_ATTENTION) for op in used):
+        # GPUs have fused kernels that win; a CPU's backward in a low format may lose to its own parts
+        numerics += [dataclasses.replace(p, ops=(*p.ops, UNFUSED_ATTENTION)) for p in numerics if p.autocasts]
     layouts = ("as_is", "channels_last") if has_images and _has_convolution(model) else ("as_is",)
     steps = ("as_given", "fused") if can_fuse(optimizer) and not _is_fused(optimizer) else ("as_given",)
     plans = [
@@ -117,6 +122,11 @@ def whole_step_plans(
         for plan, layout, step in itertools.product(numerics, layouts, steps)
     ]
     return sorted(plans, key=simplicity), dropped
+
+
+_ATTENTION = "_scaled_dot_product"
+UNFUSED_ATTENTION = ("scaled_dot_product_attention", "unfused")
+"""The rule that has attention run as products and a softmax."""
 
 
 def _has_convolution(model: nn.Module) -> bool:

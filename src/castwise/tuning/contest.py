@@ -11,7 +11,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -350,11 +350,12 @@ class Contest:
 
         return sorted(plans, key=lambda plan: -1.0 if plan == BASELINE else -speed(plan))
 
-    def winner(self, plans: Sequence[Plan]) -> Plan:
+    def winner(self, plans: Sequence[Plan], last: Collection[Plan] = ()) -> Plan:
         """The fastest, or a simpler plan that cannot be told from it.
 
         Args:
-            plans: Sound plans that have been timed against one another.
+            plans: Plans that have been timed against one another.
+            last: Those that lose a tie however simple they are.
         """
         ordered = self.order(plans)
         fastest = ordered[0]
@@ -363,7 +364,7 @@ class Contest:
             ratio = self.ratio(plan, fastest)
             if ratio is not None and ((ratio.high >= 1.0 and ratio.value >= TIE) or ratio.value >= WORTH):
                 tied.append(plan)
-        return min(tied, key=lambda plan: (simplicity(plan), ordered.index(plan)))
+        return min(tied, key=lambda plan: (plan in last, simplicity(plan), ordered.index(plan)))
 
     def reason(self, plan: Plan, winner: Plan) -> str:
         """Why a plan that was in to the end was not chosen.

@@ -96,6 +96,14 @@ def answer(search: Search) -> str:
         parts.append(f"{_times(beside)} as fast as one-line torch.autocast in bf16")
     if search.settings.goal == "memory" and plan in search.peaks and FP32 in search.peaks:
         parts.insert(0, f"takes {search.peaks[plan] / search.peaks[FP32]:.0%} of fp32's peak memory")
+    trained = search.verification
+    if search.verified is not None and search.verified.verdict != "pass" and trained is not None:
+        return (
+            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage "
+            f"{search.verified.damage.value:.2g}), and its training does not: over {trained.seeds} pairs of {trained.steps} "
+            f"steps the loss differs by {trained.difference:.2g}, below {trained.upper:.2g} with 95 % confidence, where "
+            f"{trained.margin:.2g} is what seeds alone do."
+        )
     lossless = plan.compute == "fp32" and plan.fp32_matmul == "as_is" and not plan.regions
     sound = "computing in fp32 throughout" if lossless else (
         "with gradients that cannot be told from fp32's within the noise of the data"

@@ -15,12 +15,19 @@ import torch
 
 from castwise.errors import PlanError
 from castwise.measure.steps import TrainingRun
+from castwise.numerics.damage import severity
+from castwise.numerics.parity import COMPARABLE, ParityResult
 from castwise.plan import PRESETS, Plan
 from castwise.tuning.evidence import Verification
 from castwise.workload import Workload
 
-__all__ = ["judge_losses", "training_trials"]
+__all__ = ["affordable_steps", "is_doubtful", "judge_losses", "training_trials"]
 
+FEWEST, MOST = 20, 100
+"""Steps of training runs that decide what gradients leave in doubt."""
+DOUBT = 30.0
+"""Up to this many times the lines below which a plan passes, 3 times those above which it fails, training runs may show that
+it does no harm."""
 LAST = 0.2
 """Share of the steps, at their end, whose losses count."""
 RELATIVE = 0.0025
@@ -80,6 +87,34 @@ def training_trials(
                 run.close()
     on_progress(seeds, seeds)
     return judge_losses(reference, candidate, steps)
+
+
+def is_doubtful(found: ParityResult) -> bool:
+    """Whether a plan that did not pass the gradient test is near enough to its lines to be decided by training runs.
+
+    The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
+
+    Args:
+        found: Of a plan that did not pass.
+    """
+    own = max(found.floor, found.repeat)
+    worst = severity(found.damage.value, None if found.adam is None else found.adam.value)
+    return worst <= DOUBT and own <= COMPARABLE * found.damage.value and not found.strayed
+
+
+def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:
+    """How long the training runs can be that decide a plan in doubt.
+
+    Args:
+        room_s: Seconds there are.
+        a_pair_s: Seconds of one step in fp32 and one of the plan.
+        pairs: Of runs.
+
+    Returns:
+        Steps of each run, 0 where there is no time for enough.
+    """
+    steps = int(0.8 * room_s / (a_pair_s * pairs))  # models have to be built too
+    return min(MOST, steps) if steps >= FEWEST else 0
 
 
 def judge_losses(reference: Sequence[float], candidate: Sequence[float], steps: int) -> Verification:

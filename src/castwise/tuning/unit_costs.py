@@ -25,7 +25,7 @@ from castwise.measure.timing import synchronize
 from castwise.numerics.probes import unfit
 from castwise.tuning.units import Unit
 
-__all__ = ["Cost", "losing_units", "measure_costs"]
+__all__ = ["Cost", "losing_units", "measure_costs", "not_faster"]
 
 HOPELESS = 10.0
 """A format that takes this many times fp32's time on a small piece of the input is not tried on all of it."""
@@ -34,6 +34,9 @@ SMALL_ELEMENTS = 1 << 14
 ROUNDS = 7
 GAIN = 0.93
 """A region loses by the low format if fp32 with its casts takes less than this share of the low time."""
+SLOWER = 1.15
+"""A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
+can still make up for less."""
 WORTH = 0.004
 """A region whose gain is below this share of all regions' time is not worth a candidate."""
 
@@ -354,3 +357,38 @@ def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
     elif cut.dim() == 3 and cut.numel() > SMALL_ELEMENTS:
         cut = cut[:, : max(1, SMALL_ELEMENTS // cut.shape[-1])]
     return cut.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
+    """Why a low format cannot be part of the fastest plan, by the costs of units alone.
+
+    Args:
+        name: The format.
+        formats: All low formats in the running.
+        costs: Of the units.
+
+    Returns:
+        A clause, empty where it may be.
+    """
+    timed = {pattern: cost for pattern, cost in costs.items() if name in cost.times_s or name in cost.reasons}
+    if not timed:
+        return ""
+
+    def total(low: str) -> float:
+        return sum(
+            min(cost.times_s.get(low, math.inf), cost.bordered_s.get(low, cost.times_s["fp32"]))
+            for cost in timed.values()
+        )
+
+    fp32 = sum(cost.times_s["fp32"] for cost in timed.values())
+    pattern, cost = max(timed.items(), key=lambda item: item[1].times_s["fp32"])
+    slow = (
+        cost.reasons.get(name)
+        or f"takes {cost.times_s[name] / cost.times_s['fp32']:.1f} times as long as fp32"
+    )
+    if total(name) > SLOWER * fp32:
+        return f"it is no faster than fp32, by regions alone; {pattern} {slow}"
+    better = [other for other in formats if other != name and total(other) < 0.9 * total(name)]
+    if better and any(name in cost.reasons for cost in timed.values()):
+        return f"{better[0]} is faster in every region that counts; in {name} {pattern} {slow}"
+    return ""

@@ -1,0 +1,59 @@
+"""``goal="numerics"``: the smallest set of regions to keep in fp32 for one low format, whatever the speed here."""
+
+from __future__ import annotations
+
+from castwise.numerics.parity import ParityResult
+from castwise.plan import PRESETS, Plan
+from castwise.tuning.state import FP32, SearchState
+from castwise.tuning.units import exempt
+
+__all__ = ["find_exemptions"]
+
+ATTEMPTS = 3
+"""Plans that are tried on fresh batches before the answer is fp32."""
+
+
+def find_exemptions(search: SearchState) -> None:
+    """Find the regions and settle the plan.
+
+    Args:
+        search: With its reference; ``settings.formats`` names the one low format.
+    """
+    assert search.numerics is not None
+    (low,) = search.settings.formats
+    plan = search.scaled(PRESETS[f"{low}-mixed"])
+    with search.stage("all low"):
+        found = search.find(plan)
+    if found is not None and found.verdict == "pass":
+        sound = plan
+    else:
+        search.reasons[plan] = search.why(plan, found)
+        with search.stage("regions"):
+            sound = search.repaired(plan, found)
+    for attempt in range(ATTEMPTS):
+        with search.stage("verification"):
+            result = search.numerics.verify(sound)
+        search.findings[sound] = result
+        if result.verdict == "pass":
+            search.settle(sound, result, search.kept)
+            return
+        search.reasons[sound] = search.why(sound, result)
+        if attempt < ATTEMPTS - 1:
+            with search.stage("regions"):
+                sound = _widened(search, plan, result)
+    search.notes.append(f"No set of regions made {low} pass; the plan is fp32.")
+    search.settle(FP32, None)
+
+
+def _widened(search: SearchState, base: Plan, result: ParityResult) -> Plan:
+    """Keep one more unit in fp32: the one whose parameters show the most damage, else half of what is left."""
+    kept = search.kept
+    for path in (region.path for region in result.worst(len(result.regions))):
+        unit = next((u for u in search.units if path in u.paths and u.pattern not in kept), None)
+        if unit is not None:
+            kept[unit.pattern] = "damage on fresh batches shows most in its parameters"
+            break
+    else:
+        rest = [u.pattern for u in search.units if u.pattern not in kept]
+        kept.update(dict.fromkeys(rest[: max(1, len(rest) // 2)], "the plan fails without it"))
+    return exempt(base, search.units, kept)

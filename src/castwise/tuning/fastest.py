@@ -1,0 +1,258 @@
+"""``goal="time"`` and ``goal="memory"``: the fastest, or lightest, plan whose gradients pass."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from castwise.formats import LOW
+from castwise.numerics.parity import FLOOR, ParityResult
+from castwise.numerics.updates import LOST, lost_updates
+from castwise.plan import Plan
+from castwise.tuning.axes import (
+    FORMATS,
+    name_of,
+    numerics_of,
+    simplicity,
+    whole_step_plans,
+    with_operators_as_is,
+)
+from castwise.tuning.contest import Contest
+from castwise.tuning.evidence import Verification
+from castwise.tuning.exempt import MOST_PASSES
+from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
+from castwise.tuning.trials import affordable_steps, is_doubtful, training_trials
+from castwise.tuning.unit_costs import losing_units, measure_costs, not_faster
+from castwise.tuning.units import exempt
+from castwise.tuning.weighing import weigh, weight
+
+__all__ = ["find_fastest"]
+
+FINALISTS = 5
+FINAL_ROUNDS = 20
+COSTS_SHARE, COSTS_S = 0.1, 12.0
+"""The costs of units may take this share of the budget, and this long."""
+RACE_SHARE = 0.7
+"""After this share of the budget no round of a race starts."""
+TRAINING_SHARE = 0.35
+"""Training runs that decide a doubtful plan may take this share of the budget."""
+
+
+def find_fastest(search: SearchState) -> None:
+    """Find the plan and settle it.
+
+    Args:
+        search: With its reference.
+    """
+    settings, model = search.settings, search.model
+    assert model is not None
+    plans, dropped = whole_step_plans(
+        settings.formats, search.device, model, search.workload.optimizer(model.parameters()),
+        has_images=search.images, goal=settings.goal, used=search.used,
+    )  # fmt: skip
+    for name, reason in dropped.items():
+        if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
+            search.notes.append(f"{name}: {reason}")
+    with search.stage("costs"):
+        plans = _by_costs(search, plans)
+    deadline = search.start + (RACE_SHARE if settings.goal == "time" else 1.2) * settings.budget_s
+    contest = Contest(
+        search.workload, search.device, seed=settings.seed, compile=settings.compile, deadline=deadline,
+        on_progress=lambda what, done, total: search.say(search.now, what, done, total),
+    )  # fmt: skip
+    with contest:
+        search.contest = contest
+        (_fastest if settings.goal == "time" else _lightest)(search, contest, plans)
+
+
+def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
+    with search.stage("race"):
+        left = contest.halve(plans, keep=FINALISTS)
+        left = _with_operators(search, contest, left)
+    with search.stage("parity"):
+        sound, doubtful = _sound(search, left)
+    running = _with_lossless(contest, [*sound, *doubtful])
+    with search.stage("final"):
+        contest.final(running, FINAL_ROUNDS, beside=(AUTOCAST,))
+    best = contest.winner(running, last=doubtful)
+    _choose(search, [best, *(plan for plan in contest.order(running) if plan != best)])
+
+
+def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
+    with search.stage("memory"):
+        weigh(search, plans)
+    left = sorted((p for p in plans if p in search.peaks), key=lambda p: weight(search, p)) or [FP32]
+    with search.stage("parity"):
+        sound, _ = _sound(search, left)
+    order = sorted(sound, key=lambda p: weight(search, p))
+    _choose(search, order)
+    with search.stage("race"):
+        contest.run(list(dict.fromkeys([search.chosen, *order[:2]])), FINAL_ROUNDS // 2)
+
+
+# --- what is raced ------------------------------------------------------------------------------------------
+
+
+def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
+    """Drop formats that are faster nowhere, and add candidates with the losing units in fp32."""
+    settings, test = search.settings, search.test
+    assert test is not None
+    # a batch may be 4-D, an attention mask for one, where no candidate is channels_last
+    channels_last = any(plan.memory_format == "channels_last" for plan in plans)
+    layout = "channels_last" if channels_last else "as_is"
+    low = [name for name in settings.formats if name in LOW]
+    search.costs = measure_costs(
+        test.prober.model, search.workload.loss, test.prober.micros[0].batch, search.units, low, search.device,
+        channels_last=channels_last, budget_s=min(COSTS_S, COSTS_SHARE * settings.budget_s), on_progress=search.tell,
+    )  # fmt: skip
+    out = list(plans)
+    for name in low:
+        reason = not_faster(name, low, search.costs) if settings.goal == "time" else ""
+        hopeless = [pattern for pattern, cost in search.costs.items() if name in cost.reasons]
+        if settings.goal == "memory" and hopeless:
+            reason = f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}"
+        if reason:
+            search.notes.append(f"{name} was dropped before the race: {reason}.")
+            for plan in out:
+                if plan.compute == name and plan != AUTOCAST:
+                    search.reasons[search.scaled(plan)] = f"not faster: {reason}"
+            out = [plan for plan in out if plan.compute != name or plan == AUTOCAST]
+            continue
+        if settings.goal == "memory":
+            continue
+        losers = losing_units(name, search.costs)
+        if hopeless:  # no whole step of it is ever run
+            for plan in out:
+                if plan.compute == name:
+                    why = f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}"
+                    search.reasons[search.scaled(plan)] = f"not faster: {why}"
+            out = [plan for plan in out if plan.compute != name]
+        sets = {tuple(losers), tuple(losers[: max(len(hopeless), len(losers) // 2)])} - {()}
+        out += [
+            exempt(plan, search.units, patterns)
+            for patterns in sorted(sets)
+            for plan in plans
+            if plan.compute == name and plan.rules != "none" and plan.memory_format == layout
+        ]
+    if settings.goal == "memory" and any(plan.optimizer == "fused" for plan in out):
+        # the fused kernel never holds more than the loop it replaces
+        out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
+    return [search.scaled(plan) for plan in sorted(out, key=simplicity)]
+
+
+def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> list[Plan]:
+    """Race the leaders with norms, softmax and losses that follow their inputs."""
+    variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in left[:2]]
+    new = [plan for plan in variants if plan is not None]
+    return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
+
+
+def _with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
+    """The plans in the running and the fastest that computes in fp32: what is repaired can be slower than that."""
+    lossless = [p for p in contest.entries if numerics_of(p) == FP32 and contest.entries[p].rounds]
+    fastest = contest.order(lossless)[0]
+    if fastest in running:
+        return running
+    contest.entries[fastest].reason = ""
+    return [*running, fastest]
+
+
+# --- what is sound ------------------------------------------------------------------------------------------
+
+
+def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt."""
+    assert search.numerics is not None
+    sound: list[Plan] = []
+    doubtful: list[Plan] = []
+    for plan in plans:
+        if plan == FP32:
+            sound.append(plan)
+            continue
+        left = MOST_PASSES - search.numerics.passes
+        if left < 3 * MICROBATCHES and numerics_of(plan) not in search.findings:
+            search.reasons[plan] = "not tested: the passes for numerics were spent on faster plans"
+            continue
+        found = search.find(plan)
+        if found is not None and found.verdict == "pass":
+            sound.append(plan)
+            continue
+        search.reasons[plan] = search.why(plan, found)
+        if _may_train(search, found):
+            doubtful.append(plan)
+        if plan.params != "fp32" or left < 2 * MICROBATCHES + FLOOR or sound:
+            continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
+        repaired = search.repaired(plan, found)
+        if 2 * len(search.kept) > len(search.units):
+            search.reasons[plan] += (
+                f"; {len(search.kept)} of {len(search.units)} regions would have to stay in fp32"
+            )
+            search.kept = {}
+        elif repaired in search.findings and search.findings[repaired].verdict == "pass":
+            sound.append(repaired)
+    return sound or ([] if doubtful else [FP32]), doubtful
+
+
+def _may_train(search: SearchState, found: ParityResult | None) -> bool:
+    return search.settings.goal == "time" and found is not None and is_doubtful(found)
+
+
+def _choose(search: SearchState, order: Sequence[Plan]) -> None:
+    """Settle the first of some plans that passes on fresh batches, or that trains like fp32 where it is in doubt."""
+    assert search.numerics is not None
+    kept = search.kept
+    for plan in order:
+        if numerics_of(plan) == FP32:
+            break
+        with search.stage("verification"):
+            result = search.numerics.verify(plan)
+            lost = _lost(search, plan)
+        if lost is not None and lost > LOST:
+            search.reasons[plan] = f"rounding drops {lost:.0%} of its updates"
+            continue
+        why = f"on fresh batches: {search.why(plan, result)}"
+        if result.verdict != "pass":
+            trained = _trained(search, plan) if _may_train(search, result) else None
+            if trained is None or trained.verdict != "not worse":
+                search.reasons[plan] = why if trained is None else f"{why}, and in training {_said(trained)}"
+                continue
+            search.verification = trained
+            search.reasons.pop(plan, None)
+        regions = any(region.compute == "fp32" for region in plan.regions)
+        search.settle(plan, result, kept if regions else None)
+        return
+    search.settle(next((p for p in order if numerics_of(p) == FP32), FP32), None)
+
+
+def _trained(search: SearchState, plan: Plan) -> Verification | None:
+    """Pairs of training runs of a plan and fp32; None without the time for them."""
+    settings, contest = search.settings, search.contest
+    assert contest is not None
+    a_pair_s = sum(statistics.median(contest.entries[p].seconds()) for p in (FP32, plan))
+    room_s = min(TRAINING_SHARE * settings.budget_s, search.left_s())
+    steps = settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
+    if not steps:
+        search.notes.append(
+            f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with more "
+            "of it (--budget) they would."
+        )
+        return None
+    with search.stage("training runs"):
+        return training_trials(
+            search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
+            on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
+        )  # fmt: skip
+
+
+def _said(trained: Verification) -> str:
+    return (
+        f"its loss after {trained.steps} steps differs from fp32's by {trained.difference:.2g} (95 % below {trained.upper:.2g}; "
+        f"allowed {trained.margin:.2g})"
+    )
+
+
+def _lost(search: SearchState, plan: Plan) -> float | None:
+    assert search.model is not None
+    workload, seed = search.workload, search.settings.seed
+    batches = iter(workload.batches(seed))
+    return lost_updates(search.model, workload.loss, batches, workload.optimizer, plan, search.device, seed)

@@ -1,0 +1,179 @@
+"""The search: what is fast is raced, what is fast is tested, and the fastest sound plan is tested again on fresh data.
+
+1. *Reference.* fp32 gradients of a few microbatches: a loss that is not differentiable, data with NaN and a loss that is
+   not deterministic are found here.
+2. *Costs.* Every unique module is timed alone in each format, casts included. A format that is faster nowhere is
+   dropped; units that lose by the low format become regions of further candidates.
+3. *Race.* Every combination of the whole-step axes, and of the regions, on real steps by successive halving.
+4. *Parity.* The finalists' gradients; what fails is traced to its source and repaired with regions in fp32.
+5. *Final.* Sound plans once more, for longer; a tie goes to the simpler one.
+6. *Verification.* The winner's gradients on fresh batches; where it fails there, the next one. Where the gradients leave
+   it in doubt, training runs against fp32 decide.
+
+Steps 2 to 6 are :mod:`castwise.tuning.fastest`; with ``goal="numerics"`` the regions alone are sought
+(:mod:`castwise.tuning.exemptions`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from castwise.casting.trees import map_tensors
+from castwise.errors import StateError
+from castwise.formats import LOW
+from castwise.measure.steps import build_model, to_device
+from castwise.numerics.batches import same_batch
+from castwise.numerics.isolation import seed_all, undisturbed
+from castwise.numerics.parity import ParityTest, is_adam
+from castwise.numerics.probes import Prober
+from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.exempt import NumericsSearch
+from castwise.tuning.exemptions import find_exemptions
+from castwise.tuning.fastest import find_fastest
+from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
+from castwise.tuning.trials import is_doubtful, training_trials
+from castwise.tuning.units import find_units, operators_used
+from castwise.tuning.weighing import weigh
+
+__all__ = ["Search", "Settings"]
+
+LEAST_S = 5.0
+"""A search that has less time than this cannot say anything."""
+WEIGHED_S = 10.0
+"""With less time left than this peak memory is not measured at all."""
+
+
+@dataclass
+class Search(SearchState):
+    """One search from its checks to its answer."""
+
+    def run(self) -> None:
+        """Search; on an exception, KeyboardInterrupt among them, what has been found so far stays.
+
+        Raises:
+            CastwiseError: The workload cannot be tuned: it fails in fp32, or there is no time.
+        """
+        settings = self.settings
+        if settings.budget_s < LEAST_S:
+            raise StateError(
+                f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
+                "least, and a minute or two to be worth its answer"
+            )
+        with undisturbed():
+            with self.stage("reference"):
+                self._refer()
+            if settings.goal == "numerics":
+                find_exemptions(self)
+            else:
+                find_fastest(self)
+            if settings.warmup_steps and settings.goal != "numerics" and numerics_of(self.chosen) != FP32:
+                with self.stage("second look"):
+                    self._second_look()
+            if settings.verify_steps and self.chosen != FP32 and self.verification is None:
+                with self.stage("training runs"):
+                    self._train()
+            if settings.memory and settings.goal == "time" and self.left_s() > WEIGHED_S:
+                with self.stage("memory"):
+                    weigh(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+        self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
+
+    def _refer(self) -> None:
+        """Run fp32 on a few batches, and look at the model."""
+        settings, workload = self.settings, self.workload
+        self.model = model = build_model(workload, self.device, settings.seed)
+        adam = is_adam(workload.optimizer(model.parameters()))
+        low = [name for name in settings.formats if name in LOW]
+        prober = Prober(
+            model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
+            call=f"tune({workload.name!r})", dither="fp16" if low == ["fp16"] else "bf16",
+        )  # fmt: skip
+        self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam)
+        self.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
+        self.test.reference(MICROBATCHES)
+        micros = prober.micros
+        if all(same_batch(micros[0].batch, micro.batch) for micro in micros[1:]):
+            self.notes.append(
+                "Every batch is the same, so there is no noise of data: gradients are held against the signal alone, and "
+                "fresh batches confirm nothing new."
+            )
+        if self.test.repeat > 0.0:
+            self.notes.append(
+                f"The loss is not deterministic: the same pass repeated in fp32 differs by {self.test.repeat:.2g} of an "
+                "update. Where a plan's own difference is comparable it is called undecided."
+            )
+
+        def step() -> torch.Tensor:
+            return workload.loss(prober.model, micros[0].batch)
+
+        seed_all(settings.seed)
+        self.units = find_units(prober.model, step)
+        self.used = frozenset(operators_used(step))
+        self.numerics = NumericsSearch(self.test, self.units, self.tell)
+        self.images = any(t.dim() == 4 for t in _floating(micros[0].batch)) or any(
+            unit.kind.startswith(("Conv2d", "ConvTranspose2d")) for unit in self.units
+        )
+
+    def _second_look(self) -> None:
+        """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
+        settings, workload = self.settings, self.workload
+        assert self.test is not None
+        assert self.model is not None
+        seed_all(settings.seed)
+        model = build_model(workload, self.device, settings.seed, self.model.state_dict())
+        optimizer = workload.optimizer(model.parameters())
+        batches = iter(workload.batches(settings.seed))
+        for step in range(settings.warmup_steps):
+            self.say(self.now, "fp32 steps", step, settings.warmup_steps)
+            optimizer.zero_grad()
+            workload.loss(model, to_device(next(batches), self.device)).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        prober = Prober(
+            model, workload.loss, batches, self.device, seed=settings.seed, call=self.test.prober.call
+        )
+        warm = ParityTest(prober, self.test.per_update, self.test.adam)
+        warm.reference(MICROBATCHES)
+        search = NumericsSearch(warm, self.units, self.tell)
+        result = search.find(self.chosen)
+        trained = self.verification is not None and is_doubtful(result)  # that it trains has been seen
+        if result.verdict != "pass" and not trained:
+            before = self.chosen
+            self.reasons[before] = f"after {settings.warmup_steps} steps: {self.why(before, result)}"
+            repair = search.repair(before, result, reserve=2 * MICROBATCHES)
+            result = search.verify(repair.plan)
+            self.settle(*((repair.plan, result, repair.kept) if result.verdict == "pass" else (FP32, None)))
+        self.findings[self.chosen] = result
+        self.verified = result
+        self.notes.append(
+            f"A second look after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."
+        )
+
+    def _train(self) -> None:
+        settings = self.settings
+        self.verification = training_trials(
+            self.workload, self.chosen, self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
+            first_seed=settings.seed,
+            on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
+        )  # fmt: skip
+        if self.verification.verdict == "worse":
+            self.reasons[self.chosen] = (
+                f"its loss after {settings.verify_steps} steps is worse than fp32's by {self.verification.difference:.2g}"
+            )
+            self.notes.append(
+                f"{name_of(self.chosen)} passed the gradient test and failed in training; the plan is fp32."
+            )
+            self.settle(FP32, None)
+
+
+def _floating(batch: object) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            found.append(tensor)
+        return tensor
+
+    map_tensors(keep, batch)
+    return found

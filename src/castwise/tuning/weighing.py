@@ -1,0 +1,59 @@
+"""Peak memory of plans within a search, each measured in a process of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from castwise.errors import CastwiseError
+from castwise.measure.memory import measure_memory
+from castwise.plan import Plan
+from castwise.tuning.axes import name_of, simplicity
+from castwise.tuning.state import SearchState
+
+__all__ = ["weigh", "weight"]
+
+WEIGHING_S = 8.0
+"""With less time left than this no further process is started."""
+
+
+def weigh(search: SearchState, plans: Sequence[Plan]) -> None:
+    """Measure peak memory of plans; ``search.peaks`` has it afterwards.
+
+    Args:
+        search: The search.
+        plans: Those that have been weighed already are left out.
+    """
+    for number, plan in enumerate(plans):
+        if plan in search.peaks:
+            continue
+        if search.left_s() < WEIGHING_S:
+            search.notes.append(
+                f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+            )
+            break
+        search.say(search.now, name_of(plan), number, len(plans))
+        try:
+            memory = measure_memory(
+                search.spec or search.workload,
+                plan,
+                search.device,
+                seed=search.settings.seed,
+                inference=False,
+            )
+        except (CastwiseError, OSError) as error:
+            search.notes.append(f"{name_of(plan)}: {error}")
+            continue
+        if memory.training_peak_bytes is not None:
+            search.peaks[plan] = memory.training_peak_bytes
+
+
+def weight(search: SearchState, plan: Plan) -> tuple[float, int]:
+    """What plans are sorted by for ``goal="memory"``: peak memory to within a hundredth, then simplicity.
+
+    Args:
+        search: The search.
+        plan: Any; one that has not been weighed comes last.
+    """
+    peak = search.peaks.get(plan)
+    return (math.inf if peak is None else round(math.log(peak) * 100), simplicity(plan))
