@@ -139,7 +139,7 @@ def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
     return {
         "workload": "all",
         "geometric_mean_over_autocast": mean(list(over.values())),
-        "without_sine": mean(rest),
+        "without_sine": mean(rest) if rest else None,
         "slower_than_best_of_grid": slower,
         "faster_than_best_of_grid": faster,
     }
