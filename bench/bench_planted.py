@@ -1,34 +1,96 @@
 """Planted failures: does the search find the one fragile place of a model, and leave sound ones alone?
 
-Every case of ``bench/planted`` is searched with ``goal="numerics"``, for bf16 and for fp16 apart, so that speed cannot
-hide the answer; so is its sound twin. A plan is then judged by training it against fp32 (``bench/planted/judge.py``), which
-shares no code with the search. Counted are: plans that fail the judge; planted places that were kept in fp32, where the
-case is fragile in that format; and regions that were kept though they are sound.
+Every case is searched with ``goal="numerics"``, for bf16 and for fp16 apart, so that speed cannot hide the answer; so is
+its sound twin. A plan is then judged by training it against fp32, by a judge that shares no code with the search. Counted
+are: plans that fail the judge; planted places that were kept in fp32, where the case is fragile in that format; and regions
+that were kept though they are sound. ``parity`` is asked about the low format everywhere too.
+
+There are two suites. ``first`` (``bench/planted/cases.py``, ``judge.py``) was written after the search, beside it;
+``held-out`` (``models.py``, ``paired.py``), with a stricter judge, was committed before any search or test had run on it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 import castwise
-from castwise import Plan, Region
+from castwise import Plan, Region, Workload
 from castwise.regions import assign
-from common import write
-from planted.cases import CASES, Case
-from planted.judge import judge, reference
+from common import RESULTS, write
+from planted import cases, judge, models, paired
 
 
-def kept_units(case: Case, plan: Plan) -> set[str]:
-    """Units of the model that a plan keeps in fp32."""
+@dataclass(frozen=True)
+class Subject:
+    """A case of either suite.
+
+    Attributes:
+        suite: ``first`` or ``held-out``.
+        name: Of the case.
+        formats: In which training shows the place.
+        fragile: Path of the place.
+        others: Paths of the modules that no plan needs to exempt.
+        make: The workload, sound or not.
+        reference: fp32's training, for ``fails``.
+        fails: Whether a plan fails in training, its loss, fp32's and the margin.
+    """
+
+    suite: str
+    name: str
+    formats: Sequence[str]
+    fragile: str
+    others: tuple[str, ...]
+    make: Callable[[bool], Workload]
+    reference: Callable[[Workload], object]
+    fails: Callable[[Workload, Plan, object], dict[str, object]]
+
+
+def subjects(suite: str) -> Iterator[Subject]:
+    """The cases of a suite."""
+
+    def first(workload: Workload, plan: Plan, base: object) -> dict[str, object]:
+        assert isinstance(base, list)
+        says = judge.judge(workload, plan, base)
+        return {"fails": says.fails, "loss": says.loss, "fp32_loss": says.reference, "margin": says.margin}
+
+    def held_out(workload: Workload, plan: Plan, base: object) -> dict[str, object]:
+        assert isinstance(base, list)
+        says = paired.judge(workload, plan, reference=base)
+        return {
+            "fails": says.fails,
+            "loss": says.plan_loss,
+            "fp32_loss": says.fp32_loss,
+            "margin": says.margin,
+        }
+
+    if suite == "first":
+        for case in cases.CASES:
+            others = tuple(path for path in case.units() if path != case.fragile)
+            yield Subject(
+                suite, case.name, case.formats, case.fragile, others, case.workload, judge.reference, first
+            )
+    else:
+        for other in models.CASES:
+            yield Subject(
+                suite, other.name, other.formats, other.fragile, tuple(models.sound_modules(other)), other.make,
+                paired.train_fp32, held_out,
+            )  # fmt: skip
+
+
+def kept(subject: Subject, plan: Plan) -> set[str]:
+    """Modules of the suite's list that a plan keeps in fp32."""
+    paths = {subject.fragile, *subject.others}
     if plan.compute == "fp32":
-        return set(case.units())
-    model = case.workload(sound=False).model()
-    assigned = assign(model, plan.regions)
+        return paths
+    assigned = assign(subject.make(False).model(), plan.regions)
     out = set()
-    for path in case.units():
+    for path in paths:
         at = path
         while at not in assigned and at:
             at = at.rpartition(".")[0]
@@ -37,56 +99,45 @@ def kept_units(case: Case, plan: Plan) -> set[str]:
     return out
 
 
-def run(case: Case, sound: bool, low: str, fp32: list[float]) -> dict[str, object]:
+def run(subject: Subject, sound: bool, low: str, base: object) -> dict[str, object]:
     """Search one model in one format, and judge what comes of it."""
-    workload = case.workload(sound)
+    workload = subject.make(sound)
     result = castwise.tune(workload, goal="numerics", formats=(low,), device="cpu", memory=False)
-    kept = kept_units(case, result.plan)
-    fragile = not sound and low in case.formats
-    says = judge(workload, result.plan, fp32)
-    untouched = judge(workload, Plan.preset(f"{low}-mixed"), fp32)
-    cured = dataclasses.replace(Plan.preset(f"{low}-mixed"), regions=(Region(case.fragile, compute="fp32"),))
+    exempted = kept(subject, result.plan)
+    fragile = not sound and low in subject.formats
+    says = subject.fails(workload, result.plan, base)
+    everywhere = Plan.preset(f"{low}-mixed")
+    cured = dataclasses.replace(everywhere, regions=(Region(subject.fragile, compute="fp32"),))
+    torch.manual_seed(0)
+    found = castwise.parity(
+        workload.model(), workload.loss, workload.batches, everywhere, optimizer=workload.optimizer
+    )
+    own = set() if sound else {subject.fragile}  # a twin's place is sound too
     return {
-        "case": case.name,
+        "suite": subject.suite,
+        "case": subject.name,
         "twin": "sound" if sound else "planted",
         "format": low,
         "fragile": fragile,
         "plan": str(result.plan),
-        "plan_fails": says.fails,
-        "planted_kept": case.fragile in kept,
-        "sound_kept": len(kept - {case.fragile}) if not sound else len(kept),
-        "sound_regions": len(case.units()) - (0 if sound else 1),
+        "plan_fails": says["fails"],
+        "planted_kept": subject.fragile in exempted,
+        "sound_kept": len(exempted - own),
+        "sound_regions": len({subject.fragile, *subject.others} - own),
         "passes": result.evidence.passes,
-        "all_low_fails": untouched.fails,
-        "cure_fails": judge(workload, cured, fp32).fails if fragile else None,
-        "loss": says.loss,
-        "fp32_loss": says.reference,
-        "margin": says.margin,
+        "all_low_fails": subject.fails(workload, everywhere, base)["fails"],
+        "cure_fails": subject.fails(workload, cured, base)["fails"] if fragile else None,
+        "parity": found.verdict,
+        **{k: v for k, v in says.items() if k != "fails"},
     }
 
 
-def main() -> None:
-    """Run the suite."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", default="", help="names of cases, between commas")
-    options = parser.parse_args()
-    if options.device != "cpu":
-        return  # the suite is about formats, not devices
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rows: list[dict[str, object]] = []
-    for case in CASES:
-        if options.only and case.name not in options.only.split(","):
-            continue
-        for sound in (False, True):
-            fp32 = reference(case.workload(sound))
-            for low in ("bf16", "fp16"):
-                rows.append(run(case, sound, low, fp32))
-                print(" ".join(f"{k}={v}" for k, v in list(rows[-1].items())[:11]), flush=True)
+def summary(suite: str, rows: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Counts over a suite."""
     fragile = [row for row in rows if row["fragile"]]
     twins = [row for row in rows if row["twin"] == "sound"]
-    summary = {
+    return {
+        "suite": suite,
         "case": "all",
         "plans": len(rows),
         "plans_that_fail": sum(bool(row["plan_fails"]) for row in rows),
@@ -95,12 +146,40 @@ def main() -> None:
         "suite_shows_failure": sum(bool(row["all_low_fails"]) for row in fragile),
         "sound_regions": sum(int(str(row["sound_regions"])) for row in fragile + twins),
         "sound_regions_kept": sum(int(str(row["sound_kept"])) for row in fragile + twins),
+        "parity_misses": sum(row["parity"] == "pass" for row in fragile),
+        "parity_fails_a_twin": sum(row["parity"] == "fail" for row in twins),
         "most_passes": max(int(str(row["passes"])) for row in rows),
     }
+
+
+def main() -> None:
+    """Run a suite; the other's rows in the result file stay."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--suite", default="first,held-out", help="names, between commas")
+    parser.add_argument("--only", default="", help="names of cases, between commas; then nothing is written")
+    options = parser.parse_args()
+    if options.device != "cpu":
+        return  # the suites are about formats, not devices
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for suite in options.suite.split(","):
+        rows: list[dict[str, object]] = []
+        for subject in subjects(suite):
+            if options.only and subject.name not in options.only.split(","):
+                continue
+            for sound in (False, True):
+                base = subject.reference(subject.make(sound))
+                for low in ("bf16", "fp16"):
+                    rows.append(run(subject, sound, low, base))
+                    print(" ".join(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
+        print(summary(suite, rows), flush=True)
+        if not options.only:
+            path = RESULTS / "planted-cpu.json"
+            old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+            others = [row for row in old if row.get("suite") not in (None, suite)]
+            write("planted", torch.device("cpu"), __doc__, [*others, *rows, summary(suite, rows)])
     torch.set_num_threads(threads)
-    if not options.only:
-        write("planted", torch.device("cpu"), __doc__, [*rows, summary])
-    print(summary)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ class Environment:
         torch: Version of torch.
         python: Version of Python.
         castwise: Version of castwise.
-        commit: Commit of castwise's own checkout, with ``+`` if files in it were changed; None when installed.
+        commit: Commit of castwise's own checkout, with ``+`` if files in it were changed, results
+            apart; None when installed.
         system: Operating system and processor architecture.
         command: The command, with paths cut down to their last part.
         date: UTC, to the second, ISO 8601.
@@ -135,7 +136,7 @@ def _commit() -> str | None:
         return None
     try:
         commit = _git(root, "rev-parse", "--short=12", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     except (OSError, subprocess.SubprocessError):
         return None
     return commit + ("+" if changed else "")
