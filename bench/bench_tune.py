@@ -123,6 +123,7 @@ def measure(
         "passes": result.evidence.passes,
         "rounds": rounds,
         "answer": result.answer,
+        "commit": result.evidence.environment.commit,
     }
 
 

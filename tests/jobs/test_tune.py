@@ -165,6 +165,48 @@ def test_a_second_look_and_training_runs() -> None:
     assert warm.plan.compute == "fp32" or any("second look" in note for note in warm.evidence.notes)
 
 
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_models_are_raced_compiled_if_they_will_be() -> None:
+    def rounds(compile: bool) -> int:
+        before = torch._dynamo.utils.counters["frames"]["total"]
+        result = tune(compile=compile, formats=("fp32", "bf16"), budget_s=60)
+        assert result.evidence.settings["compile"] is compile
+        assert sum(c.rounds > 0 for c in result.evidence.candidates) >= 2
+        return int(torch._dynamo.utils.counters["frames"]["total"] - before)
+
+    assert rounds(False) == 0
+    assert rounds(True) >= 2  # fp32 and a low plan at least
+
+
+@pytest.mark.slow
+def test_the_lightest_plan_is_chosen_among_the_sound() -> None:
+    made = Workload("wide", wide, adamw, wide_batches, loss)
+    result = castwise.tune(made, goal="memory", formats=("fp32", "bf16"), device="cpu", budget_s=120)
+    peaks = {c.plan: c.peak_bytes for c in result.evidence.candidates if c.peak_bytes is not None}
+    assert len(peaks) >= 3
+    sound = [c for c in result.evidence.candidates if c.status != "rejected" and c.peak_bytes is not None]
+    chosen = next(c for c in sound if c.plan == str(result.plan))
+    assert chosen.peak_bytes is not None
+    assert chosen.peak_bytes <= 1.02 * min(c.peak_bytes or 0 for c in sound)
+    if result.plan.master == "none":  # masters may be left out only where updates survive rounding
+        assert result.plan.stores_low
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 4))
+
+
+def wide_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield (
+            torch.randn(64, 16, generator=generator),
+            torch.randint(4, (64,), generator=generator),
+        )
+
+
 def test_one_batch_repeated_is_said() -> None:
     result = tune(batches=data(1), goal="numerics", formats=("bf16",))
     assert any(note.startswith("Every batch is the same") for note in result.evidence.notes)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import castwise
-from castwise import Plan
-from castwise.errors import PlanError, WorkloadError
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -80,47 +76,6 @@ def test_what_overflows_at_any_scale_fails() -> None:
     assert castwise.parity(model(Exponent()), loss, batches, "bf16-mixed")
 
 
-def test_a_loss_that_is_not_deterministic_is_undecided() -> None:
-    count = itertools.count()
-    found = castwise.parity(model(), lambda m, b: loss(m, b) * (1 + next(count) % 3), batches, "bf16-mixed")
-    assert found.verdict == "undecided"
-    assert "differs from itself" in found.reason
-
-
-def test_parameters_stored_low_without_masters_need_an_optimizer() -> None:
-    found = castwise.parity(model(), loss, batches, "bf16-true")
-    assert found.verdict == "undecided"
-    assert "without optimizer= nothing tells how many updates rounding drops" in found.reason
-    slow = castwise.parity(
-        model(), loss, batches, "bf16-true", optimizer=lambda p: torch.optim.Adam(p, lr=1e-6)
-    )
-    assert slow.verdict == "fail"
-    assert "drops" in slow.reason
-    assert slow.lost_updates is not None
-    assert slow.lost_updates > 0.9
-    quick = castwise.parity(
-        model(), loss, batches, "bf16-true", optimizer=lambda p: torch.optim.Adam(p, lr=1e-2)
-    )
-    assert quick.verdict == "pass", quick.reason
-
-
-def test_training_after_it_is_bit_for_bit_as_without_it() -> None:
-    def train(first: bool) -> list[Tensor]:
-        torch.manual_seed(5)
-        trained = model(nn.BatchNorm1d(32), nn.Dropout(0.2))
-        optimizer = adam(trained.parameters())
-        data = [next(batches(s)) for s in range(6)]
-        if first:
-            castwise.parity(trained, loss, data, "bf16-master", optimizer=adam)
-        for batch in data:
-            loss(trained, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [copy.deepcopy(t) for t in trained.state_dict().values()]
-
-    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
-
-
 def test_random_draws_in_the_model_are_no_error() -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -138,24 +93,6 @@ def test_accumulation_averages_noise_away() -> None:
     assert many.damage.noise * many.damage.denominator == pytest.approx(
         one.damage.noise * one.damage.denominator / 32, rel=1e-6
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"accumulate": 0}, r"parity\(accumulate=0\): needs a whole number >= 1"),
-        ({"world_size": 2.0}, r"parity\(world_size=2.0\): needs a whole number >= 1"),
-        ({"microbatches": 3}, r"parity\(microbatches=3\): needs a whole number >= 4"),
-    ],
-)
-def test_numbers_out_of_range(options: dict[str, int], text: str) -> None:
-    with pytest.raises(PlanError, match=f"^{text}$"):
-        castwise.parity(model(), loss, batches, "bf16-mixed", **options)
-
-
-def test_no_module() -> None:
-    with pytest.raises(WorkloadError, match=r"^parity: model is function; give the torch.nn.Module itself$"):
-        castwise.parity(model, loss, batches, Plan.preset("fp32"))  # type: ignore[arg-type]
 
 
 def test_the_table_names_the_worst_modules() -> None:

@@ -93,3 +93,13 @@ def test_the_check_of_the_console_would_notice(window: Browser, tmp_path: Path) 
     page.write_text('<main><p style="width: 900px">wide</p></main><script>console.error("trouble")</script>')
     window.show(page, 360)
     assert any("trouble" in message for message in window.messages())
+
+
+def test_the_check_of_the_width_would_notice(window: Browser, tmp_path: Path) -> None:
+    page = saved(make_bare(), tmp_path)
+    text = page.read_text(encoding="utf-8")
+    wide = '<div style="width: 500px">wide</div></main>'
+    assert "</main>" in text
+    page.write_text(text.replace("</main>", wide), encoding="utf-8")
+    with pytest.raises(AssertionError):
+        seen(window, page, 360)

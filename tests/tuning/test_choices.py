@@ -361,7 +361,7 @@ def test_attention_is_unfused_where_there_is_any_and_no_gpu() -> None:
     def unfused(found: list[Plan]) -> list[Plan]:
         return [p for p in found if ("scaled_dot_product_attention", "unfused") in p.ops]
 
-    attention = {"_scaled_dot_product_flash_attention_for_cpu"}
+    attention = {"scaled_dot_product_attention"}
     assert {p.params for p in unfused(plans(attention))} == {"fp32", "compute"}
     assert not any(p.compute == "fp32" for p in unfused(plans(attention)))
     assert not unfused(plans({"mm"}))

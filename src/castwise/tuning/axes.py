@@ -18,7 +18,7 @@ from castwise.formats import LOW
 from castwise.fused import can_fuse
 from castwise.plan import PRESETS, Plan
 from castwise.process import check_device
-from castwise.rules import base_table
+from castwise.rules import UNFUSED, base_table
 
 __all__ = [
     "FORMATS",
@@ -84,7 +84,7 @@ def whole_step_plans(
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
         goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
-        used: ATen operators that the model runs, as they are below autocast.
+        used: Operators that the model runs, as ``units.operators_used`` names them.
 
     Returns:
         The plans, the simplest first, and by format why it is not among them.
@@ -112,9 +112,12 @@ def whole_step_plans(
             consider(name, PRESETS[f"{name}-master"])
             if goal == "memory":
                 consider(name, PRESETS[f"{name}-true"])
-    if goal == "time" and device.type != "cuda" and any(op.startswith(_ATTENTION) for op in used):
-        # GPUs have fused kernels that win; a CPU's backward in a low format may lose to its own parts
-        numerics += [dataclasses.replace(p, ops=(*p.ops, UNFUSED_ATTENTION)) for p in numerics if p.autocasts]
+    # GPUs have fused kernels that win; a CPU's backward in a low format may lose to its own parts
+    unfused = [
+        (op, "unfused") for op in UNFUSED if op in set(used) and goal == "time" and device.type != "cuda"
+    ]
+    if unfused:
+        numerics += [dataclasses.replace(p, ops=(*p.ops, *unfused)) for p in numerics if p.autocasts]
     layouts = ("as_is", "channels_last") if has_images and _has_convolution(model) else ("as_is",)
     steps = ("as_given", "fused") if can_fuse(optimizer) and not _is_fused(optimizer) else ("as_given",)
     plans = [
@@ -122,11 +125,6 @@ def whole_step_plans(
         for plan, layout, step in itertools.product(numerics, layouts, steps)
     ]
     return sorted(plans, key=simplicity), dropped
-
-
-_ATTENTION = "_scaled_dot_product"
-UNFUSED_ATTENTION = ("scaled_dot_product_attention", "unfused")
-"""The rule that has attention run as products and a softmax."""
 
 
 def _has_convolution(model: nn.Module) -> bool:

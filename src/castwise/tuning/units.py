@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from castwise import _torch
 from castwise.errors import PatternError
 from castwise.plan import Plan, Region
 from castwise.regions import assign
+from castwise.rules import UNFUSED
 
 __all__ = ["Unit", "exempt", "find_units", "only", "operators_used"]
 
@@ -134,13 +136,28 @@ def find_units(model: nn.Module, forward: Callable[[], Any]) -> tuple[Unit, ...]
 def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
     """Names of the ATen operators that run in a forward pass, composite ones as what they are made of.
 
+    Attention is named as it is called too: with dropout on a CPU it is nothing but its parts.
+
     Args:
         forward: Runs it.
     """
-    seen = _Names()
-    with torch.no_grad(), seen:
+    seen, called = _Names(), _Called()
+    with torch.no_grad(), seen, called:
         forward()
-    return frozenset(seen.names)
+    return frozenset(seen.names | called.names)
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in UNFUSED:
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class _Names(_torch.OperatorMode):
