@@ -198,20 +198,37 @@ def train(
     ] = None,
     device: Device = None,
     seed: Seed = 0,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="What the processes that torchrun has started share out: dp2, fsdp2, tp2, pp2, products such as dp2xtp2.",
+            show_default="dp over all of them",
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Of a pipeline, per step.", show_default="two per stage")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Of a pipeline: gpipe, 1f1b, interleaved.", show_default="1f1b")
+    ] = None,
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
     with _errors(show_traceback):
+        from castwise.jobs import ranks
         from castwise.jobs import train as job
         from castwise.plan import as_plan
 
         chosen = as_plan(plan)
-        with _folder(out, "train", workload) as folder, _bars() as progress:
+        leads = ranks.started()[0] == 0
+        with _folder(out, "train", workload, make=leads) as folder, _bars() as progress:
             result = job.train(
-                workload, chosen, steps=steps, out=folder, device=device, seed=seed, progress=progress
-            )
-        _console().print(result.summary(), highlight=False)
-        _wrote([folder / "result.json", *(folder / name for name in result.files)])
+                workload, chosen, steps=steps, out=folder, device=device, seed=seed, layout=layout,
+                microbatches=microbatches, schedule=schedule, progress=progress,
+            )  # fmt: skip
+        if leads:
+            _console().print(result.summary(), highlight=False)
+            _wrote([folder / "result.json", *(folder / name for name in result.files)])
 
 
 @app.command()
@@ -258,19 +275,21 @@ def _wrote(paths: Sequence[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _folder(out: Path | None, command: str, workload: str) -> Iterator[Path]:
+def _folder(out: Path | None, command: str, workload: str, make: bool = True) -> Iterator[Path]:
     """Where results go: made before the work, so that it is not lost for want of a place."""
     from castwise.workload import find_workload
 
     name = find_workload(workload).name  # first, so that a wrong name makes no folder
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
-    folder.mkdir(parents=True, exist_ok=True)
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     except BaseException:
         with contextlib.suppress(OSError):
-            folder.rmdir()  # only where it is empty
+            if make:
+                folder.rmdir()  # only where it is empty
         raise
 
 
@@ -282,13 +301,25 @@ def _errors(show_traceback: bool) -> Iterator[None]:
     except typer.Exit:
         raise
     except KeyboardInterrupt as error:
-        typer.echo(f"castwise: interrupted{_notes(error)}", err=True)
+        _fault(f"interrupted{_notes(error)}")
         raise typer.Exit(130) from None
     except Exception as error:
         if show_traceback:
             traceback.print_exc(file=sys.stderr)
-        typer.echo(f"castwise: {_sentence(error)}{_notes(error)}", err=True)
+        _fault(f"{_sentence(error)}{_notes(error)}")
         raise typer.Exit(1) from None
+
+
+def _fault(text: str) -> None:
+    """Say what went wrong; of several processes the first to fail does, and names itself."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from castwise.jobs.ranks import first_fault, started
+
+        rank = f"rank {started()[0]}: "
+        if not first_fault(text).startswith(rank):
+            return
+        text = rank + text
+    typer.echo(f"castwise: {text}", err=True)
 
 
 def _sentence(error: Exception) -> str:

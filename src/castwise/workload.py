@@ -16,10 +16,10 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,10 @@ from torch.optim import Optimizer
 
 from castwise.errors import NonFiniteError, WorkloadError
 
-__all__ = ["BUILT_IN", "Workload", "check_loss", "find_workload", "non_finite_parts"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["BUILT_IN", "Pipeline", "Workload", "check_loss", "find_workload", "non_finite_parts"]
 
 BUILT_IN: Mapping[str, str] = {
     "sine": "castwise.workloads.sine",
@@ -35,6 +38,33 @@ BUILT_IN: Mapping[str, str] = {
     "digits": "castwise.workloads.digits",
 }
 """Name -> module; the module's function of the same name makes the workload, its parameters are the options."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a model is cut into the stages of a pipeline, and what goes in at one end and is wanted at the other.
+
+    Attributes:
+        split: From the model and a number of stages that many modules, each of which takes what the one before it
+            returns (the first: the inputs). They hold the model's own parts under the model's own state-dict keys
+            and leave none out. A parameter may be in several, as a matrix shared by embedding and output.
+        inputs: From a batch the first stage's arguments.
+        target: From a batch what the loss compares with.
+        loss: From the last stage's output and the target the loss, a floating tensor with one element, the mean over
+            the batch. Each microbatch has its own, so BatchNorm normalises by microbatches.
+    """
+
+    split: Callable[[nn.Module, int], Sequence[nn.Module]]
+    inputs: Callable[[Any], tuple[Any, ...]]
+    target: Callable[[Any], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            if not callable(getattr(self, name)):
+                raise WorkloadError(
+                    f"Pipeline: {name} must be a function, got {type(getattr(self, name)).__name__}"
+                )
 
 
 @dataclass(frozen=True)
@@ -51,6 +81,10 @@ class Workload:
         evaluate: From the trained model, in evaluation mode and without gradients, numbers by name.
         description: One sentence.
         picture: From the trained model images by name, ``target`` and ``prediction``, each ``[height, width]``.
+        shards: From the model how tensor parallelism cuts it: module path to style, as ``parallelize_module`` takes it.
+        blocks: From the model the modules that FSDP2 shards one by one; by default the members of each ``ModuleList``
+            and ``Sequential``. The rest is sharded with the model itself.
+        pipeline: How pipeline parallelism cuts it.
     """
 
     name: str
@@ -61,18 +95,24 @@ class Workload:
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     description: str = ""
     picture: Callable[[nn.Module], Mapping[str, Tensor]] | None = None
+    shards: Callable[[nn.Module], Mapping[str, ParallelStyle]] | None = field(default=None, kw_only=True)
+    blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = field(default=None, kw_only=True)
+    pipeline: Pipeline | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise WorkloadError(f"Workload(name={self.name!r}): needs a name, a string that is not empty")
-        for field in ("model", "optimizer", "batches", "loss", "evaluate", "picture"):
-            value = getattr(self, field)
-            if value is None and field in ("evaluate", "picture"):
-                continue
-            if not callable(value):
+        optional = ("evaluate", "picture", "shards", "blocks")
+        for name in ("model", "optimizer", "batches", "loss", *optional):
+            value = getattr(self, name)
+            if not callable(value) and not (value is None and name in optional):
                 raise WorkloadError(
-                    f"Workload({self.name!r}): {field} must be a function, got {type(value).__name__}"
+                    f"Workload({self.name!r}): {name} must be a function, got {type(value).__name__}"
                 )
+        if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):
+            raise WorkloadError(
+                f"Workload({self.name!r}): pipeline must be a castwise.workload.Pipeline, got {type(self.pipeline).__name__}"
+            )
         if isinstance(self.model, nn.Module):
             raise WorkloadError(
                 f"Workload({self.name!r}): model must be a function that makes the model, got a "

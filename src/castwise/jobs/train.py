@@ -1,114 +1,42 @@
-"""``train``: train a workload under one plan, and keep a record that outlives whatever goes wrong."""
+"""``train``: train a workload under one plan, on one process or many, and keep a record that outlives what goes wrong."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
+import itertools
 import math
 import os
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any
 
 import torch
 
 from castwise.casting.context import default_device_type
-from castwise.errors import CastwiseError, NonFiniteError, PlanError, WorkloadError
+from castwise.errors import NonFiniteError, PlanError, WorkloadError
 from castwise.jobs import Event, Progress
-from castwise.measure.environment import Environment, environment
-from castwise.measure.steps import build_model, to_device
+from castwise.jobs.faults import calls, remedy, sentence
+from castwise.jobs.journal import Journal
+from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
+from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
+from castwise.jobs.ranks import Ranks, first_fault, join, started
+from castwise.jobs.train_result import TrainEvent, TrainResult, finite
+from castwise.measure.environment import environment
+from castwise.measure.steps import to_device
 from castwise.plan import Plan, as_plan
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss, find_workload, non_finite_parts
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["TrainEvent", "TrainResult", "train"]
 
 _PENDING = 16
 """Steps whose figures may wait on the device, so that reading them does not hold it up; their batches wait too."""
 _PATIENCE_S = 0.1
-"""Seconds after which they are read though they be fewer."""
-
-
-@dataclass(frozen=True)
-class TrainEvent(Event):
-    """How far a training has come.
-
-    Attributes:
-        loss: Of the last step that was read.
-        loss_scale: That step's; None under a plan without one.
-        skipped_steps: Steps not taken so far, since gradients were not finite.
-        steps_per_s: Since the start.
-    """
-
-    loss: float = math.nan
-    loss_scale: float | None = None
-    skipped_steps: int = 0
-    steps_per_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What became of a training.
-
-    Attributes:
-        workload: Its name.
-        description: What it is.
-        plan: On one line, as ``Plan.parse`` reads it.
-        digest: Of the plan.
-        status: ``ok``, ``failed`` or ``interrupted``.
-        reason: Why it is not ``ok``, in a sentence; else empty.
-        steps: Steps asked for.
-        steps_done: Steps made, skipped ones too.
-        skipped_steps: Steps not taken, since gradients were not finite.
-        final_loss: Of the last step, None where it is not finite.
-        loss_scale: In the last step; None under a plan without one.
-        metrics: What ``workload.evaluate`` says of the trained model.
-        seed: Of weights and data.
-        time_s: Of the training itself, without preparation and evaluation.
-        steps_per_s: Steps made, over that time.
-        environment: What it ran on.
-        files: Names of what was written beside ``result.json``, in its folder.
-    """
-
-    workload: str
-    description: str
-    plan: str
-    digest: str
-    status: str
-    reason: str
-    steps: int
-    steps_done: int
-    skipped_steps: int
-    final_loss: float | None
-    loss_scale: float | None
-    metrics: Mapping[str, float]
-    seed: int
-    time_s: float
-    steps_per_s: float
-    environment: Environment
-    files: tuple[str, ...]
-
-    def to_json(self) -> str:
-        """The record as JSON text; numbers that JSON does not have are null."""
-        record = {"kind": "train", "version": 1, **dataclasses.asdict(self)}
-        record["metrics"] = {key: _finite(value) for key, value in self.metrics.items()}
-        return json.dumps(record, indent=1, allow_nan=False)
-
-    def summary(self) -> str:
-        """The outcome in a sentence."""
-        loss = "not finite" if self.final_loss is None else f"{self.final_loss:.4g}"
-        said = f"{self.workload} under {self.plan}: loss {loss} after {self.steps_done} steps"
-        said += f" ({self.steps_per_s:.3g} steps/s"
-        said += f", {self.skipped_steps} skipped)" if self.skipped_steps else ")"
-        return "; ".join([said, *(f"{key} {value:.4g}" for key, value in self.metrics.items())])
+"""Seconds that they may wait, about."""
 
 
 def train(
@@ -119,13 +47,17 @@ def train(
     out: str | os.PathLike[str],
     device: torch.device | str | None = None,
     seed: int = 0,
+    layout: Layout | str | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
     progress: Progress | None = None,
 ) -> TrainResult:
-    """Train a workload under a plan.
+    """Train a workload under a plan, on the processes that torchrun has started or on this one alone.
 
     Into the folder go ``metrics.jsonl`` (a line per step, written as training goes), TensorBoard's events, and at the
-    end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, whatever the plan) and ``result.json``.
-    A training that fails or is interrupted leaves what it had, with a ``result.json`` that says why.
+    end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, whatever the plan and the layout) and
+    ``result.json``. A training that fails or is interrupted leaves what it had, with a ``result.json`` that says why.
+    Of several processes rank 0 writes and evaluates.
 
     Args:
         workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
@@ -134,28 +66,53 @@ def train(
         out: Folder for the results; made where there is none, and files of an earlier training in it are replaced.
         device: By default the accelerator at hand, else the CPU.
         seed: Of weights and data.
-        progress: Called with a :class:`TrainEvent` when losses have been read.
+        layout: What the processes share out, such as ``dp2xtp2``; by default ``dp`` over all of them.
+        microbatches: Of a pipeline, per step; by default two per stage.
+        schedule: Of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved`` (two stages per process).
+        progress: Called on rank 0 with a :class:`TrainEvent` when losses have been read.
 
     Returns:
-        The result, as written.
+        The result, as written; on other ranks without files and metrics.
 
     Raises:
-        PlanError: A plan that cannot be, or ``steps`` below 1.
+        PlanError: A plan or layout that cannot be, or ``steps`` below 1.
         DeviceError: The device is not there or lacks a format of the plan.
-        WorkloadError: A workload that cannot be found or fails, or whose loss is not a scalar.
+        WorkloadError: A workload that cannot be found or fails, whose loss is not a scalar, or that does not say how the
+            layout cuts it.
         NonFiniteError: Data with NaN or infinite values, or such a loss under a plan that has no loss scale to cure it.
         LossScaleError: The loss scale is at its floor and gradients still are not finite.
     """
     if steps < 1:
         raise PlanError(f"train(steps={steps}): needs steps >= 1")
     found = find_workload(workload) if isinstance(workload, str) else workload
+    chosen = as_plan(plan)
     where = torch.device(device if device is not None else default_device_type())
-    run = _Run(found, as_plan(plan), where, seed, steps, Path(out), progress or (lambda _event: None))
     outer = torch.get_rng_state()
     try:
-        return run.go()
+        with join(layout, where) as ranks:
+            check_workload(found, chosen, ranks.layout)
+            pipeline = _pipeline_options(ranks.layout, microbatches, schedule)
+            heard = progress if progress is not None and ranks.leads else lambda _event: None
+            return _Run(found, chosen, ranks, seed, steps, Path(out), heard, *pipeline).go()
     finally:
         torch.set_rng_state(outer)
+
+
+def _pipeline_options(layout: Layout, microbatches: int | None, schedule: str | None) -> tuple[int, str]:
+    if layout.pp == 1:
+        for name, value in (("microbatches", microbatches), ("schedule", schedule)):
+            if value is not None:
+                raise PlanError(
+                    f"train({name}={value!r}): for pipelines, and layout {layout} has none; leave it out, or use e.g. --layout pp2"
+                )
+        return 1, ""
+    schedule = "1f1b" if schedule is None else schedule
+    if schedule not in SCHEDULES:
+        raise PlanError(f"train(schedule={schedule!r}) is not allowed. Allowed: {', '.join(SCHEDULES)}.")
+    stages = layout.pp * (2 if schedule == "interleaved" else 1)
+    microbatches = 2 * stages if microbatches is None else microbatches
+    check_microbatches(microbatches, schedule, layout)
+    return microbatches, schedule
 
 
 @dataclass
@@ -163,23 +120,27 @@ class _Step:
     """A step whose figures may still be on the device."""
 
     number: int
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     scale: torch.Tensor | None
     result: StepResult
     elapsed_s: float
     batch: Any
-    """On the CPU: to name what is wrong with it."""
+    """The whole one, on the CPU: to name what is wrong with it."""
 
 
 @dataclass
 class _Run:
     workload: Workload
     plan: Plan
-    device: torch.device
+    ranks: Ranks
     seed: int
     steps: int
     out: Path
     progress: Progress
+    microbatches: int
+    schedule: str
+    steps_before: int = 0
+    """Made by an earlier training: their batches are passed over."""
     pending: list[_Step] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0
@@ -188,86 +149,122 @@ class _Run:
     files: list[str] = field(default_factory=list)
 
     def go(self) -> TrainResult:
-        with Amp(self.plan, device=self.device) as amp:
-            with _calls(self.workload, "model()"):
-                model = build_model(self.workload, self.device, self.seed)
-            with _calls(self.workload, "optimizer(params)"):
-                optimizer = self.workload.optimizer(model.parameters())
-            amp.prepare(model, optimizer)
-            self.out.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            parts = self._build(stack)
             try:
-                with _Journal(self.out) as journal:
-                    self.files += journal.files
+                with Journal(self.out) if self.ranks.leads else contextlib.nullcontext() as journal:
+                    self.files += journal.files if journal else []
                     try:
-                        self._train(amp, model, optimizer, journal)
+                        self._train(parts, journal)
                     finally:
                         with contextlib.suppress(Exception):  # a broken device must not hide why it broke
-                            self._read(journal, judge=False)
-                    self._evaluate(model)
-                    journal.metrics(self.metrics, len(self.history))
-                torch.save(amp.model_state_dict(model), self.out / "model.pt")
-                self.files.append("model.pt")
+                            self._read(parts, journal, judge=False)
+                    weights = parts.weights()
+                    if journal is not None and weights is not None:
+                        self._evaluate(parts, weights)
+                        journal.metrics(self.metrics, len(self.history))
+                if weights is not None:
+                    torch.save(weights, self.out / "model.pt")
+                    self.files.append("model.pt")
             except BaseException as error:
                 stopped = not isinstance(error, Exception)
-                with contextlib.suppress(Exception):  # nor may a full disk
-                    self._finish("interrupted" if stopped else "failed", _sentence(error))
-                    error.add_note(f"What there was to record is in {self.out}")
+                reason = first_fault(sentence(error))
+                if self.ranks.leads:
+                    with contextlib.suppress(Exception):  # nor may a full disk
+                        self._end_in_peace()
+                        self._finish("interrupted" if stopped else "failed", reason)
+                        error.add_note(f"What there was to record is in {self.out}")
                 raise
         return self._finish("ok", "")
 
-    def _train(
-        self, amp: Amp, model: torch.nn.Module, optimizer: torch.optim.Optimizer, journal: _Journal
-    ) -> None:
-        torch.manual_seed(self.seed)  # dropout's, whatever building the model drew
-        with _calls(self.workload, "batches(seed)"):
-            batches = iter(self.workload.batches(self.seed))
+    def _build(self, stack: contextlib.ExitStack) -> Parts:
+        amp = Amp(self.plan, device=self.ranks.device)
+        model = build_whole(self.workload, self.ranks, self.seed)
+        parts: Parts
+        if self.ranks.layout.pp > 1:
+            from castwise.jobs.stages import Stages
+
+            parts = Stages(self.workload, self.plan, model, self.ranks, self.microbatches, self.schedule)
+            stack.enter_context(parts.amp)
+        else:
+            parts = Whole(self.workload, stack.enter_context(amp), model, self.ranks)
+        if self.ranks.leads:
+            self.out.mkdir(parents=True, exist_ok=True)
+        return parts
+
+    def _train(self, parts: Parts, journal: Journal | None) -> None:
+        layout, amp = self.ranks.layout, parts.amp
+        share = layout.slice_of(self.ranks.rank)
+        # Dropout's, whatever building the model drew: equal where processes see the same data, and only there.
+        torch.manual_seed(self.seed + share)
         start = read = time.perf_counter()
-        for number in range(1, self.steps + 1):
-            batch = self._next(batches, number)
-            with _calls(self.workload, "loss(model, batch)"):
-                loss = self.workload.loss(model, to_device(batch, self.device))
-            loss = check_loss(loss, self.workload)
-            amp.backward(loss)
+        until = 1
+        for number, batch in self._batches():
+            mine = slice_batch(batch, share, layout.data_ranks, layout)
+            loss = parts.backward(to_device(mine, self.ranks.device))
             # The step's own scale, copied where it lies: asking for it as a number would wait for the device.
             scale = amp.scaler.scale_tensor().detach().clone() if amp.scaler is not None else None
-            result = amp.step(optimizer)
-            optimizer.zero_grad()
+            result = amp.step(*parts.optimizers)
+            for optimizer in parts.optimizers:
+                optimizer.zero_grad()
             self.time_s = time.perf_counter() - start
-            self.pending.append(_Step(number, loss.detach(), scale, result, self.time_s, batch))
-            due = start + self.time_s - read >= _PATIENCE_S or len(self.pending) >= _PENDING
-            if due or number in (1, self.steps):
-                self._read(journal)
+            self.pending.append(_Step(number, loss, scale, result, self.time_s, batch))
+            if len(self.pending) >= until or number == self.steps:
+                per_step_s = (start + self.time_s - read) / len(self.pending)
+                until = self._read(parts, journal, int(_PATIENCE_S / per_step_s) if per_step_s else _PENDING)
                 read = time.perf_counter()
                 self.time_s = read - start
 
-    def _next(self, batches: Iterator[Any], number: int) -> Any:
-        with _calls(self.workload, "batches(seed)"):
-            for batch in batches:
-                return batch
-        raise WorkloadError(
-            f"workload {self.workload.name!r}: batches(seed) ended after {number - 1} batches; make it an endless "
-            "iterator, or ask for fewer steps"
-        )
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        """The number and the batch of each step to make."""
+        with calls(self.workload, "batches(seed)"):
+            batches = iter(self.workload.batches(self.seed))
+        for number in itertools.count(1):
+            with calls(self.workload, "batches(seed)"):
+                batch = next(batches, self)
+            if batch is self:
+                raise WorkloadError(
+                    f"workload {self.workload.name!r}: batches(seed) ended after {number - 1} batches; make it an endless "
+                    "iterator, or ask for fewer steps"
+                )
+            if number > self.steps_before:
+                yield number, batch
+            if number == self.steps:
+                return
 
-    def _read(self, journal: _Journal, judge: bool = True) -> None:
-        """Write down the steps that wait, and judge their losses."""
+    def _read(self, parts: Parts, journal: Journal | None, wish: int = 1, judge: bool = True) -> int:
+        """Write down the steps that wait, and judge their losses.
+
+        Args:
+            parts: What is trained.
+            journal: Where to; None on ranks that do not write.
+            wish: After how many more steps rank 0 would like to read again.
+            judge: Whether a loss that is not finite is an error. If not, other ranks may be gone, and are not asked.
+
+        Returns:
+            After how many more steps to read again, the same number on all ranks.
+        """
         pending, self.pending = self.pending, []
+        if not pending or (not judge and self.ranks.mesh is not None):
+            return 1
+        losses, until = self._losses(pending, wish)
         bad: _Step | None = None
-        for step in pending:
-            loss, skipped = float(step.loss), step.result.skipped
+        for step, loss in zip(pending, losses, strict=True):
+            skipped = step.result.skipped
             scale = None if step.scale is None else float(step.scale)
             self.skipped_steps += skipped
             row = {
-                "step": step.number, "loss": _finite(loss), "loss_scale": scale, "skipped": skipped,
+                "step": step.number, "loss": finite(loss), "loss_scale": scale, "skipped": skipped,
                 "elapsed_s": round(step.elapsed_s, 6),
             }  # fmt: skip
             self.history.append(row)
-            journal.step(row, loss)
+            if journal is not None:
+                journal.step(row, loss)
             if bad is None and not math.isfinite(loss):
                 bad = step
-        if not pending:
-            return
-        journal.flush()
+                bad.loss = torch.tensor(loss)
+        if journal is not None:
+            journal.flush()
         self.progress(
             TrainEvent(
                 "training", str(self.plan), len(self.history), self.steps, "", loss, scale, self.skipped_steps,
@@ -276,30 +273,54 @@ class _Run:
         )  # fmt: skip
         if judge and bad is not None:
             self._judge(bad)
+        return until
+
+    def _losses(self, pending: list[_Step], wish: int) -> tuple[list[float], int]:
+        """Means over data-parallel ranks, and rank 0's wish within its bounds; one message for all of it."""
+        wish = min(max(wish, 1), _PENDING)
+        if self.ranks.mesh is None:
+            return [float(step.loss) for step in pending if step.loss is not None], wish
+        figures = torch.zeros(len(pending) + 1, dtype=torch.float64, device=self.ranks.device)
+        known = [step.loss.double() for step in pending if step.loss is not None]
+        if known:
+            figures[:-1] = torch.stack(known) / self.ranks.layout.data_ranks
+        if self.ranks.leads:
+            figures[-1] = wish
+        *losses, wished = self.ranks.add_up(figures).tolist()
+        return losses, int(wished)
 
     def _judge(self, step: _Step) -> None:
         """Refuse a loss that is not finite, unless a loss scale can see to it."""
+        assert step.loss is not None
         if non_finite_parts(step.batch):
             check_loss(step.loss.requires_grad_(), self.workload, step.batch, step.number)
         if self.plan.loss_scale is None:
             raise NonFiniteError(
                 f"workload {self.workload.name!r}: the loss of step {step.number} is {float(step.loss)} under the plan "
                 f"{self.plan}, from data that is finite, and the plan has no loss scale that could skip the step; "
-                f"{_remedy(self.plan)}"
+                f"{remedy(self.plan)}"
             )
 
-    def _evaluate(self, model: torch.nn.Module) -> None:
+    def _evaluate(self, parts: Parts, weights: dict[str, Any]) -> None:
+        """Figures of the trained model: of the model itself where this rank has it, else of a copy."""
         if self.workload.evaluate is None:
             return
         self.progress(Event("evaluating", "", 0, 1))
-        model.eval()
-        with torch.no_grad(), _calls(self.workload, "evaluate(model)"):
-            self.metrics = {key: float(value) for key, value in self.workload.evaluate(model).items()}
-        model.train()
+        if parts.whole is not None:
+            self.metrics = evaluate(self.workload, parts.whole)
+        else:
+            self.metrics = evaluate_whole(self.workload, self.plan, self.ranks.device, weights, self.seed)
         self.progress(Event("evaluating", "", 1, 1))
 
+    def _end_in_peace(self) -> None:
+        """When a rank has failed torchrun ends the others; the record gets the seconds that it leaves."""
+        if started()[1] > 1:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def _finish(self, status: str, reason: str) -> TrainResult:
-        if self.history:
+        leads = self.ranks.leads
+        if self.history and leads:
             from castwise.report.plots import plot_curves
 
             self.files.append(plot_curves(self.history, self.out / "curves.png").name)
@@ -319,81 +340,13 @@ class _Run:
             loss_scale=last.get("loss_scale"),
             metrics=self.metrics,
             seed=self.seed,
+            layout=str(self.ranks.layout),
+            world_size=self.ranks.layout.world_size,
             time_s=self.time_s,
             steps_per_s=done / self.time_s if self.time_s else 0.0,
-            environment=environment(self.device),
+            environment=environment(self.ranks.device),
             files=tuple(self.files),
         )
-        (self.out / "result.json").write_text(result.to_json() + "\n", encoding="utf-8")
+        if leads:
+            (self.out / "result.json").write_text(result.to_json() + "\n", encoding="utf-8")
         return result
-
-
-class _Journal:
-    """What is written while training goes on: JSON lines and TensorBoard's events."""
-
-    def __init__(self, out: Path) -> None:
-        self._events = out / "tensorboard"
-        self._lines_path = out / "metrics.jsonl"
-        self.files = [self._lines_path.name, self._events.name]
-
-    def __enter__(self) -> Self:
-        from torch.utils.tensorboard import SummaryWriter
-
-        for name in ("model.pt", "result.json", "curves.png"):
-            (self._lines_path.parent / name).unlink(missing_ok=True)
-        for old in self._events.glob("events.out.tfevents.*"):
-            old.unlink()  # TensorBoard would draw an earlier training into the same curve
-        self._lines: TextIO = self._lines_path.open("w", encoding="utf-8")
-        self._board: SummaryWriter = SummaryWriter(str(self._events))
-        return self
-
-    def step(self, row: Mapping[str, Any], loss: float) -> None:
-        self._lines.write(json.dumps(row, allow_nan=False) + "\n")
-        self._board.add_scalar("loss", loss, row["step"])
-        if row["loss_scale"] is not None:
-            self._board.add_scalar("loss_scale", row["loss_scale"], row["step"])
-            self._board.add_scalar("skipped", float(row["skipped"]), row["step"])
-
-    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for key, value in metrics.items():
-            self._board.add_scalar(f"final/{key}", value, step)
-
-    def flush(self) -> None:
-        self._lines.flush()  # to the system, so that a process that is killed loses nothing
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lines.close()
-        self._board.close()
-
-
-@contextlib.contextmanager
-def _calls(workload: Workload, what: str) -> Iterator[None]:
-    """Say which of the workload's functions failed, where one does."""
-    try:
-        yield
-    except CastwiseError:
-        raise
-    except Exception as error:
-        raise WorkloadError(f"workload {workload.name!r}: {what} failed: {_sentence(error)}") from error
-
-
-def _sentence(error: BaseException) -> str:
-    """An exception as one line."""
-    text = " ".join(str(error).split())
-    if isinstance(error, CastwiseError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _remedy(plan: Plan) -> str:
-    if plan.compute == "fp16":
-        return "use one that has, such as fp16-mixed, or bf16-mixed, which needs none"
-    if plan.compute == "bf16":
-        return "see whether it stays finite under fp32; if it does not, lower the learning rate"
-    return "lower the learning rate, or look for a division by zero or a logarithm of zero in the loss"

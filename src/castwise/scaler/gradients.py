@@ -59,10 +59,12 @@ def check_and_multiply(
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         values = grad._values() if grad.is_sparse else grad
-        by_kind[values.device, values.dtype].append(values)
+        # DTensors of one mesh and one placement go together: torch agrees on a group's flag by those of its first.
+        spread = (getattr(values, "device_mesh", None), getattr(values, "placements", None))
+        by_kind[values.device, values.dtype, spread].append(values)
     flags = []
     with torch.no_grad():
-        for (where, _), group in by_kind.items():
+        for (where, _, _), group in by_kind.items():
             flag = torch.zeros((), device=where)
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor.to(where))
             flags.append(flag)

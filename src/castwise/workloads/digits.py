@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise.errors import WorkloadError
-from castwise.workload import Workload
-from castwise.workloads.blocks import Block
+from castwise.workload import Pipeline, Workload
+from castwise.workloads.blocks import Block, cut, shards
 
 __all__ = ["DigitsNet", "DigitsViT", "digits", "split"]
 
@@ -93,6 +93,39 @@ class DigitsViT(nn.Module):
         return logits
 
 
+class _Stage(nn.Module):
+    """Some of the transformer's blocks, with the patches before the first and the head after the last."""
+
+    def __init__(self, model: DigitsViT, blocks: nn.Sequential, first: bool, last: bool) -> None:
+        super().__init__()
+        self.patches = model.patches if first else None
+        self.position = model.position if first else None
+        self.blocks = blocks
+        self.norm = model.norm if last else None
+        self.head = model.head if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images in at the first stage, logits out of the last, features between them."""
+        if self.patches is not None and self.position is not None:
+            x = self.patches(x).flatten(2).transpose(1, 2) + self.position
+        x = self.blocks(x)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x).mean(1))
+
+
+def _split(model: nn.Module, stages: int) -> list[nn.Module]:
+    assert isinstance(model, DigitsViT)
+    parts = cut(model.blocks, stages)
+    return [_Stage(model, part, part is parts[0], part is parts[-1]) for part in parts]
+
+
+def _inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+    return (batch[0],)
+
+
+def _target(batch: tuple[Tensor, Tensor]) -> Tensor:
+    return batch[1]
+
+
 def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=2e-3, weight_decay=0.01)
 
@@ -149,4 +182,6 @@ def digits(model: Literal["conv", "vit"] = "conv", width: int | None = None, bat
         loss=_loss,
         evaluate=_evaluate,
         description=f"small {kind} (width {width}) on scikit-learn's 8x8 images of digits, {batch} at a time",
+        shards=shards if model == "vit" else None,
+        pipeline=Pipeline(_split, _inputs, _target, functional.cross_entropy) if model == "vit" else None,
     )

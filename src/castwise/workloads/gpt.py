@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise.errors import WorkloadError
-from castwise.workload import Workload
-from castwise.workloads.blocks import Block
+from castwise.workload import Pipeline, Workload
+from castwise.workloads.blocks import Block, cut, shards
 
 __all__ = ["CharGPT", "corpus", "decode", "gpt"]
 
@@ -58,7 +58,7 @@ def decode(tokens: Tensor) -> str:
     return "".join(alphabet[int(token)] for token in tokens)
 
 
-def _split() -> tuple[Tensor, Tensor]:
+def _texts() -> tuple[Tensor, Tensor]:
     tokens, _ = corpus()
     border = int(len(tokens) * (1.0 - HELD_OUT))
     return tokens[:border], tokens[border:]
@@ -106,6 +106,31 @@ class CharGPT(nn.Module):
         return logits
 
 
+class _Stage(nn.Module):
+    """Some of the blocks, with the embedding before the first and the output after the last."""
+
+    def __init__(self, model: CharGPT, blocks: nn.Sequential, first: bool, last: bool) -> None:
+        super().__init__()
+        self.embedding = model.embedding if first else None
+        self.position = model.position if first else None
+        self.blocks = blocks
+        self.norm = model.norm if last else None
+        self.head = model.head if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Characters in at the first stage, logits out of the last, features between them."""
+        if self.embedding is not None and self.position is not None:
+            x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        x = self.blocks(x)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def _split(model: nn.Module, stages: int) -> list[nn.Module]:
+    assert isinstance(model, CharGPT)
+    parts = cut(model.blocks, stages)
+    return [_Stage(model, part, part is parts[0], part is parts[-1]) for part in parts]
+
+
 def _model(layers: int, width: int, heads: int, context: int) -> CharGPT:
     characters = len(corpus()[1])
     vocabulary = -(-characters // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
@@ -118,7 +143,7 @@ def _adamw(lr: float, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _batches(batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Windows of the training text, each with the window one character later."""
-    train, _ = _split()
+    train, _ = _texts()
     draw = torch.Generator().manual_seed(seed)
     span = torch.arange(context + 1)
     while True:
@@ -127,15 +152,32 @@ def _batches(batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tens
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean in nats per character."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy in nats per character."""
     tokens, targets = batch
-    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    return _cross_entropy(model(tokens), targets)
+
+
+def _inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+    return (batch[0],)
+
+
+def _target(batch: tuple[Tensor, Tensor]) -> Tensor:
+    return batch[1]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, CharGPT)
+    return list(model.blocks)
 
 
 def _evaluate(batch: int, context: int, model: nn.Module) -> dict[str, float]:
     """Loss on windows spread evenly over the held-out text."""
-    _, text = _split()
+    _, text = _texts()
     device = next(model.parameters()).device
     windows = 64
     starts = torch.linspace(0, len(text) - context - 1, windows).long()
@@ -195,4 +237,7 @@ def gpt(
         evaluate=partial(_evaluate, batch, context),
         description=f"character model ({layers} transformer blocks of width {width}, {heads} heads) of the text of "
         f"pydoc_data.topics, {batch} windows of {context} characters",
+        shards=shards,
+        blocks=_blocks,
+        pipeline=Pipeline(_split, _inputs, _target, _cross_entropy),
     )

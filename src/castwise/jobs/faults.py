@@ -1,0 +1,52 @@
+"""Who is to blame: faults of a training, in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from castwise.errors import CastwiseError, WorkloadError
+from castwise.plan import Plan
+from castwise.workload import Workload
+
+__all__ = ["calls", "remedy", "sentence"]
+
+
+@contextlib.contextmanager
+def calls(workload: Workload, what: str) -> Iterator[None]:
+    """Say which of the workload's functions failed, where one does.
+
+    Args:
+        workload: Whose.
+        what: The call, such as ``model()``.
+
+    Raises:
+        WorkloadError: For any error that is not castwise's own.
+    """
+    try:
+        yield
+    except CastwiseError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"workload {workload.name!r}: {what} failed: {sentence(error)}") from error
+
+
+def sentence(error: BaseException) -> str:
+    """An exception as one line.
+
+    Args:
+        error: Castwise's own are sentences already; others get their type's name.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, CastwiseError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def remedy(plan: Plan) -> str:
+    """What to do about a loss that is not finite under a plan without a loss scale."""
+    if plan.compute == "fp16":
+        return "use one that has, such as fp16-mixed, or bf16-mixed, which needs none"
+    if plan.compute == "bf16":
+        return "see whether it stays finite under fp32; if it does not, lower the learning rate"
+    return "lower the learning rate, or look for a division by zero or a logarithm of zero in the loss"

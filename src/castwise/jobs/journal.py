@@ -1,0 +1,71 @@
+"""What a training writes while it goes on, so that whatever goes wrong loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """What is written while training goes on: JSON lines and TensorBoard's events.
+
+    Args:
+        out: Folder; what an earlier training left in it is taken away.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._events = out / "tensorboard"
+        self._lines_path = out / "metrics.jsonl"
+        self.files = [self._lines_path.name, self._events.name]
+
+    def __enter__(self) -> Self:
+        from torch.utils.tensorboard import SummaryWriter
+
+        for name in ("model.pt", "result.json", "curves.png"):
+            (self._lines_path.parent / name).unlink(missing_ok=True)
+        for old in self._events.glob("events.out.tfevents.*"):
+            old.unlink()  # TensorBoard would draw an earlier training into the same curve
+        self._lines: TextIO = self._lines_path.open("w", encoding="utf-8")
+        self._board: SummaryWriter = SummaryWriter(str(self._events))
+        return self
+
+    def step(self, row: Mapping[str, Any], loss: float) -> None:
+        """Write a step.
+
+        Args:
+            row: A line of ``metrics.jsonl``.
+            loss: Its loss, finite or not.
+        """
+        self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+        self._board.add_scalar("loss", loss, row["step"])
+        if row["loss_scale"] is not None:
+            self._board.add_scalar("loss_scale", row["loss_scale"], row["step"])
+            self._board.add_scalar("skipped", float(row["skipped"]), row["step"])
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write what an evaluation said.
+
+        Args:
+            metrics: Numbers by name.
+            step: Steps made by then.
+        """
+        for key, value in metrics.items():
+            self._board.add_scalar(f"final/{key}", value, step)
+
+    def flush(self) -> None:
+        """Let others see what was written."""
+        self._lines.flush()  # to the system, so that a process that is killed loses nothing
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        self._board.close()

@@ -1,0 +1,262 @@
+"""What one process trains of a model under a layout: all of it, a shard, pieces of its layers, or stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise.errors import PlanError, WorkloadError
+from castwise.jobs.faults import calls
+from castwise.jobs.layout import Layout
+from castwise.jobs.ranks import Ranks
+from castwise.measure.steps import build_model
+from castwise.plan import Plan
+from castwise.session import Amp
+from castwise.workload import Workload, check_loss
+
+__all__ = [
+    "Parts",
+    "Whole",
+    "build_whole",
+    "check_workload",
+    "evaluate",
+    "evaluate_whole",
+    "full_weights",
+    "shard",
+]
+
+
+class Parts(Protocol):
+    """What a process trains, prepared by a plan.
+
+    Attributes:
+        amp: The session.
+        modules: What it holds of the model.
+        optimizers: One per module.
+        whole: The model, where this process can run all of it by itself.
+    """
+
+    amp: Amp
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    whole: nn.Module | None
+
+    def backward(self, batch: Any) -> Tensor | None:
+        """Compute gradients.
+
+        Args:
+            batch: This data-parallel rank's share, on its device.
+
+        Returns:
+            The loss of the share, detached; None on a process that does not come to know it.
+        """
+
+    def weights(self) -> dict[str, Any] | None:
+        """The whole model's state dict in fp32, on rank 0; None elsewhere. All ranks must call it."""
+
+
+def check_workload(workload: Workload, plan: Plan, layout: Layout) -> None:
+    """Refuse a workload or a plan that a layout cannot be applied to.
+
+    Args:
+        workload: What is to be trained.
+        plan: How.
+        layout: On which processes.
+
+    Raises:
+        WorkloadError: A field is missing; says what to write.
+        PlanError: The plan does not work with the layout.
+    """
+    if layout.tp > 1 and workload.shards is None:
+        raise WorkloadError(
+            f"workload {workload.name!r}: layout {layout} cuts its layers into {layout.tp} pieces, and its field 'shards' does "
+            "not say how; give Workload(..., shards=lambda model: {'0': ColwiseParallel(), '2': RowwiseParallel()}) with the "
+            "styles of torch.distributed.tensor.parallel by module path, or use dp, fsdp or pp"
+        )
+    if layout.pp > 1 and workload.pipeline is None:
+        raise WorkloadError(
+            f"workload {workload.name!r}: layout {layout} cuts its model into stages, and its field 'pipeline' does not say how; "
+            "give Workload(..., pipeline=Pipeline(split=lambda model, stages: [...], inputs=lambda batch: (batch[0],), "
+            "target=lambda batch: batch[1], loss=torch.nn.functional.mse_loss)) of castwise.workload, or use dp, fsdp or tp"
+        )
+    if layout.tp > 1 and plan.stores_low:
+        raise PlanError(
+            f"layout {layout}: tensor parallelism keeps the pieces of cut layers in fp32, and the plan {plan} stores parameters "
+            f"in {plan.compute}; use {plan.compute}-mixed, or fsdp in the place of tp"
+        )
+
+
+def cut_layers(workload: Workload, model: nn.Module, ranks: Ranks) -> None:
+    """Cut a model's layers for tensor parallelism, in place.
+
+    Args:
+        workload: Whose ``shards`` says how.
+        model: Whole, with equal weights on all ranks.
+        ranks: With a dimension ``tp``.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    assert workload.shards is not None
+    with calls(workload, "shards(model)"):
+        parallelize_module(model, ranks.of("tp"), dict(workload.shards(model)))
+
+
+def blocks_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 shards one by one.
+
+    Args:
+        workload: Whose ``blocks`` says which, where it is given.
+        model: The whole model.
+    """
+    if workload.blocks is None:
+        return list(_members(model))
+    with calls(workload, "blocks(model)"):
+        return list(workload.blocks(model))
+
+
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.Sequential) or (
+            isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+        ):
+            if next(child.parameters(), None) is not None:
+                yield child
+        else:
+            yield from _members(child)
+
+
+def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: Ranks) -> None:
+    """Shard a module by FSDP2, in place.
+
+    Args:
+        module: The model or a stage of it.
+        blocks: Modules inside or outside of it; those inside are gathered one by one.
+        amp: Says in which formats.
+        ranks: With a dimension ``fsdp``, and ``dp`` where shards are replicated.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = ranks.of("dp", "fsdp") if "dp" in ranks.layout.mesh_dims() else ranks.of("fsdp")
+    inside = {part for part in module.modules() if part is not module}
+    groups = [block for block in blocks if block in inside]
+    if amp.plan.stores_low:  # what the plan stores in another format cannot lie in one group with the rest
+        alone = [
+            part
+            for part in inside
+            if list(part.parameters(recurse=False)) and amp.mp_policy(part).param_dtype is None
+        ]
+        groups = alone + [group for group in groups if group not in alone]
+    for group in groups:
+        fully_shard(group, mesh=mesh, mp_policy=amp.mp_policy(group))
+    fully_shard(module, mesh=mesh, mp_policy=amp.mp_policy(module))
+
+
+def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
+    """A module's fp32 state dict with whole tensors in the place of shards. All ranks that share it must call.
+
+    Args:
+        amp: What prepared it.
+        module: The module.
+        keep: False gives back nothing, on ranks that only help.
+
+    Returns:
+        Tensors on the CPU, tied ones tied.
+    """
+    from torch.distributed.tensor import DTensor
+
+    done: dict[int, Any] = {}
+    out: dict[str, Any] = {}
+    for key, value in amp.model_state_dict(module).items():
+        if id(value) not in done:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            done[id(value)] = whole.cpu() if keep and isinstance(whole, Tensor) else whole if keep else None
+        if keep:
+            out[key] = done[id(value)]
+    return out
+
+
+class Whole:
+    """A model that each process runs from end to end: alone, replicated, sharded, or with its layers cut.
+
+    Args:
+        workload: Whose model.
+        amp: Prepares it.
+        model: Whole, on the device; layers cut already where they are to be.
+        ranks: What the processes share out.
+    """
+
+    def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: Ranks) -> None:
+        self.amp = amp
+        self._workload = workload
+        self._ranks = ranks
+        if ranks.layout.shards:
+            shard(model, blocks_of(workload, model), amp, ranks)
+        with calls(workload, "optimizer(params)"):
+            optimizer = workload.optimizer(model.parameters())
+        amp.prepare(model, optimizer)
+        self.modules = [model]
+        self.optimizers = [optimizer]
+        self.whole: nn.Module | None = None if ranks.layout.tp > 1 or ranks.layout.shards else model
+        self._call = model
+        if ranks.layout.dp > 1 and not ranks.layout.shards:
+            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            self._call = nn.parallel.DistributedDataParallel(
+                model, device_ids=ids, process_group=ranks.of("dp").get_group()
+            )
+
+    def backward(self, batch: Any) -> Tensor | None:
+        """Compute gradients; see :class:`Parts`."""
+        with calls(self._workload, "loss(model, batch)"):
+            loss = self._workload.loss(self._call, batch)
+        loss = check_loss(loss, self._workload)
+        self.amp.backward(loss)
+        return loss.detach() if self._ranks.place.tp == 0 else None
+
+    def weights(self) -> dict[str, Any] | None:
+        """The whole model's weights; see :class:`Parts`."""
+        leads = self._ranks.leads
+        if self.whole is None:
+            full = full_weights(self.amp, self.modules[0], leads)
+        else:
+            full = self.amp.model_state_dict(self.whole)
+        return full if leads else None
+
+
+def build_whole(workload: Workload, ranks: Ranks, seed: int) -> nn.Module:
+    """The whole model with equal weights on every rank, its layers cut where the layout says so.
+
+    Args:
+        workload: Whose.
+        ranks: What the processes share out.
+        seed: Of the weights.
+    """
+    with calls(workload, "model()"):
+        model = build_model(workload, ranks.device, seed)
+    if ranks.layout.tp > 1:
+        cut_layers(workload, model, ranks)
+    return model
+
+
+def evaluate_whole(
+    workload: Workload, plan: Plan, device: torch.device, weights: dict[str, Any], seed: int
+) -> dict[str, float]:
+    """What ``workload.evaluate`` says of a fresh copy of the model with given weights, under the plan."""
+    assert workload.evaluate is not None
+    with Amp(plan, device=device) as amp:
+        model = build_model(workload, device, seed, weights)
+        amp.prepare(model)
+        return evaluate(workload, model)
+
+
+def evaluate(workload: Workload, model: nn.Module) -> dict[str, float]:
+    """What ``workload.evaluate`` says of a prepared model, as numbers."""
+    assert workload.evaluate is not None
+    model.eval()
+    with torch.no_grad(), calls(workload, "evaluate(model)"):
+        metrics = {key: float(value) for key, value in workload.evaluate(model).items()}
+    model.train()
+    return metrics

@@ -1,0 +1,98 @@
+"""What became of a training, as frozen data that turns into JSON and a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from castwise.jobs import Event
+from castwise.measure.environment import Environment
+
+__all__ = ["TrainEvent", "TrainResult", "finite"]
+
+
+@dataclass(frozen=True)
+class TrainEvent(Event):
+    """How far a training has come.
+
+    Attributes:
+        loss: Of the last step that was read.
+        loss_scale: That step's; None under a plan without one.
+        skipped_steps: Steps not taken so far, since gradients were not finite.
+        steps_per_s: Since the start.
+    """
+
+    loss: float = math.nan
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    steps_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What became of a training.
+
+    Attributes:
+        workload: Its name.
+        description: What it is.
+        plan: On one line, as ``Plan.parse`` reads it.
+        digest: Of the plan.
+        status: ``ok``, ``failed`` or ``interrupted``.
+        reason: Why it is not ``ok``, in a sentence; else empty.
+        steps: Steps asked for.
+        steps_done: Steps made, skipped ones too.
+        skipped_steps: Steps not taken, since gradients were not finite.
+        final_loss: Of the last step, None where it is not finite.
+        loss_scale: In the last step; None under a plan without one.
+        metrics: What ``workload.evaluate`` says of the trained model.
+        seed: Of weights and data.
+        layout: What the processes shared out, such as ``dp2``; ``single`` for one process.
+        world_size: Processes.
+        time_s: Of the training itself, without preparation and evaluation.
+        steps_per_s: Steps made, over that time.
+        environment: What it ran on.
+        files: Names of what was written beside ``result.json``, in its folder.
+    """
+
+    workload: str
+    description: str
+    plan: str
+    digest: str
+    status: str
+    reason: str
+    steps: int
+    steps_done: int
+    skipped_steps: int
+    final_loss: float | None
+    loss_scale: float | None
+    metrics: Mapping[str, float]
+    seed: int
+    layout: str
+    world_size: int
+    time_s: float
+    steps_per_s: float
+    environment: Environment
+    files: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """The record as JSON text; numbers that JSON does not have are null."""
+        record = {"kind": "train", "version": 1, **dataclasses.asdict(self)}
+        record["metrics"] = {key: finite(value) for key, value in self.metrics.items()}
+        return json.dumps(record, indent=1, allow_nan=False)
+
+    def summary(self) -> str:
+        """The outcome in a sentence."""
+        loss = "not finite" if self.final_loss is None else f"{self.final_loss:.4g}"
+        where = f" on {self.layout}" if self.world_size > 1 else ""
+        said = f"{self.workload} under {self.plan}{where}: loss {loss} after {self.steps_done} steps"
+        said += f" ({self.steps_per_s:.3g} steps/s"
+        said += f", {self.skipped_steps} skipped)" if self.skipped_steps else ")"
+        return "; ".join([said, *(f"{key} {value:.4g}" for key, value in self.metrics.items())])
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
