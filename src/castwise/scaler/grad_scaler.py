@@ -269,7 +269,9 @@ class GradScaler(NamedLosses):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        if gradients.unscale_plain(optimizer, inv_scale, found_inf):
+        if gradients.unscale_plain(optimizer, inv_scale, found_inf) or gradients.unscale_spread(
+            optimizer, inv_scale, found_inf
+        ):
             flags = {found_inf.device: found_inf}
         else:
             allow_fp16 = allow_fp16 or self._allow_fp16_grads

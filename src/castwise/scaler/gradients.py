@@ -17,6 +17,7 @@ __all__ = [
     "non_finite_params",
     "set_aside",
     "unscale_plain",
+    "unscale_spread",
 ]
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -97,6 +98,24 @@ def unscale_plain(optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tenso
         return False
     with torch.no_grad():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+    return True
+
+
+def unscale_spread(optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor) -> bool:
+    """Unscaling where some gradients are DTensors, which torch's own puts into one call with plain tensors.
+
+    Args:
+        optimizer: Whose gradients are multiplied in place.
+        inverse: 0-dim fp32 factor.
+        flag: 0-dim fp32, set to one where a gradient is not finite on any rank that has a piece of it.
+
+    Returns:
+        Whether it was that case; if not, nothing was done.
+    """
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not any(hasattr(grad, "device_mesh") for grad in grads):
+        return False
+    flag.copy_(torch.maximum(flag, check_and_multiply(grads, inverse, flag.device)))
     return True
 
 
