@@ -16,7 +16,7 @@ from torch import nn
 
 from castwise import Workload
 from castwise.errors import CastwiseError, NonFiniteError, WorkloadError
-from castwise.workload import BUILT_IN, check_loss, find_workload, non_finite_parts
+from castwise.workload import BUILT_IN, Pipeline, check_loss, find_workload, non_finite_parts
 
 FILE = """
 import torch
@@ -266,10 +266,22 @@ def _workload() -> Workload:
     )
 
 
-@pytest.mark.parametrize("field", ["model", "optimizer", "batches", "loss", "evaluate", "picture"])
+@pytest.mark.parametrize(
+    "field", ["model", "optimizer", "batches", "loss", "evaluate", "picture", "shards", "blocks"]
+)
 def test_fields_must_be_functions(field: str) -> None:
     with pytest.raises(WorkloadError, match=rf"Workload\('tiny'\): {field} must be a function, got int"):
         replace(_workload(), **{field: 3})
+
+
+def test_a_pipeline_is_one_and_made_of_functions() -> None:
+    pipeline = Pipeline(lambda m, _: [m], lambda b: (b,), lambda b: b, nn.functional.mse_loss)
+    assert replace(_workload(), pipeline=pipeline).pipeline is pipeline
+    with pytest.raises(WorkloadError, match=r"pipeline must be a castwise.workload.Pipeline, got function"):
+        replace(_workload(), pipeline=lambda m: [m])
+    for field in ("split", "inputs", "target", "loss"):
+        with pytest.raises(WorkloadError, match=f"Pipeline: {field} must be a function, got NoneType"):
+            replace(pipeline, **{field: None})
 
 
 def test_a_model_must_be_made_and_a_name_given() -> None:

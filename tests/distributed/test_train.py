@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
+from castwise.errors import NonFiniteError, PlanError, WorkloadError
 from castwise.jobs.train import train
 from castwise.session import Amp
-from castwise.workload import find_workload
+from castwise.workload import Workload, find_workload
 
 from ..processes import leave
 
 GPT = "gpt?layers=4&width=32&heads=2&context=16&batch=8"
+VIT = "digits?model=vit&width=16&batch=32"
 STEPS = 6
 TOLERANCE = {"fp32": 1e-6, "bf16-mixed": 2e-4, "fp16-mixed": 3e-5, "bf16-master": 2e-4}
 """Relative, of losses: sums over processes are taken in another order, and low formats round them."""
@@ -38,6 +46,8 @@ CASES: list[dict[str, Any]] = [
     {"layout": "pp2", "plan": "fp32", "schedule": "gpipe", "microbatches": 1},
     {"layout": "pp2", "plan": "fp32", "schedule": "interleaved"},
     {"layout": "pp2", "plan": "fp32+regions.blocks.0=fp32"},
+    {"layout": "tp2", "plan": "fp32", "workload": VIT},
+    {"layout": "pp2", "plan": "fp32", "workload": VIT},
 ]
 FOUR: list[dict[str, Any]] = [
     {"layout": "dp2xtp2", "plan": "fp16-mixed"},
@@ -52,23 +62,77 @@ def _name(case: dict[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())
 
 
+def _nan_below(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """NaN in the fourth batch, in the rows of the last rank alone."""
+    for number, (inputs, targets) in enumerate(find_workload(VIT).batches(seed), 1):
+        inputs = inputs.clone()
+        inputs[-1, 0, 0, 0] = math.nan if number == 4 else 0.0
+        yield inputs, targets
+
+
+def _faults(folder: Path) -> None:
+    """What every rank refuses in the same words."""
+
+    def refused(kind: type[Exception], words: str, workload: Any, plan: str, **options: Any) -> None:
+        with pytest.raises(kind, match=words):
+            train(workload, plan, steps=9, out=folder / "faults", device="cpu", **options)
+
+    refused(
+        WorkloadError, r"shape \[7, 16\] .* among 2 data-parallel", GPT.replace("batch=8", "batch=7"), "fp32"
+    )
+    refused(
+        WorkloadError, r"3 heads cannot be cut", GPT.replace("32&heads=2", "48&heads=3"), "fp32", layout="tp2"
+    )
+    refused(WorkloadError, r"use --microbatches 4", GPT, "fp32", layout="pp2", microbatches=3)
+    refused(WorkloadError, r"embedding.weight is shared by the stages 0, 2", _tied(), "fp32", layout="pp2",
+            schedule="interleaved")  # fmt: skip
+    refused(PlanError, r"schedule='fast'\) is not allowed", GPT, "fp32", layout="pp2", schedule="fast")
+    refused(PlanError, r"layout single: needs 1 process", GPT, "fp32", layout="single")
+    bad = replace(find_workload(VIT), batches=_nan_below)
+    for layout in ("dp2", "pp2"):
+        refused(
+            NonFiniteError, r"step 4 is nan: its data .* batch\[0\] \(1 of 2048", bad, "fp32", layout=layout
+        )
+
+
+def _tied() -> Workload:
+    """A parameter in the first and third of four stages, which are on one process when they are interleaved."""
+    gpt = find_workload(GPT)
+    assert gpt.pipeline is not None
+
+    def split(model: nn.Module, stages: int) -> list[nn.Module]:
+        first, *others, last = gpt.pipeline.split(model, stages)
+        others[1].embedding = model.embedding
+        return [first, *others, last]
+
+    return replace(gpt, pipeline=replace(gpt.pipeline, split=split))
+
+
 def worker(rank: int, folder: str, world: int, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     for case in cases:
-        train(GPT, steps=STEPS, out=Path(folder, _name(case)), device="cpu", seed=3, **case)
+        workload, options = case.get("workload", GPT), {k: v for k, v in case.items() if k != "workload"}
+        out = Path(folder, _name(case))
+        result = train(workload, steps=STEPS, out=out, device="cpu", seed=3, **options)
+        # Every rank knows the losses; the first alone evaluates and writes.
+        losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert result.final_loss == losses[-1]
+        assert bool(result.files) == bool(result.metrics) == (rank == 0)
+    if world == 2:
+        _faults(Path(folder))
     leave()
 
 
 def _compare(folder: Path, world: int, cases: list[dict[str, Any]]) -> None:
     mp.spawn(worker, (str(folder), world, cases), world)
-    alone: dict[str, Any] = {}
+    alone: dict[tuple[str, str], Path] = {}
     for case in cases:
-        plan = case["plan"]
-        if plan not in alone:
-            train(GPT, plan, steps=STEPS, out=folder / plan, device="cpu", seed=3)
-            alone[plan] = folder / plan
-        _same(folder / _name(case), alone[plan], world, case)
+        job = (case.get("workload", GPT), case["plan"])
+        if job not in alone:
+            alone[job] = folder / f"alone{len(alone)}"
+            train(*job, steps=STEPS, out=alone[job], device="cpu", seed=3)
+        _same(folder / _name(case), alone[job], world, case)
 
 
 def _same(found: Path, alone: Path, world: int, case: dict[str, Any]) -> None:
@@ -90,7 +154,7 @@ def _same(found: Path, alone: Path, world: int, case: dict[str, Any]) -> None:
     weights, lone_weights = (torch.load(path / "model.pt", weights_only=True) for path in (found, alone))
     assert weights.keys() == lone_weights.keys()
     torch.manual_seed(3)
-    start = find_workload(GPT).model().state_dict()
+    start = find_workload(case.get("workload", GPT)).model().state_dict()
     apart = moved = 0.0
     for key, value in weights.items():
         assert type(value) is torch.Tensor
@@ -118,3 +182,56 @@ def test_two_processes_train_what_one_trains() -> None:
 def test_four_processes_train_what_one_trains() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _compare(Path(folder), 4, FOUR)
+
+
+# --- as users start it ------------------------------------------------------------------------------------------
+
+JOB = """
+import os
+from dataclasses import replace
+from castwise.workload import find_workload
+
+plain = find_workload("gpt?layers=2&width=16&context=8&batch=4")
+calls = []
+
+
+def loss(model, batch):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 3:
+        raise OSError("no more tokens")
+    return plain.loss(model, batch)
+
+
+broken = replace(plain, loss=loss)
+"""
+
+
+def _torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(JOB)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*launch, "-m", "castwise", "train", *words, "--device", "cpu"],
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_torchrun_starts_it_and_one_process_speaks(tmp_path: Path) -> None:
+    done = _torchrun(tmp_path, "job.py:plain", "--layout", "pp2", "--schedule", "gpipe", "--microbatches", "2", "--steps", "4")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace("\n", " ").count("gpt under bf16-mixed on pp2: loss") == 1
+    assert done.stdout.count("Wrote\n") == 1
+    assert done.stderr.count("4/4") == 1
+    record = json.loads((tmp_path / "runs" / "train-gpt" / "result.json").read_text())
+    assert (record["status"], record["layout"], record["world_size"]) == ("ok", "pp2", 2)
+    assert all((tmp_path / "runs" / "train-gpt" / name).exists() for name in record["files"])
+
+
+def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path) -> None:
+    done = _torchrun(tmp_path, "job.py:broken", "--out", "o", "--steps", "100000")
+    assert done.returncode != 0
+    said = "rank 1: workload 'gpt': loss(model, batch) failed: OSError: no more tokens"
+    assert [line for line in done.stderr.splitlines() if line.startswith("castwise: ")] == [
+        f"castwise: {said}"
+    ]
+    record = json.loads((tmp_path / "o" / "result.json").read_text())
+    assert (record["status"], record["reason"], record["layout"]) == ("failed", said, "dp2")

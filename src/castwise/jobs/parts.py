@@ -83,6 +83,12 @@ def check_workload(workload: Workload, plan: Plan, layout: Layout) -> None:
             "give Workload(..., pipeline=Pipeline(split=lambda model, stages: [...], inputs=lambda batch: (batch[0],), "
             "target=lambda batch: batch[1], loss=torch.nn.functional.mse_loss)) of castwise.workload, or use dp, fsdp or tp"
         )
+    if layout.dp > 1 and not layout.shards and plan.stores_low and plan.keeps_masters:
+        raise PlanError(
+            f"layout {layout}: DistributedDataParallel reduces gradients in the format that parameters are stored in, and the plan "
+            f"{plan} keeps fp32 gradients of parameters stored in {plan.compute}; use {plan.compute}-mixed, or "
+            f"--layout fsdp{layout.dp}"
+        )
     if layout.tp > 1 and plan.stores_low:
         raise PlanError(
             f"layout {layout}: tensor parallelism keeps the pieces of cut layers in fp32, and the plan {plan} stores parameters "

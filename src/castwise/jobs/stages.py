@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from castwise import regions
+from castwise.casting.trees import map_tensors
 from castwise.errors import PatternError, PlanError, WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import check_splits
@@ -23,7 +24,7 @@ from castwise.plan import Plan
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "split"]
 
 VIRTUAL_STAGES = 2
 """Stages per process under the interleaved schedule."""
@@ -50,7 +51,7 @@ class Stages:
         self._microbatches = microbatches
         size, mine = ranks.layout.pp, ranks.place.pp
         total = size * (VIRTUAL_STAGES if schedule == "interleaved" else 1)
-        every = _split(workload, model, total)
+        every = split(workload, model, total)
         numbers = range(mine, total, size)
         shared = _shared(every)
         for names in shared:
@@ -71,6 +72,7 @@ class Stages:
             with calls(workload, "optimizer(params)"):
                 self.optimizers.append(workload.optimizer(module.parameters()))
             self.amp.prepare(module, self.optimizers[-1])
+            module.register_forward_hook(_contiguous)
         groups = _groups(shared, ranks)
         self._ties = [
             (module.get_parameter(name), group)
@@ -156,8 +158,25 @@ class Stages:
         return None if parts is None else {key: value for part in parts for key, value in part.items()}
 
 
-def _split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
-    """The stages, checked to be the whole model under its own keys."""
+def _contiguous(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """What stages send each other has to lie in one piece."""
+    return map_tensors(Tensor.contiguous, output)
+
+
+def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
+    """Cut a model into stages by its workload, and see that they are the whole model under its own keys.
+
+    Args:
+        workload: Whose ``pipeline`` says how.
+        model: What to cut.
+        stages: Into how many.
+
+    Returns:
+        The stages, made of the model's own parameters.
+
+    Raises:
+        WorkloadError: They are something else.
+    """
     assert workload.pipeline is not None
     with calls(workload, "pipeline.split(model, stages)"):
         parts = list(workload.pipeline.split(model, stages))
