@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ from ..processes import leave
 GPT = "gpt?layers=4&width=32&heads=2&context=16&batch=8"
 VIT = "digits?model=vit&width=16&batch=32"
 STEPS = 6
-TOLERANCE = {"fp32": 1e-6, "bf16-mixed": 2e-4, "fp16-mixed": 3e-5, "bf16-master": 2e-4}
+TOLERANCE = {"fp32": 1e-6, "bf16-mixed": 2e-3, "fp16-mixed": 2e-4, "bf16-master": 2e-3}
 """Relative, of losses: sums over processes are taken in another order, and low formats round them."""
-DRIFT = {"fp32": 1e-4, "bf16-mixed": 0.1, "fp16-mixed": 0.05, "bf16-master": 0.1}
-"""Of weights, as a share of the way that training moved them: AdamW moves a weight whose gradient is all rounding
-(the bias of the keys) as far as any other."""
+DRIFT = {"fp32": 5e-6, "bf16-mixed": 2e-2, "fp16-mixed": 2e-3, "bf16-master": 2e-2}
+"""Of weights, as a share of the way that training moved them."""
 
 CASES: list[dict[str, Any]] = [
     {"layout": layout, "plan": plan}
@@ -60,6 +59,15 @@ FOUR: list[dict[str, Any]] = [
 
 def _name(case: dict[str, Any]) -> str:
     return "-".join(str(value) for value in case.values())
+
+
+def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Unlike AdamW's, its steps tell the size of a gradient, and follow rounding no further than it goes."""
+    return torch.optim.SGD(params, lr=0.2, momentum=0.9)
+
+
+def _job(case: dict[str, Any]) -> Workload:
+    return replace(find_workload(case.get("workload", GPT)), optimizer=_sgd)
 
 
 def _nan_below(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -112,9 +120,10 @@ def worker(rank: int, folder: str, world: int, cases: list[dict[str, Any]]) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     for case in cases:
-        workload, options = case.get("workload", GPT), {k: v for k, v in case.items() if k != "workload"}
+        workload, options = _job(case), {k: v for k, v in case.items() if k != "workload"}
         out = Path(folder, _name(case))
         result = train(workload, steps=STEPS, out=out, device="cpu", seed=3, **options)
+        dist.barrier()  # the first rank may still be writing
         # Every rank knows the losses; the first alone evaluates and writes.
         losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert result.final_loss == losses[-1]
@@ -131,7 +140,7 @@ def _compare(folder: Path, world: int, cases: list[dict[str, Any]]) -> None:
         job = (case.get("workload", GPT), case["plan"])
         if job not in alone:
             alone[job] = folder / f"alone{len(alone)}"
-            train(*job, steps=STEPS, out=alone[job], device="cpu", seed=3)
+            train(_job(case), case["plan"], steps=STEPS, out=alone[job], device="cpu", seed=3)
         _same(folder / _name(case), alone[job], world, case)
 
 
