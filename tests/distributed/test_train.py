@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -20,9 +21,11 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from castwise.errors import NonFiniteError, PlanError, WorkloadError
+from castwise.jobs.parts import Whole, build_whole
+from castwise.jobs.ranks import join
 from castwise.jobs.train import train
 from castwise.session import Amp
-from castwise.workload import Workload, find_workload
+from castwise.workload import Pipeline, Workload, find_workload
 
 from ..processes import leave
 
@@ -116,6 +119,49 @@ def _tied() -> Workload:
     return replace(gpt, pipeline=replace(gpt.pipeline, split=split))
 
 
+def _infinite_piece(rank: int) -> None:
+    """An infinity in one rank's piece of a cut layer makes both skip, whatever comes before it in the optimizer."""
+    with join("tp2", torch.device("cpu")) as ranks, Amp("fp16-mixed", device="cpu") as amp:
+        # Backwards a bias that all ranks have whole comes first, and what is cut after it.
+        workload = replace(find_workload(GPT), optimizer=lambda params: _sgd(list(params)[::-1]))
+        parts = Whole(workload, amp, build_whole(workload, ranks, seed=0), ranks)
+        batch = next(workload.batches(0))
+        skipped = []
+        for plant in ("", "blocks.1.mlp.0.weight", "blocks.0.attention.out.weight", ""):
+            parts.backward(batch)
+            if plant and rank == 1:
+                parts.modules[0].get_parameter(plant).grad.to_local()[0, 0] = math.inf
+            skipped.append(amp.step(*parts.optimizers).skipped)
+            parts.optimizers[0].zero_grad()
+        assert skipped == [False, True, True, False], (rank, skipped)
+
+
+def _normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+
+def _statistics(rank: int, folder: Path) -> None:
+    """BatchNorm in a pipeline has seen the microbatches, and nothing of what torch finds shapes out with."""
+    workload = replace(
+        find_workload(f"{Path(__file__).parents[1]}/jobs/tiny_workloads.py:mlp"),
+        model=_normalised,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        pipeline=Pipeline(
+            lambda m, _: [m[:1], m[1:]], lambda b: (b[0],), lambda b: b[1], nn.functional.mse_loss
+        ),
+    )
+    train(workload, "fp32", steps=2, out=folder / "norm", device="cpu", layout="pp2", microbatches=4)
+    torch.manual_seed(0)
+    model = _normalised()
+    for inputs, _ in itertools.islice(workload.batches(0), 2):
+        for part in inputs.chunk(4):
+            model(part)
+    if rank == 0:
+        torch.testing.assert_close(
+            torch.load(folder / "norm" / "model.pt", weights_only=True), model.state_dict()
+        )
+
+
 def worker(rank: int, folder: str, world: int, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
@@ -130,6 +176,8 @@ def worker(rank: int, folder: str, world: int, cases: list[dict[str, Any]]) -> N
         assert bool(result.files) == bool(result.metrics) == (rank == 0)
     if world == 2:
         _faults(Path(folder))
+        _infinite_piece(rank)
+        _statistics(rank, Path(folder))
     leave()
 
 
