@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -215,7 +215,8 @@ class Attachment:
         """Let gradients arrive in the parameters' own dtype, for what cannot write fp32 ones, as torch's DDP.
 
         Each is widened, once and in its place, when the optimizer, a scaler or anyone else first reads it from the
-        master; until then microbatches accumulate in the low format, as DDP without masters has it.
+        master; until then microbatches accumulate in the low format, as DDP without masters has it. Called when
+        DistributedDataParallel takes in a prepared model.
         """
         self._low_gradients = True
         for parameter in self._stored:
@@ -243,14 +244,19 @@ class Attachment:
         self._targets = [local(parameter) for parameter in self._stored]
         self._push(list(range(len(self._stored))))
 
-    def rewrite(self, write: Callable[[Tensor], object]) -> None:
-        """Let ``write`` change every master in place, then bring the model up to date.
+    def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
+        """Let ``write`` change masters in place, then bring the model up to date.
 
         DistributedDataParallel gives all ranks the first one's *parameters* when it wraps a model. Their masters
         must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
+
+        Args:
+            write: Called with each master, fp32.
+            params: The model's parameters whose masters are meant; None for all.
         """
-        for master in self._sources:
-            write(master)
+        for parameter, master in zip(self._stored, self._sources, strict=True):
+            if params is None or parameter in params:
+                write(master)
         self.copy_to_model()
 
     def _refresh(self, index: int) -> None:

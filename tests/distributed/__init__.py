@@ -1,0 +1,1 @@
+"""Tests in real processes, on gloo."""
