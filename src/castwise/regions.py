@@ -11,6 +11,7 @@ Where several regions match a module the last one wins; a module that none match
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 import sys
@@ -33,7 +34,16 @@ from castwise.errors import PatternError, PlanError, StateError
 from castwise.formats import FORMATS
 from castwise.plan import Plan, Region
 
-__all__ = ["Border", "assign", "install", "owner", "storage_dtypes", "store", "stored_format"]
+__all__ = [
+    "Border",
+    "assign",
+    "install",
+    "only_matching",
+    "owner",
+    "storage_dtypes",
+    "store",
+    "stored_format",
+]
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -96,7 +106,8 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
             hint = f" Modules with a similar name: {', '.join(near)}." if near else ""
             raise PatternError(
                 f"Region({region.pattern!r}): no module of {type(model).__name__} matches.{hint} A '*' stays within one "
-                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths."
+                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. For one stage of a "
+                "pipeline, whose other stages may have it, call prepare(..., part=True)."
             )
         quiet = [name for name in hits if modules[name] in silent]
         if region.compute is not None and quiet:
@@ -113,6 +124,17 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
         for name in hits:
             out[name] = region
     return out
+
+
+def only_matching(plan: Plan, model: nn.Module) -> Plan:
+    """The plan without the regions by path that match nothing in a model: those of a pipeline's other stages."""
+    modules = list(model.named_modules())
+    here = tuple(
+        region
+        for region in plan.regions
+        if region.is_type or any(_matches(region, name, module) for name, module in modules)
+    )
+    return dataclasses.replace(plan, regions=here)
 
 
 def owner(name: str, assigned: Mapping[str, Region]) -> Region | None:

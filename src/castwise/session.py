@@ -35,7 +35,7 @@ from castwise.fused import fuse
 from castwise.parallel import fsdp, pipeline, wrappers
 from castwise.parallel.agreement import Agreement, clip_by_norm
 from castwise.parallel.pieces import is_dtensor, world_group
-from castwise.parallel.plans import check_same_plan
+from castwise.parallel.plans import check_patterns, check_same_plan
 from castwise.plan import Plan, as_plan
 from castwise.scaler import GradScaler, StepResult
 
@@ -90,6 +90,7 @@ class Amp:
             self.scaler.param_names = self._parameter_names
         self._agreement = Agreement(group)
         self._flags_wait = False
+        self._patterns: set[str] = set()
         self._narrows: list[masters.Attachment] = []
         self._roots: weakref.WeakKeyDictionary[nn.Module, regions.Border] = weakref.WeakKeyDictionary()
         self._closers: list[Callable[[], None]] = []
@@ -108,7 +109,12 @@ class Amp:
     # --- preparing ----------------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, *optimizers: Optimizer, methods: Sequence[str] = (), inference: bool = False
+        self,
+        model: nn.Module,
+        *optimizers: Optimizer,
+        methods: Sequence[str] = (),
+        inference: bool = False,
+        part: bool = False,
     ) -> Any:
         """Make a model run by the plan, and optimizers update it by the plan.
 
@@ -119,10 +125,13 @@ class Amp:
 
         Args:
             model: In any state of training, on its device.
-            optimizers: Those that update it. Several models are prepared by several calls.
+            optimizers: Those that update it. Several models are prepared by several calls, each with the optimizers
+                that update it; one that updates several models is given with each.
             methods: Methods other than ``forward`` that are called from outside, to run by the plan too.
             inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
                 trained any more. Norm layers keep their weights.
+            part: The model is one stage of a pipeline: regions of the plan that match nothing in it are those of other
+                stages. :meth:`pipeline` sees to it that each matches somewhere.
 
         Returns:
             ``model`` alone where no optimizer was given, else ``(model, *optimizers)``.
@@ -134,7 +143,7 @@ class Amp:
         """
         target = self._check_model(model)
         for optimizer in optimizers:
-            self._check_optimizer(optimizer)
+            self._check_optimizer(optimizer, target)
         if inference and optimizers:
             raise StateError(
                 "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
@@ -144,13 +153,15 @@ class Amp:
         self._check_parameters(target)
         if optimizers and not self._models and self._agreement.world_size > 1:
             check_same_plan(self.plan, self._agreement.group)
-        fsdp.check_groups(self.plan, target)
-        fsdp.store_shards(self.plan, target)
-        dtypes = regions.storage_dtypes(target, self.plan, keep=fsdp.sharded_params(target))
+        plan = regions.only_matching(self.plan, target) if part else self.plan
+        self._patterns |= {region.pattern for region in plan.regions}
+        fsdp.check_groups(plan, target)
+        fsdp.store_shards(plan, target)
+        dtypes = regions.storage_dtypes(target, plan, keep=fsdp.sharded_params(target))
         if inference:
-            dtypes = {**self._inference_dtypes(target), **dtypes}
+            dtypes = {**self._inference_dtypes(target, plan), **dtypes}
         frames.get_ready_for_compile()
-        root, remove = regions.install(target, self.plan, self.device_type, methods)
+        root, remove = regions.install(target, plan, self.device_type, methods)
         self._root = self._root or root
         self._roots[target] = root
         wrappers.on_ddp(_meet_ddp)
@@ -164,7 +175,8 @@ class Amp:
                 self._closers.append(functools.partial(attachment.detach, write_back=True))
             if self.plan.optimizer == "fused":
                 fuse(optimizer)
-            self._optimizers.append(weakref.ref(optimizer))
+            if all(known() is not optimizer for known in self._optimizers):
+                self._optimizers.append(weakref.ref(optimizer))
         self._closers.append(remove)
         _prepared[target] = self
         self._models.append(weakref.ref(target))
@@ -208,13 +220,20 @@ class Amp:
         regions.strip(target)  # a copy of a prepared model brings the original's borders along
         return target
 
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, optimizer: Optimizer, model: nn.Module) -> None:
         if not isinstance(optimizer, Optimizer):
             raise StateError(
                 f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare"
             )
         if any(known() is optimizer for known in self._optimizers):
-            raise StateError(f"prepare: this {type(optimizer).__name__} is already prepared")
+            held = {
+                id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
+            }
+            if not any(id(parameter) in held for parameter in model.parameters()):
+                raise StateError(
+                    f"prepare: this {type(optimizer).__name__} is already prepared, and holds no parameter of this "
+                    f"{type(model).__name__}; give each model with the optimizer that updates it"
+                )
 
     def _check_parameters(self, model: nn.Module) -> None:
         """Parameters stored low under a plan that stores them in fp32 cannot be what anyone wants."""
@@ -236,7 +255,7 @@ class Amp:
                 "optimizer), or call model.float() before the optimizer is made."
             )
 
-    def _inference_dtypes(self, model: nn.Module) -> dict[torch.Tensor, torch.dtype]:
+    def _inference_dtypes(self, model: nn.Module, plan: Plan) -> dict[torch.Tensor, torch.dtype]:
         """Weights of layers whose operators a mixed plan computes low anyway."""
         layers = (
             nn.Linear,
@@ -246,9 +265,9 @@ class Amp:
             nn.RNNBase,
             nn.RNNCellBase,
         )
-        if not self.plan.autocasts or self.plan.stores_low:
+        if not plan.autocasts or plan.stores_low:
             return {}
-        exempt = regions.assign(model, self.plan.regions)
+        exempt = regions.assign(model, plan.regions)
         out: dict[torch.Tensor, torch.dtype] = {}
         shared: set[torch.Tensor] = set()
         for name, module in model.named_modules():
@@ -257,7 +276,7 @@ class Amp:
                     name == path or name.startswith(path + ".") or not path for path in exempt
                 )
                 if isinstance(module, layers) and not inside_region and tensor.dtype is torch.float32:
-                    out[tensor] = self.plan.compute_dtype
+                    out[tensor] = plan.compute_dtype
                 else:
                     shared.add(tensor)
         return {tensor: dtype for tensor, dtype in out.items() if tensor not in shared}
@@ -348,6 +367,7 @@ class Amp:
 
         Raises:
             StateError: Not a schedule, or a stage whose module was not prepared.
+            PatternError: A region of the plan that matches nothing in any stage.
         """
         stages = pipeline.stages_of(schedule)
         for stage in stages:
@@ -362,6 +382,8 @@ class Amp:
             if not stage.is_last:
                 root.cast_outputs = None
             self._agreement.pieces.mark_stage(inner, stage.group or world_group("pipeline"))
+        if self._agreement.world_size > 1:
+            check_patterns(self.plan, self._patterns, self._agreement.group)
         scaled = self.scaler is not None and self.scaler.is_enabled()
         pipeline.adapt(schedule, self._scale_on_device, self._enter_schedule, scaled=scaled)
         self._agreement.forget()
@@ -387,7 +409,18 @@ class Amp:
                     lambda master: torch.distributed.broadcast(master, group=group, group_src=0), covered
                 )
                 self._narrows.append(attachment)
+        if self._narrows:
+            self._closers.append(module.register_forward_pre_hook(self._before_forward).remove)
         self._agreement.note_averaged(averaged, group)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._narrow()
+
+    def _narrow(self) -> None:
+        """DistributedDataParallel adds to gradients in the parameters' format alone."""
+        for attachment in self._narrows:
+            attachment.narrow_gradients()
 
     def _agree(self, flag: torch.Tensor) -> torch.Tensor:
         """A flag as all ranks see it, unless it travels with the norm, or they must see the same anyway."""
@@ -421,8 +454,7 @@ class Amp:
             The scaled loss; the loss itself under a plan without a loss scale.
         """
         self._open_window()
-        for attachment in self._narrows:
-            attachment.narrow_gradients()
+        self._narrow()
         return loss if self.scaler is None else self.scaler.scale(loss, name)
 
     def get_scale(self, name: str = "loss") -> float:
@@ -456,8 +488,7 @@ class Amp:
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
-        for attachment in self._narrows:
-            attachment.narrow_gradients()
+        self._narrow()
         if self.scaler is None:
             if kwargs:
                 loss.backward(**kwargs)
@@ -615,6 +646,7 @@ class Amp:
         if max_norm is not None and self._agreement.can_differ(self._parameters()):
             norm = self._decide_and_clip(scaler, optimizers, max_norm)
         else:
+            late = max_norm is not None and any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
             if max_norm is not None or len(optimizers) > 1:
                 for optimizer in optimizers:
                     self._unscale_once(optimizer)
@@ -622,6 +654,9 @@ class Amp:
                 scaler.decide_together(optimizers)
             if max_norm is not None:
                 norm = self._clip_together(optimizers, max_norm)
+            if late and norm is not None:  # gradients may have changed since they were checked
+                flag = scaler.joint_flag(optimizers)
+                scaler.set_flag(optimizers, torch.maximum(flag, (~torch.isfinite(norm)).to(flag)))
         for optimizer in optimizers:
             if closure is None:
                 scaler.step(optimizer)

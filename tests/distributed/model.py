@@ -132,6 +132,8 @@ class Options:
     unscale_first: bool = False
     plant: int | None = None
     """Rank on which an infinity is planted in the third step."""
+    plant_late: bool = False
+    """After unscaling instead of before."""
 
 
 @dataclass
@@ -146,8 +148,17 @@ class Trace:
 
 
 def optimizer_of(params: Any, options: Options) -> torch.optim.Optimizer:
-    """SGD with momentum, which follows gradients linearly, so that rounding is not blown up."""
-    return torch.optim.SGD(params, 0.05, momentum=0.9, fused=options.fused)
+    """SGD with momentum, which follows gradients linearly, so that rounding is not blown up.
+
+    Fused AdamW, since torch's fused SGD does not know DTensors; with a group for these, which it does not mix.
+    """
+    if options.fused:
+        params = list(params)
+        cut = [p for p in params if hasattr(p, "device_mesh")]
+        whole = [p for p in params if not hasattr(p, "device_mesh")]
+        groups = [{"params": some} for some in (cut, whole) if some]
+        return torch.optim.AdamW(groups, 0.003, fused=True)
+    return torch.optim.SGD(params, 0.05, momentum=0.9)
 
 
 def plant(optimizer: torch.optim.Optimizer) -> None:
@@ -158,6 +169,11 @@ def plant(optimizer: torch.optim.Optimizer) -> None:
     local.view(-1)[0] = float("inf")
 
 
+def infinite_gradient(model: nn.Module) -> Any:
+    """The same before DistributedDataParallel reduces: after it, gradients cannot differ."""
+    return next(model.parameters()).register_hook(lambda grad: torch.full_like(grad, float("inf")))
+
+
 class Run:
     """A model on a layout, prepared."""
 
@@ -165,6 +181,7 @@ class Run:
         self.options = options
         self.amp = castwise.Amp(plan, device="cpu")
         self.model: Any = None
+        self.modules: list[Any] = []
         self.call: Any = None
         self.optimizer: Any = None
         self.schedule: Any = None
@@ -207,16 +224,21 @@ class Run:
         """All steps."""
         trace, options = Trace(), self.options
         for step in range(options.steps):
-            loss = self.forward_backward(*batch(step))
             rank = dist.get_rank() if dist.is_initialized() else 0
-            if options.unscale_first and options.plant != rank:
-                self.amp.unscale_(self.optimizer)
-            if options.plant == rank and step == 2:
+            planting = options.plant == rank and step == 2
+            before = planting and isinstance(self.call, nn.parallel.DistributedDataParallel)
+            hook = infinite_gradient(self.model) if before else None
+            loss = self.forward_backward(*batch(step))
+            if hook is not None:
+                hook.remove()
+            elif planting and not options.plant_late:
                 plant(self.optimizer)
-            if options.unscale_first and options.plant == rank:
+            if options.unscale_first:
                 self.amp.unscale_(self.optimizer)
+            if planting and options.plant_late and hook is None:
+                plant(self.optimizer)
             result = self.amp.step(self.optimizer, max_norm=options.max_norm)
-            self.optimizer.zero_grad(set_to_none=step % 2 == 0)
+            self.optimizer.zero_grad(set_to_none=options.fused or step % 2 == 0)
             trace.losses.append(float("nan") if loss is None else loss)
             trace.norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
             trace.skipped.append(result.skipped)
@@ -227,7 +249,9 @@ class Run:
     def weights(self) -> dict[str, Tensor]:
         """The whole model's fp32 weights, on every rank."""
         out = {}
-        for name, value in self.amp.model_state_dict(self.model).items():
+        held = self.modules or [self.model]
+        states = [self.amp.model_state_dict(module) for module in held]
+        for name, value in [item for state in states for item in state.items()]:
             value = value.detach()
             if hasattr(value, "full_tensor"):
                 value = value.full_tensor()
@@ -294,7 +318,7 @@ def make(layout: str, plan: Any, options: Options) -> Run:
     elif parts == ["dp", "tp"]:
         mesh = mesh_of(dp=2, one=1, tp=size // 2)
     elif "pp" in parts:
-        each = {part: 2 for part in parts}
+        each = dict.fromkeys(parts, 2)
         each = {"pp": each.pop("pp"), **each}
         if parts == ["pp"]:
             each = {"pp": size}
@@ -320,17 +344,18 @@ def make(layout: str, plan: Any, options: Options) -> Run:
             run.amp.fully_shard(module, blocks=module.blocks.values(), mesh=mesh["fsdp"])
         if parts == ["dp", "tp"]:
             run.amp.fully_shard(module, blocks=module.blocks.values(), mesh=mesh["dp", "one"])
+    run.modules = list(modules)
     run.model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     run.optimizer = optimizer_of(run.model.parameters(), options)
     for module in modules:
-        run.amp.prepare(module, run.optimizer) if module is modules[0] else run.amp.prepare(module)
+        run.amp.prepare(module, run.optimizer, part="pp" in parts)
         if "hand" in parts:
             declare(module, run, mesh.get_group("hand"))
     calls: list[Any] = list(modules)
     if "ddp" in parts:
         calls = [nn.parallel.DistributedDataParallel(m, process_group=mesh.get_group("ddp")) for m in modules]
         if options.hook is not None:
-            hook = getattr(castwise.parallel, f"{options.hook}_compress_hook")
+            hook = getattr(castwise.parallel, f"compress_to_{options.hook}")
             for call in calls:
                 call.register_comm_hook(mesh.get_group("ddp"), hook)
     if options.compile:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from castwise.parallel.agreement import Agreement
-from castwise.parallel.compression import bf16_compress_hook, fp16_compress_hook
+from castwise.parallel.compression import compress_to_bf16, compress_to_fp16
 from castwise.parallel.pieces import Pieces
 
-__all__ = ["Agreement", "Pieces", "bf16_compress_hook", "fp16_compress_hook"]
+__all__ = ["Agreement", "Pieces", "compress_to_bf16", "compress_to_fp16"]

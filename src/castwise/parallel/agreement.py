@@ -101,7 +101,7 @@ class Agreement:
             norm_type: 2, any other positive power, or infinity.
             joined: Ask all ranks, as :meth:`can_differ` says. They must all do.
             flag: 0-dim fp32, 1 where a gradient on this rank is not finite. It becomes 1, in place, where that is so on
-                any rank.
+                any rank, or where the norm is not finite.
 
         Returns:
             0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
@@ -125,7 +125,7 @@ class Agreement:
             dist.all_reduce(message, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self.group)
             part = message[0]
             if flag is not None:
-                flag.copy_(message[1] > 0)  # fused kernels look for exactly 1
+                flag.copy_((message[1] > 0) | ~torch.isfinite(part))  # fused kernels look for exactly 1
         return part if infinite else part ** (1.0 / norm_type)
 
 

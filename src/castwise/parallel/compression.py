@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["bf16_compress_hook", "fp16_compress_hook"]
+__all__ = ["compress_to_bf16", "compress_to_fp16"]
 
 
 def _compressed(group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
@@ -30,7 +30,7 @@ def _compressed(group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Fu
     return result
 
 
-def bf16_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients in bf16: half the bytes of fp32 on the wire, 8 bits of each gradient.
 
     Args:
@@ -46,7 +46,7 @@ def bf16_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return _compressed(group, bucket, torch.bfloat16)
 
 
-def fp16_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def compress_to_fp16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients in fp16: half the bytes of fp32 on the wire, 11 bits of each gradient.
 
     What overflows fp16 arrives as infinity on all ranks alike, and under a plan with a loss scale the step is skipped
@@ -63,3 +63,8 @@ def fp16_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose contract it keeps.
     """
     return _compressed(group, bucket, torch.float16)
+
+
+if dist.is_available():  # DistributedDataParallel compares the annotations themselves, not their texts
+    for _hook in (compress_to_bf16, compress_to_fp16):
+        _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[Tensor]})  # type: ignore[attr-defined]

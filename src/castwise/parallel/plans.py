@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
 
-from castwise.errors import PlanError
+from castwise.errors import PatternError, PlanError
 from castwise.plan import Plan
 
-__all__ = ["check_same_plan"]
+__all__ = ["check_patterns", "check_same_plan"]
 
 
 def check_same_plan(plan: Plan, group: Any = None) -> None:
@@ -44,6 +45,27 @@ def check_same_plan(plan: Plan, group: Any = None) -> None:
     )
 
 
+def check_patterns(plan: Plan, matched: set[str], group: Any = None) -> None:
+    """See that every region of a plan matches something on some rank; all of them must call this.
+
+    Args:
+        plan: The plan.
+        matched: Patterns of its regions that match a module of this rank.
+        group: The ranks that hold parts of the model; None for all.
+
+    Raises:
+        PatternError: On every rank, naming the pattern.
+    """
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, matched, group=group)
+    for region in plan.regions:
+        if not region.is_type and not any(region.pattern in some for some in everywhere):
+            raise PatternError(
+                f"pipeline: Region({region.pattern!r}) matches no module of any stage. A '*' stays within one level and '**' "
+                "crosses levels; paths are those inside each stage's module."
+            )
+
+
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -53,8 +75,6 @@ def _ranks(ranks: list[int]) -> str:
 
 def _differing(plans: list[Plan]) -> list[str]:
     """Fields of the plans that are not the same in all, with their values."""
-    import dataclasses
-
     out = []
     for field in dataclasses.fields(Plan):
         if field.name == "provenance":
