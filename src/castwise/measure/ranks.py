@@ -248,10 +248,10 @@ def alike(what: str, value: object) -> None:
 
 def _by_rank(ranks: Sequence[int] | dict[int, Any], texts: Sequence[str]) -> str:
     """``on rank 1: why; on ranks 2, 3: another``."""
-    together: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for at, text in zip(ranks, texts, strict=True):
-        together.setdefault(text, []).append(str(at))
-    return "; ".join(f"on rank{'s' * (len(at) > 1)} {', '.join(at)}: {text}" for text, at in together.items())
+        grouped.setdefault(text, []).append(str(at))
+    return "; ".join(f"on rank{'s' * (len(at) > 1)} {', '.join(at)}: {text}" for text, at in grouped.items())
 
 
 def _first(error: BaseException) -> str:

@@ -292,6 +292,7 @@ class Contest:
         self.entries[plan].reason = unfit(error)
         if plan != BASELINE:
             self._close(plan)
+            self.entries[plan].losses = []  # cut short, and not at the same step on every rank
 
     def _close(self, plan: Plan) -> None:
         run = self._runs.pop(plan, None)
