@@ -155,9 +155,7 @@ def tune(
     accumulate: Annotated[int, typer.Option(help="Microbatches accumulated per update.")] = 1,
     world_size: Annotated[
         int | None,
-        typer.Option(
-            help="Data-parallel ranks that average gradients.", show_default="those of torchrun, else 1"
-        ),
+        typer.Option(help="Data-parallel ranks that average gradients.", show_default="torchrun's, or 1"),
     ] = None,
     compile_: Annotated[
         bool, typer.Option("--compile", help="Time models compiled by torch.compile.")
@@ -175,7 +173,7 @@ def tune(
     ] = None,
     show_traceback: Traceback = False,
 ) -> None:
-    """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks at once."""
+    """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks."""
     with _errors(show_traceback):
         from castwise.jobs import tune as job
         from castwise.jobs.launch import joined
@@ -274,10 +272,8 @@ def _folder(out: Path | None, command: str, workload: str, make: bool = True) ->
     name = find_workload(workload).name  # first, so that a wrong name makes no folder
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
-    if not make:
-        yield folder
-        return
-    folder.mkdir(parents=True, exist_ok=True)
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     except BaseException:

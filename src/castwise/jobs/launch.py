@@ -48,8 +48,8 @@ def joined(device: str | None, call: str) -> Iterator[tuple[int, str | None]]:
             where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if where.index >= torch.cuda.device_count():
             raise DeviceError(
-                f"{call}: LOCAL_RANK={where.index}, but this machine shows {torch.cuda.device_count()} CUDA devices; start at "
-                "most as many processes here (--nproc-per-node)"
+                f"{call}: rank {os.environ['RANK']} is to use {where}, but this machine shows {torch.cuda.device_count()} "
+                "CUDA devices; start no more processes here than that (--nproc-per-node)"
             )
         torch.cuda.set_device(where)
     try:

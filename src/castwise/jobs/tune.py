@@ -60,9 +60,9 @@ def tune(
     and process-wide settings are as before when it returns or fails, and training goes on as if it had never run.
 
     Where torch.distributed is initialised, call it on every rank, with the same arguments: all search in lockstep, on the
-    same batches (a seed per rank is not needed), and get the same plan. Each rank measures at the same moment, and what counts is
-    the slowest rank's time, the largest peak and the worst damage; a candidate that fails on one rank fails on all. Rank 0
-    alone reports progress and writes ``out``.
+    same batches (a seed per rank is not needed), and get the same plan. All measure at the same moment, and what counts
+    is the slowest rank's time, the largest peak and the worst damage; a candidate that fails on one rank fails on all.
+    Rank 0 alone reports progress and writes ``out``.
 
     Args:
         workload: A workload, or how to find one: ``gpt``, ``file.py:attribute``.
@@ -107,7 +107,7 @@ def tune(
             verify_steps=verify_steps, verify_seeds=verify_seeds, budget_s=budget_s, memory=memory, seed=seed,
         )  # fmt: skip
         found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
-        ranks.alike("tune: what is asked for", f"{settings} of {found.name!r} on {where.type}")
+        ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         search = Search(found, where, settings, spec)
         search.say = _teller(search, progress)
         command = environment(where).command
@@ -121,7 +121,7 @@ def tune(
                     "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                 )
             raise
-        ranks.alike("tune: the chosen plan", f"{search.chosen} ({search.chosen.digest})")
+        ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
         return _result(search, command)
 
 

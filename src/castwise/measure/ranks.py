@@ -6,8 +6,8 @@ one process, nothing is exchanged and each function hands back what this process
 
 There is one kind of exchange, so ranks cannot wait for each other in different ones: each sends what it has and where it
 stands, and hears all others. It runs in a gloo group of its own on the CPU, whatever the backend of the default group:
-nothing of it lies on the device that is measured, and it does not get between the collectives of a user's loss. A rank that leaves early
-writes why into the group's store and closes its connections; the others find them closed and read it.
+nothing of it lies on the device that is measured, and it does not get between the collectives of a user's loss. A rank
+that leaves early writes why into the group's store and closes its connections; the others find them closed and read it.
 """
 
 from __future__ import annotations
@@ -228,22 +228,23 @@ def now() -> float:
     return same("the clock", time.monotonic())
 
 
-def alike(what: str, value: object) -> None:
+def alike(call: str, **values: object) -> None:
     """Refuse to go on where ranks differ; collective.
 
     Args:
-        what: What has to be the same, as the subject of a sentence: ``tune: the plan``.
-        value: This rank's.
+        call: The caller, for errors.
+        **values: What has to be the same, by name.
 
     Raises:
         StateError: On every rank, naming who has what.
     """
-    values = together(what, lambda: value)
-    if any(other != values[0] for other in values[1:]):
-        each = ", ".join(f"{held} on rank {at}" for at, held in enumerate(values))
-        raise StateError(
-            f"{what} differs between ranks: {each}; give every rank the same model, batches and arguments"
-        )
+    heard = together(f"what {call} compares", lambda: values)
+    for name, value in heard[0].items():
+        if any(other[name] != value for other in heard):
+            each = ", ".join(f"{other[name]} on rank {at}" for at, other in enumerate(heard))
+            raise StateError(
+                f"{call}: {name} differs between ranks: {each}; give every rank the same model, batches and arguments"
+            )
 
 
 def _by_rank(ranks: Sequence[int] | dict[int, Any], texts: Sequence[str]) -> str:

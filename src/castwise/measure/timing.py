@@ -124,8 +124,8 @@ def race(
 
     Returns:
         Per name what was measured. An exception ends its candidate alone and is kept in ``error``. Ranks in lockstep
-        (:mod:`castwise.measure.ranks`) run each block at once: times are the slowest rank's, and a candidate that fails on one rank
-        fails on all.
+        (:mod:`castwise.measure.ranks`) run each block at once: times are the slowest rank's, and a candidate that fails
+        on one rank fails on all.
     """
     laps = {name: Lap() for name, _ in runners}
     reference: list[float] = []
