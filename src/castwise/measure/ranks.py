@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from castwise.errors import RankError, StateError
 from castwise.measure.failures import unfit
+from castwise.parallel.agreement import apart
 
 __all__ = ["alike", "count", "each", "lockstep", "now", "rank", "same", "slowest", "together", "worst"]
 
@@ -110,7 +111,8 @@ def lockstep(call: str) -> Iterator[None]:
         return
     meeting = _meeting = _Meeting(call)
     try:
-        yield
+        with apart():  # what is tried must not ask other ranks, which may fail at another place
+            yield
         meeting.exchange("the end", None)  # nobody closes while another still asks
     except _Gone as gone:
         raise StateError(f"{call}: {gone}") from None

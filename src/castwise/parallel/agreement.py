@@ -10,8 +10,9 @@ Gradients that DistributedDataParallel has averaged over all ranks agree already
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,21 @@ from castwise import _torch, masters
 from castwise.errors import StateError
 from castwise.parallel.pieces import Pieces, is_dtensor
 
-__all__ = ["Agreement", "clip_by_norm", "local_grad"]
+__all__ = ["Agreement", "apart", "clip_by_norm", "local_grad"]
+
+
+_apart = False
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Sessions made inside act for this rank alone, whatever group it is in: for measuring and looking."""
+    global _apart
+    former, _apart = _apart, True
+    try:
+        yield
+    finally:
+        _apart = former
 
 
 class Agreement:
@@ -34,6 +49,7 @@ class Agreement:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
+        self._apart = _apart
         self.pieces = Pieces()
         self._averaged: list[tuple[frozenset[int], int]] = []
         self._joined: bool | None = None
@@ -44,8 +60,8 @@ class Agreement:
 
     @property
     def world_size(self) -> int:
-        """How many ranks act together; 1 without torch.distributed."""
-        if not dist.is_available() or not dist.is_initialized():
+        """How many ranks act together; 1 without torch.distributed, and :func:`apart` from it."""
+        if self._apart or not dist.is_available() or not dist.is_initialized():
             return 1
         size = dist.get_world_size(self.group)
         if size < 0:
