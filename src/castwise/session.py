@@ -422,6 +422,10 @@ class Amp:
         for attachment in self._narrows:
             attachment.narrow_gradients()
 
+    def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given, else None."""
+        return self._shards.piece(parameter)
+
     def _agree(self, flag: torch.Tensor) -> torch.Tensor:
         """A flag as all ranks see it, unless it travels with the norm, or they must see the same anyway."""
         if self._flags_wait or not self._agreement.can_differ(self._parameters()):

@@ -26,7 +26,7 @@ from castwise.masters.parameter import (
     want_grad_as_stored,
 )
 from castwise.masters.state import move_state, restride_state
-from castwise.masters.weights import install_load_hooks
+from castwise.masters.weights import install_load_hooks, named_masters, write_masters
 
 __all__ = ["Attachment", "attach", "attachment_of"]
 
@@ -243,6 +243,25 @@ class Attachment:
         """Write every master into its parameter, rounded."""
         self._targets = [local(parameter) for parameter in self._stored]
         self._push(list(range(len(self._stored))))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The masters by the names of the model's parameters, in their own memory. Synchronises with the device.
+
+        Whatever is no parameter of a prepared model is named by its position in the optimizer.
+        """
+        self.refresh_from_model()
+        models = [model for reference in self._models if (model := reference()) is not None]
+        return named_masters(self._masters, self._stored, models)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Write saved masters, and the model's parameters after them.
+
+        Raises:
+            CheckpointError: Not the masters of this model and optimizer; nothing was changed.
+        """
+        models = [model for reference in self._models if (model := reference()) is not None]
+        write_masters(named_masters(self._masters, self._stored, models), state_dict)
+        self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
         """Let ``write`` change masters in place, then bring the model up to date.

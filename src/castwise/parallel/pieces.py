@@ -65,6 +65,11 @@ class Pieces:
         for parameter in module.parameters():
             self._stages[parameter] = group
 
+    def piece(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`mark` was given, else None."""
+        group = self._groups.get(parameter)
+        return None if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
     def group_of(self, parameter: Tensor) -> Any:
         """The ranks that hold the pieces of a parameter that was declared; None of any other."""
         return self._groups.get(parameter)
