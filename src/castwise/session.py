@@ -424,7 +424,7 @@ class Amp:
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given, else None."""
-        return self._shards.piece(parameter)
+        return self._agreement.pieces.piece(parameter)
 
     def _agree(self, flag: torch.Tensor) -> torch.Tensor:
         """A flag as all ranks see it, unless it travels with the norm, or they must see the same anyway."""
