@@ -725,7 +725,7 @@ class Amp:
             raise CheckpointError(
                 f"Amp.load_state_dict: expected the keys version (1), plan and scaler of Amp.state_dict(), got: {keys}"
             )
-        self._stepped = False
+        self._open_window()  # what was stepped before belongs to the scale that goes
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(dict(state["scaler"]))
 

@@ -147,7 +147,12 @@ def resumes(folder: Path, layout: str, plan: str, asynchronous: bool) -> None:
     found = checkpoint.newest(folder)
     assert (found.path, found.step, found.skipped) == (saving.path, 3, ())
     loaded = checkpoint.load(found, **fresh.parts())
-    assert (loaded.step, loaded.extra, loaded.world_size, loaded.random_state) == (3, {"rank": 0}, WORLD, True)
+    assert (loaded.step, loaded.extra, loaded.world_size, loaded.random_state) == (
+        3,
+        {"rank": 0},
+        WORLD,
+        True,
+    )
     same(fresh.state(), at)
     fresh.train(3)
     same(fresh.state(), want)
