@@ -281,7 +281,7 @@ def test_state_saved_in_one_memory_format_loads_into_the_other(tmp_path: Path) -
             model=lambda: Net(dropout=0.0),
         )
 
-    want, got = start(Plan(memory_format="channels_last")), start(Plan())
+    want, got = start(Plan(compute="fp32", memory_format="channels_last")), start(Plan(compute="fp32"))
     want.train(0)
     want.save(tmp_path, 4)
     got.load(tmp_path / "step-00000004")
@@ -292,6 +292,34 @@ def test_state_saved_in_one_memory_format_loads_into_the_other(tmp_path: Path) -
         run.train(4)
     # Convolutions of other memory formats add up in another order.
     torch.testing.assert_close(got.model.conv.weight, want.model.conv.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_on_a_gpu_training_continues_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
+    def start() -> tuple[dict[str, Any], Callable[[], float]]:
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+        amp = castwise.Amp("fp16-master", device="cuda")
+        amp.prepare(model, optimizer)
+
+        def step() -> float:
+            loss = model(torch.ones(16, 8, device="cuda")).square().mean()
+            amp.backward(loss)
+            amp.step(optimizer)
+            optimizer.zero_grad()
+            return float(loss.detach())
+
+        return {"model": model, "optimizers": optimizer, "amp": amp}, step
+
+    parts, step = start()
+    losses = [step() for _ in range(4)]
+    saving = checkpoint.save(tmp_path, 4, **parts, extra=torch.ones(2).cuda(), asynchronous=asynchronous)
+    losses = [step() for _ in range(4)]
+    fresh, again = start()
+    loaded = checkpoint.load(saving.wait(), **fresh)
+    assert loaded.extra.device.type == "cpu"
+    assert [again() for _ in range(4)] == losses
 
 
 # --- other plans --------------------------------------------------------------------------------------------

@@ -217,6 +217,38 @@ def errors(folder: Path) -> None:
     assert checkpoint.newest(folder / "grouped", process_group=dist.group.WORLD).step == 1
 
 
+def a_disk_fails(folder: Path) -> None:
+    """While one rank writes: all raise, and the older checkpoint is the newest."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    run = Run("ddp", "bf16-mixed")
+    run.save(folder, 1)
+
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(FileSystemWriter, "write_data", broken)
+        text = r"step-00000002 was not written; earlier.* rank 1: OSError: \[Errno 5\] Input/output error"
+        raises(text, lambda: run.save(folder, 2))
+        saving = run.save(folder, 2, asynchronous=True)
+        run.train(0, 1)
+        raises(text, saving.wait)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    run.save(folder, 3)
+
+
+def buffers_differ(folder: Path) -> None:
+    """Replicas' buffers are those of the first rank, all of them, as DistributedDataParallel has it."""
+    run = Run("whole", "bf16-mixed")
+    for number in range(4):
+        run.model.register_buffer(f"seen{number}", torch.full((3 + number,), float(dist.get_rank())))
+    run.save(folder, 1)
+    checkpoint.load(folder / "step-00000001", **run.parts())
+    assert not any(bool(buffer.any()) for buffer in run.model.buffers())
+
+
 def newest_quietly(folder: Path) -> checkpoint.Found:
     if dist.get_rank():
         return checkpoint.newest(folder)
@@ -252,6 +284,8 @@ def worker(rank: int, folder: str) -> None:
         case(Path(folder, name))
     layouts_change(Path(folder))
     errors(Path(folder))
+    a_disk_fails(Path(folder, "disk"))
+    buffers_differ(Path(folder, "buffers"))
     subgroup(Path(folder))
     Path(folder, f"done{rank}").touch()
     leave()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from castwise.errors import CheckpointError
 
@@ -121,12 +122,16 @@ class Ranks:
         )
 
 
-def _attempt(task: Callable[[], _T]) -> tuple[_T | Any, Exception | None]:
+def _attempt(task: Callable[[], _T]) -> tuple[_T | Any, BaseException | None]:
     try:
         return task(), None
-    except Exception as error:  # whatever it is, the other ranks wait for word of it
+    except (Exception, CheckpointException) as error:  # whatever it is, the other ranks wait for word of it
         return None, error
 
 
-def _say(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def _say(error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, CheckpointException):  # DCP's, with a stack of every rank
+        return "; ".join(f"rank {rank}: {_say(cause)}" for rank, (cause, _) in error.failures.items())
+    return f"{type(error).__name__}: {error}"

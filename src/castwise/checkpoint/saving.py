@@ -119,7 +119,7 @@ def save(
     settle()
     ranks = Ranks(process_group)
     ranks.agree(lambda: _check(step, keep, amp))
-    draft = Draft(Path(folder), step)
+    draft = Draft(Path(folder).absolute(), step)
     contents = ranks.agree(lambda: collect(model, as_list(optimizers), amp, extra, ranks))
     values = merge(contents, ranks)
     later = ranks.first(lambda: _begin(draft, values))
@@ -191,10 +191,13 @@ def _finish(
         measured = {name: part[name] for name in files for part in parts if name in part}
         ranks.first(lambda: draft.publish(about, measured))
     except CheckpointError as error:
-        if ranks.rank == 0:
-            draft.abandon()
+        ranks.first(draft.abandon)  # all ranks are here, or none
         raise CheckpointError(
             f"save(step={draft.step}): {draft.path} was not written; earlier checkpoints are as they were. {error}"
         ) from error
-    if keep is not None:
-        ranks.first(lambda: draft.prune(keep))
+    try:
+        ranks.first(lambda: None if keep is None else draft.prune(keep))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"save(step={draft.step}): {draft.path} is complete, but an earlier checkpoint could not be deleted: {error}"
+        ) from error
