@@ -376,6 +376,25 @@ def test_the_scale_is_kept_from_plan_to_plan(tmp_path: Path) -> None:
     assert scales == [256.0, 8.0]
 
 
+def test_tied_weights_may_be_untied_and_tied_again(tmp_path: Path) -> None:
+    """As when the first and the last stage of a pipeline hold the embedding, each its own copy."""
+
+    def untied() -> nn.Module:
+        model = Net()
+        model.tied.weight = nn.Parameter(torch.zeros(6, 6))
+        return model
+
+    tied, apart, again = Run("bf16-master"), Run("bf16-mixed", model=untied), Run("bf16-master", seed=1)
+    tied.train(0)
+    apart.load(tied.save(tmp_path, 1).path)
+    state = [apart.optimizer.state[layer.weight]["exp_avg"] for layer in (apart.model.back, apart.model.tied)]
+    want = tied.optimizer.state[tied.model.back.weight]["exp_avg"]
+    assert torch.equal(apart.model.back.weight, apart.model.tied.weight)
+    assert all(torch.equal(value, want) for value in state)
+    again.load(apart.save(tmp_path, 2).path)
+    same(again.state(), tied.state())
+
+
 # --- what does not fit --------------------------------------------------------------------------------------
 
 
