@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise
-from castwise import errors, plan, rules, scaler, workload
+from castwise import checkpoint, errors, plan, rules, scaler, workload
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
@@ -37,6 +37,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 """Sections and the names of ``castwise.__all__`` in them."""
 
 FURTHER = (
+    ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
     ("castwise.plan", plan, ("as_plan",)),
     ("castwise.rules", rules, ("base_table", "describe", "overrides")),
     ("castwise.scaler", scaler, ("next_state", "from_apex", "to_apex", "from_colossalai", "to_colossalai")),

@@ -645,3 +645,9 @@ def test_a_preset_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatch
 def test_bases_in_the_plan_are_those_of_the_rules() -> None:
     (field,) = (f for f in dataclasses.fields(Plan) if f.name == "rules")
     assert field.metadata["allowed"] == BASES
+
+
+@pytest.mark.parametrize("value", ["bf16/fp32", "params:fp32/params:bf16", "fp32/compute:fp32"])
+def test_a_region_on_the_line_says_each_format_once(value: str) -> None:
+    with pytest.raises(PlanError, match="says one thing twice"):
+        Plan.parse(f"bf16-mixed+regions.head={value}")

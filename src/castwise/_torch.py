@@ -416,3 +416,66 @@ class OperatorMode(TorchDispatchMode):
             kwargs: Its keyword arguments.
         """
         return op(*args, **kwargs)
+
+
+# --- torch.distributed --------------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, in its own memory; ``to_local()`` would add a node to the graph."""
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    wait = getattr(local, "wait", None)  # the result of a collective that may be on its way
+    return local if wait is None or type(local) is torch.Tensor else wait()
+
+
+def store_dtensor(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Store a DTensor in another dtype, in place.
+
+    ``parameter.data = parameter.data.to(dtype)`` changes what the DTensor says of itself and leaves its memory as it was;
+    ``torch.utils.swap_tensors`` refuses what has weak references.
+    """
+    converted: Any = parameter.detach().to(dtype)
+    parameter.data = converted
+    parameter._local_tensor = converted._local_tensor  # type: ignore[attr-defined]
+    parameter._spec = converted._spec  # type: ignore[attr-defined]
+
+
+def was_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether ``DistributedDataParallel(device_mesh=...)`` has put a rank's piece in the place of a DTensor."""
+    return hasattr(parameter, "_st_info")
+
+
+def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torch.nn.Parameter, Any]]:
+    """Every parameter that ``fully_shard`` manages: path and module it was called on, parameter, its policy."""
+    found = []
+    for path, module in model.named_modules():
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # a list since torch 2.12
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        for group in groups:
+            found += [(path, module, param.sharded_param, group.mp_policy) for param in group.fsdp_params]
+    return found
+
+
+def schedule_stages(schedule: Any) -> list[Any]:
+    """The stages that this rank runs in a schedule of ``torch.distributed.pipelining``."""
+    many = getattr(schedule, "_stages", None)
+    return list(many) if many is not None else [schedule._stage]
+
+
+def replace_schedule_loss(
+    schedule: Any, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
+) -> None:
+    """Have a pipeline schedule compute its loss by ``wrap(loss_fn)``; nothing happens where it has none."""
+    if schedule._loss_fn is not None:
+        schedule._loss_fn = wrap(schedule._loss_fn)
+
+
+def take_gradient_division(schedule: Any) -> int:
+    """The number by which a pipeline schedule divides gradients after its microbatches; it leaves that out from now on."""
+    parts = int(schedule._n_microbatches) if schedule.scale_grads else 1
+    schedule.scale_grads = False
+    return parts

@@ -153,7 +153,10 @@ def tune(
         int, typer.Option(help="fp32 steps after which the numerics are looked at once more; 0 for not.")
     ] = 0,
     accumulate: Annotated[int, typer.Option(help="Microbatches accumulated per update.")] = 1,
-    world_size: Annotated[int, typer.Option(help="Data-parallel ranks that average gradients.")] = 1,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Data-parallel ranks that average gradients.", show_default="torchrun's, or 1"),
+    ] = None,
     compile_: Annotated[
         bool, typer.Option("--compile", help="Time models compiled by torch.compile.")
     ] = False,
@@ -170,20 +173,24 @@ def tune(
     ] = None,
     show_traceback: Traceback = False,
 ) -> None:
-    """Find the fastest plan whose gradients cannot be told from fp32's, by experiment."""
+    """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks."""
     with _errors(show_traceback):
         from castwise.jobs import tune as job
+        from castwise.jobs.launch import joined
         from castwise.tuning.axes import FORMATS
 
         chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
-        with _folder(out, "tune", workload) as folder, _bars(_Stages) as progress:
-            result = job.tune(
-                workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
-                verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
-                compile=compile_, memory=memory, device=device, seed=seed, out=folder, progress=progress,
-            )  # fmt: skip
-        _console().print(result.table())
-        _wrote(result.save(folder))
+        with joined(device, "castwise tune") as (rank, where):
+            first = rank == 0  # which alone shows and writes
+            with _folder(out, "tune", workload, make=first) as folder, _bars(_Stages) as progress:
+                result = job.tune(
+                    workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
+                    verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
+                    compile=compile_, memory=memory, device=where, seed=seed, out=folder, progress=progress,
+                )  # fmt: skip
+        if first:
+            _console().print(result.table())
+            _wrote(result.save(folder))
 
 
 @app.command()

@@ -16,6 +16,7 @@ __all__ = [
     "NonFiniteError",
     "PatternError",
     "PlanError",
+    "RankError",
     "StateError",
     "UnknownNameError",
     "WorkloadError",
@@ -52,6 +53,18 @@ class DtypeMismatchError(CastwiseError, RuntimeError):
 
 class StateError(CastwiseError, RuntimeError):
     """A call that is right in itself but came at the wrong time or in the wrong order."""
+
+
+class RankError(CastwiseError, RuntimeError):
+    """Something failed on some ranks of a process group; every rank raises it.
+
+    Attributes:
+        reason: What failed where, as a clause.
+    """
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class LossScaleError(CastwiseError, RuntimeError):

@@ -16,11 +16,23 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
-    """Whether torch has a fused kernel for this very class and the devices of its parameters."""
+    """Whether torch has a fused kernel for this very class and the devices and kinds of its parameters."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return type(optimizer) in _FUSED and all(
-        p.device.type in _DEVICES and p.is_floating_point() and p.layout is torch.strided for p in parameters
+    return (
+        type(optimizer) in _FUSED
+        and all(
+            p.device.type in _DEVICES and p.is_floating_point() and p.layout is torch.strided
+            for p in parameters
+        )
+        and not _unfit_dtensors(optimizer)
     )
+
+
+def _unfit_dtensors(optimizer: Optimizer) -> bool:
+    """Whether DTensors stand in the way: torch fuses them for Adam alone, and not in a group with plain tensors."""
+    kinds = [{hasattr(p, "device_mesh") for p in group["params"]} for group in optimizer.param_groups]
+    known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return any(True in kind and (len(kind) > 1 or not known) for kind in kinds)
 
 
 def fuse(optimizer: Optimizer) -> None:
@@ -31,6 +43,11 @@ def fuse(optimizer: Optimizer) -> None:
     Raises:
         DeviceError: An optimizer without a fused kernel.
     """
+    if type(optimizer) in _FUSED and _unfit_dtensors(optimizer):
+        raise DeviceError(
+            f"Plan: optimizer='fused', but torch fuses DTensors for Adam and AdamW alone, and not in one parameter group with plain "
+            f"tensors, and this {type(optimizer).__name__} has such. Give it groups of their own, or use optimizer='as_given'."
+        )
     if not can_fuse(optimizer):
         names = ", ".join(cls.__name__ for cls in _FUSED)
         raise DeviceError(

@@ -78,6 +78,11 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
             values["ops"] = [*(pair for pair in values["ops"] if pair[0] != rest), [rest, value]]
         elif name == "regions" and rest:
             formats = [part if ":" in part else f"compute:{part}" for part in value.split("/")]
+            if len({part.split(":")[0] for part in formats}) < len(formats):
+                raise PlanError(
+                    f"Plan.parse({text!r}): {item!r} says one thing twice. Write regions.{rest}=fp32 for the compute format, "
+                    f"=params:fp32 for storage, or =compute:fp32/params:fp32 for both."
+                )
             region = {"pattern": unquote(rest, errors="surrogatepass")}
             region |= dict(part.split(":", 1) for part in formats)
             values["regions"] = [*values["regions"], region]

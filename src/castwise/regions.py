@@ -11,19 +11,20 @@ Where several regions match a module the last one wins; a module that none match
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from castwise import rules
+from castwise import _torch, rules
 from castwise.casting import frames, kernels
 from castwise.casting.context import override_rows
 from castwise.casting.frames import Frame, mark_boundary, thread
@@ -33,7 +34,16 @@ from castwise.errors import PatternError, PlanError, StateError
 from castwise.formats import FORMATS
 from castwise.plan import Plan, Region
 
-__all__ = ["Border", "assign", "install", "storage_dtypes", "store"]
+__all__ = [
+    "Border",
+    "assign",
+    "install",
+    "only_matching",
+    "owner",
+    "storage_dtypes",
+    "store",
+    "stored_format",
+]
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -96,7 +106,8 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
             hint = f" Modules with a similar name: {', '.join(near)}." if near else ""
             raise PatternError(
                 f"Region({region.pattern!r}): no module of {type(model).__name__} matches.{hint} A '*' stays within one "
-                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths."
+                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. For one stage of a "
+                "pipeline, whose other stages may have it, call prepare(..., part=True)."
             )
         quiet = [name for name in hits if modules[name] in silent]
         if region.compute is not None and quiet:
@@ -115,7 +126,18 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
     return out
 
 
-def _owner(name: str, assigned: Mapping[str, Region]) -> Region | None:
+def only_matching(plan: Plan, model: nn.Module) -> Plan:
+    """The plan without the regions by path that match nothing in a model: those of a pipeline's other stages."""
+    modules = list(model.named_modules())
+    here = tuple(
+        region
+        for region in plan.regions
+        if region.is_type or any(_matches(region, name, module) for name, module in modules)
+    )
+    return dataclasses.replace(plan, regions=here)
+
+
+def owner(name: str, assigned: Mapping[str, Region]) -> Region | None:
     """The region that a module belongs to: its own, else that of the nearest parent with one."""
     while True:
         if name in assigned:
@@ -132,7 +154,7 @@ def _casts_operators(plan: Plan, compute: str) -> bool:
 # --- storage -------------------------------------------------------------------------------------------------
 
 
-def _stored_format(plan: Plan, region: Region | None) -> str | None:
+def stored_format(plan: Plan, region: Region | None) -> str | None:
     """Format that a region's parameters are stored in; None leaves them as they are."""
     if region is not None:
         if region.params is not None:
@@ -144,19 +166,26 @@ def _stored_format(plan: Plan, region: Region | None) -> str | None:
     return plan.compute if plan.params == "compute" else None
 
 
-def storage_dtypes(model: nn.Module, plan: Plan) -> dict[torch.Tensor, torch.dtype]:
+def storage_dtypes(
+    model: nn.Module, plan: Plan, keep: Container[torch.Tensor] = ()
+) -> dict[torch.Tensor, torch.dtype]:
     """The dtype that each floating parameter and buffer is to be stored in, for those that must change.
 
     A tensor shared by several regions takes the widest of their formats. Buffers follow their module's parameters,
-    as in ``module.to(dtype)``. DTensors stay as they are: FSDP2 keeps its shards in fp32, which are masters enough,
-    and gathers them low by ``Amp.mp_policy``.
+    as in ``module.to(dtype)``.
+
+    Args:
+        model: The model that the plan is applied to.
+        plan: The plan.
+        keep: Parameters that stay as they are: FSDP2 keeps its shards in fp32, which are masters enough, and gathers
+            them low by ``Amp.mp_policy``.
     """
     assigned = assign(model, plan.regions)
     wanted: dict[torch.Tensor, list[torch.dtype]] = {}
     for name, module in model.named_modules():
-        stored = _stored_format(plan, _owner(name, assigned))
+        stored = stored_format(plan, owner(name, assigned))
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if tensor.is_floating_point() and not hasattr(tensor, "device_mesh"):
+            if tensor.is_floating_point() and tensor not in keep:
                 wanted.setdefault(tensor, []).append(FORMATS[stored].dtype if stored else tensor.dtype)
     out = {}
     for tensor, dtypes in wanted.items():
@@ -180,8 +209,11 @@ def store(model: nn.Module, dtypes: Mapping[torch.Tensor, torch.dtype]) -> dict[
     _check_range(names, dtypes)
     for tensor, dtype in dtypes.items():
         if torch.finfo(dtype).bits < torch.finfo(tensor.dtype).bits:
-            former[tensor] = tensor.data
-        tensor.data = tensor.data.to(dtype)
+            former[tensor] = tensor.detach()
+        if hasattr(tensor, "device_mesh"):
+            _torch.store_dtensor(tensor, dtype)
+        else:
+            tensor.data = tensor.data.to(dtype)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(dtype)
     return former
@@ -193,7 +225,9 @@ def _check_range(names: Mapping[torch.Tensor, str], dtypes: Mapping[torch.Tensor
     for tensor, dtype in dtypes.items():
         if dtype is not torch.float16 or tensor.is_meta or tensor.numel() == 0:
             continue
-        magnitude = tensor.detach().abs()
+        magnitude = (_torch.local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor).detach().abs()
+        if magnitude.numel() == 0:
+            continue
         if bool((magnitude > finfo.max).any()):
             over.append(f"{names.get(tensor, '?')} (largest {float(magnitude.max()):.4g})")
         lost = (magnitude < finfo.smallest_normal / 2048) & (magnitude > 0)

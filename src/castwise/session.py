@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -33,7 +32,10 @@ from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
 from castwise.fused import fuse
-from castwise.parallel import Shards
+from castwise.parallel import fsdp, pipeline, wrappers
+from castwise.parallel.agreement import Agreement, clip_by_norm
+from castwise.parallel.pieces import is_dtensor, world_group
+from castwise.parallel.plans import check_patterns, check_same_plan
 from castwise.plan import Plan, as_plan
 from castwise.scaler import GradScaler, StepResult
 
@@ -51,7 +53,8 @@ class Amp:
     Args:
         plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
         device: Where the model runs, as torch takes it; by default the accelerator at hand, else the CPU.
-        group: Process group whose ranks agree on skipping a step, where their gradients can differ.
+        group: Process group whose ranks act together: they have one plan, and agree on skipping a step and on norms
+            where their gradients can differ. By default all ranks.
 
     Used as a context manager, or closed with :meth:`close`, it leaves models, operators and process-wide settings
     as it found them.
@@ -80,13 +83,16 @@ class Amp:
             self.scaler = GradScaler.from_loss_scale(
                 self.plan.loss_scale,
                 device=self.device_type,
-                reduce=self._agree if group is None else None,
-                process_group=group,
+                reduce=self._agree,
                 allow_fp16_grads=self.plan.stores_low and not self.plan.keeps_masters,
             )
         if self.scaler is not None:
             self.scaler.param_names = self._parameter_names
-        self._shards = Shards()
+        self._agreement = Agreement(group)
+        self._flags_wait = False
+        self._patterns: set[str] = set()
+        self._narrows: list[masters.Attachment] = []
+        self._roots: weakref.WeakKeyDictionary[nn.Module, regions.Border] = weakref.WeakKeyDictionary()
         self._closers: list[Callable[[], None]] = []
         self._claim: process.Claim | None = None
         self._models: list[weakref.ref[nn.Module]] = []
@@ -103,31 +109,41 @@ class Amp:
     # --- preparing ----------------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, *optimizers: Optimizer, methods: Sequence[str] = (), inference: bool = False
+        self,
+        model: nn.Module,
+        *optimizers: Optimizer,
+        methods: Sequence[str] = (),
+        inference: bool = False,
+        part: bool = False,
     ) -> Any:
         """Make a model run by the plan, and optimizers update it by the plan.
 
         Works in place, by hooks: the same objects come back, and references to parameters stay good. Prepare before
-        ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard``.
+        ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
+        ``parallelize_module``; of a pipeline prepare each stage. Where torch.distributed is initialised, all ranks make
+        the first call together, and their plans are compared.
 
         Args:
             model: In any state of training, on its device.
-            optimizers: Those that update it. Several models are prepared by several calls.
+            optimizers: Those that update it. Several models are prepared by several calls, each with the optimizers
+                that update it; one that updates several models is given with each.
             methods: Methods other than ``forward`` that are called from outside, to run by the plan too.
             inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
                 trained any more. Norm layers keep their weights.
+            part: The model is one stage of a pipeline: regions of the plan that match nothing in it are those of other
+                stages. :meth:`pipeline` sees to it that each matches somewhere.
 
         Returns:
             ``model`` alone where no optimizer was given, else ``(model, *optimizers)``.
 
         Raises:
             PatternError: A region of the plan that does not fit the model.
-            PlanError: Parameters already stored in a format that contradicts the plan.
+            PlanError: Parameters already stored in a format that contradicts the plan, or ranks with different plans.
             StateError: A wrong order of wrapping, or something prepared twice.
         """
         target = self._check_model(model)
         for optimizer in optimizers:
-            self._check_optimizer(optimizer)
+            self._check_optimizer(optimizer, target)
         if inference and optimizers:
             raise StateError(
                 "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
@@ -135,12 +151,21 @@ class Amp:
         if self._claim is None:
             self._claim = process.Claim(self.plan, self.device_type)
         self._check_parameters(target)
-        dtypes = regions.storage_dtypes(target, self.plan)
+        if optimizers and not self._models and self._agreement.world_size > 1:
+            check_same_plan(self.plan, self._agreement.group)
+        plan = regions.only_matching(self.plan, target) if part else self.plan
+        self._patterns |= {region.pattern for region in plan.regions}
+        fsdp.check_groups(plan, target)
+        fsdp.store_shards(plan, target)
+        dtypes = regions.storage_dtypes(target, plan, keep=fsdp.sharded_params(target))
         if inference:
-            dtypes = {**self._inference_dtypes(target), **dtypes}
+            dtypes = {**self._inference_dtypes(target, plan), **dtypes}
         frames.get_ready_for_compile()
-        root, remove = regions.install(target, self.plan, self.device_type, methods)
+        root, remove = regions.install(target, plan, self.device_type, methods)
         self._root = self._root or root
+        self._roots[target] = root
+        wrappers.on_ddp(_meet_ddp)
+        self._agreement.forget()
         former = regions.store(target, dtypes)
         if self.plan.memory_format == "channels_last":
             former = self._to_channels_last(target, former)
@@ -150,7 +175,8 @@ class Amp:
                 self._closers.append(functools.partial(attachment.detach, write_back=True))
             if self.plan.optimizer == "fused":
                 fuse(optimizer)
-            self._optimizers.append(weakref.ref(optimizer))
+            if all(known() is not optimizer for known in self._optimizers):
+                self._optimizers.append(weakref.ref(optimizer))
         self._closers.append(remove)
         _prepared[target] = self
         self._models.append(weakref.ref(target))
@@ -165,6 +191,11 @@ class Amp:
             raise StateError(
                 f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
                 f"{type(model).__name__}(amp.prepare(module))"
+            )
+        if wrappers.ddp_around(model) is not None:
+            raise StateError(
+                f"prepare({type(model).__name__}): this module is inside a DistributedDataParallel already; prepare it first and "
+                "wrap it after: DistributedDataParallel(amp.prepare(module))"
             )
         inner = getattr(model, "_orig_mod", None)
         target = inner if isinstance(inner, nn.Module) else model
@@ -189,13 +220,20 @@ class Amp:
         regions.strip(target)  # a copy of a prepared model brings the original's borders along
         return target
 
-    def _check_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, optimizer: Optimizer, model: nn.Module) -> None:
         if not isinstance(optimizer, Optimizer):
             raise StateError(
                 f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare"
             )
         if any(known() is optimizer for known in self._optimizers):
-            raise StateError(f"prepare: this {type(optimizer).__name__} is already prepared")
+            held = {
+                id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
+            }
+            if not any(id(parameter) in held for parameter in model.parameters()):
+                raise StateError(
+                    f"prepare: this {type(optimizer).__name__} is already prepared, and holds no parameter of this "
+                    f"{type(model).__name__}; give each model with the optimizer that updates it"
+                )
 
     def _check_parameters(self, model: nn.Module) -> None:
         """Parameters stored low under a plan that stores them in fp32 cannot be what anyone wants."""
@@ -217,7 +255,7 @@ class Amp:
                 "optimizer), or call model.float() before the optimizer is made."
             )
 
-    def _inference_dtypes(self, model: nn.Module) -> dict[torch.Tensor, torch.dtype]:
+    def _inference_dtypes(self, model: nn.Module, plan: Plan) -> dict[torch.Tensor, torch.dtype]:
         """Weights of layers whose operators a mixed plan computes low anyway."""
         layers = (
             nn.Linear,
@@ -227,9 +265,9 @@ class Amp:
             nn.RNNBase,
             nn.RNNCellBase,
         )
-        if not self.plan.autocasts or self.plan.stores_low:
+        if not plan.autocasts or plan.stores_low:
             return {}
-        exempt = regions.assign(model, self.plan.regions)
+        exempt = regions.assign(model, plan.regions)
         out: dict[torch.Tensor, torch.dtype] = {}
         shared: set[torch.Tensor] = set()
         for name, module in model.named_modules():
@@ -238,7 +276,7 @@ class Amp:
                     name == path or name.startswith(path + ".") or not path for path in exempt
                 )
                 if isinstance(module, layers) and not inside_region and tensor.dtype is torch.float32:
-                    out[tensor] = self.plan.compute_dtype
+                    out[tensor] = plan.compute_dtype
                 else:
                     shared.add(tensor)
         return {tensor: dtype for tensor, dtype in out.items() if tensor not in shared}
@@ -265,53 +303,147 @@ class Amp:
             return self._region
         return autocast(self.plan, enabled=enabled, cache_enabled=cache_enabled, device_type=self.device_type)
 
-    def mp_policy(self, module: nn.Module | None = None) -> Any:
+    # --- many processes -----------------------------------------------------------------------------------
+
+    def mp_policy(self, module: nn.Module | None = None, model: nn.Module | None = None) -> Any:
         """The plan as a ``MixedPrecisionPolicy`` for FSDP2's ``fully_shard``.
 
         Args:
-            module: The module to be sharded; a region that matches its class decides for it.
+            module: The module to be sharded. Without ``model``, only regions by ``type:`` can decide for it.
+            model: The whole model that it is in, so that regions by path decide too.
 
         Returns:
-            A policy whose parameters are gathered in the compute format and whose gradients are reduced in fp32.
+            A policy whose parameters are gathered in the format that the plan stores them in and whose gradients are
+            reduced in fp32.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy
+        return fsdp.mp_policy(self.plan, module, model)
 
-        stored = self.plan.compute_dtype if self.plan.stores_low else None
-        if module is not None:
-            for region in self.plan.regions:
-                if regions.assign(module, (region,)).get("") if region.is_type else False:
-                    stored = None if region.params in (None, "fp32") else stored
-        return MixedPrecisionPolicy(
-            param_dtype=stored,
-            reduce_dtype=torch.float32,
-            output_dtype=None,
-            cast_forward_inputs=stored is not None,
-        )
+    def fully_shard(self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), **options: Any) -> Any:
+        """FSDP2's ``fully_shard`` by the plan: each region that needs a group of its own, each block, then the model.
 
-    def mark_sharded(self, parameter: torch.Tensor, group: Any = None) -> None:
+        Call it before the optimizer is made and before :meth:`prepare`.
+
+        Args:
+            model: The model, on its device.
+            blocks: Modules of it that are gathered and freed one at a time, such as its layers.
+            options: For ``fully_shard``: ``mesh``, ``reshard_after_forward`` and others.
+
+        Returns:
+            The model.
+        """
+        fsdp.shard(self.plan, model, blocks, options)
+        return model
+
+    def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
         """Declare a parameter that was cut by hand: each rank of ``group`` holds a piece of its own.
 
-        Steps are then skipped by all these ranks or none, and norms are those of the whole parameter. DTensors need
-        no declaration.
+        Steps are then skipped by all ranks or none, and norms are those of the whole parameter. DTensors need no
+        declaration.
 
         Args:
             parameter: The model's parameter.
             group: The ranks that hold the pieces; None for all.
+            dim: Along which dimension the whole was cut, in the order of ranks. Given, a checkpoint holds the whole
+                parameter and resumes under another layout.
 
         Raises:
             StateError: torch.distributed is not initialised.
         """
-        self._shards.mark(parameter, group)
+        self._agreement.pieces.mark(parameter, group, dim)
+        self._agreement.forget()
+
+    def pipeline(self, schedule: Any) -> Any:
+        """Let a schedule of ``torch.distributed.pipelining`` train by the plan.
+
+        The schedule starts its backward passes from the scaled loss and reports the loss itself; norms and skipped
+        steps are those of all stages together; stages in low formats hand their outputs on as they are, and only the
+        last one's come out in fp32.
+
+        Args:
+            schedule: Made from stages whose modules were prepared, on every rank.
+
+        Returns:
+            The same schedule.
+
+        Raises:
+            StateError: Not a schedule, or a stage whose module was not prepared.
+            PatternError: A region of the plan that matches nothing in any stage.
+        """
+        stages = pipeline.stages_of(schedule)
+        for stage in stages:
+            module = stage.submod
+            inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+            root = self._roots.get(getattr(inner, "_orig_mod", inner))
+            if root is None:
+                raise StateError(
+                    f"pipeline({type(schedule).__name__}): the module of stage {stage.stage_index} was not prepared by this Amp; "
+                    "call amp.prepare(module, optimizer) before PipelineStage(module, ...)"
+                )
+            if not stage.is_last:
+                root.cast_outputs = None
+            self._agreement.pieces.mark_stage(inner, stage.group or world_group("pipeline"))
+        if self._agreement.world_size > 1:
+            check_patterns(self.plan, self._patterns, self._agreement.group)
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        pipeline.adapt(schedule, self._scale_on_device, self._enter_schedule, scaled=scaled)
+        self._agreement.forget()
+        return schedule
+
+    def _scale_on_device(self) -> torch.Tensor | None:
+        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.scale_tensor()
+
+    def _enter_schedule(self) -> None:
+        """On each rank, also on those whose stage computes no loss: the window of the last step is over."""
+        self._open_window()
+        self._scale_on_device()
+
+    def _join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
+        """DistributedDataParallel takes in a prepared model, on all ranks at once, and will share rank 0's weights."""
+        averaged = wrappers.averaged_params(ddp, module)
+        group, covered = ddp.process_group, set(averaged)
+        for optimizer in self._live(self._optimizers):
+            attachment = masters.attachment_of(optimizer)
+            if attachment is not None and any(stored in covered for stored in attachment.stored):
+                attachment.accept_low_gradients()
+                attachment.rewrite(
+                    lambda master: torch.distributed.broadcast(master, group=group, group_src=0), covered
+                )
+                self._narrows.append(attachment)
+        if self._narrows:
+            self._closers.append(module.register_forward_pre_hook(self._before_forward).remove)
+        self._agreement.note_averaged(averaged, group)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._narrow()
+
+    def _narrow(self) -> None:
+        """DistributedDataParallel adds to gradients in the parameters' format alone."""
+        for attachment in self._narrows:
+            attachment.narrow_gradients()
+
+    def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given, else None."""
+        return self._agreement.pieces.piece(parameter)
 
     def _agree(self, flag: torch.Tensor) -> torch.Tensor:
-        return self._shards.reduce_flag(flag) if self._shards else flag
+        """A flag as all ranks see it, unless it travels with the norm, or they must see the same anyway."""
+        if self._flags_wait or not self._agreement.can_differ(self._parameters()):
+            return flag
+        return self._agreement.agree(flag)
 
     def _clip(self, params: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        if not self._shards:
+        if not self._is_cut(params):
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        norm = self._shards.norm([masters.model_param_of(p) for p in params], norm_type)
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        norm = self._agreement.norm(params, norm_type, joined=self._agreement.world_size > 1)
+        clip_by_norm(params, max_norm, norm)
         return norm
+
+    def _is_cut(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether norms need more than this rank's gradients."""
+        if self._agreement.world_size == 1:
+            return any(is_dtensor(masters.model_param_of(parameter)) for parameter in params)
+        return self._agreement.can_differ(self._parameters())
 
     # --- losses -------------------------------------------------------------------------------------------
 
@@ -326,6 +458,7 @@ class Amp:
             The scaled loss; the loss itself under a plan without a loss scale.
         """
         self._open_window()
+        self._narrow()
         return loss if self.scaler is None else self.scaler.scale(loss, name)
 
     def get_scale(self, name: str = "loss") -> float:
@@ -359,25 +492,16 @@ class Amp:
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
-        try:
-            if self.scaler is None:
-                if kwargs:
-                    loss.backward(**kwargs)
-                else:
-                    _torch.backward_of_scalar(loss)
-            elif kwargs or not self.scaler.is_first(name):
-                self.scaler.backward(loss, name, params=self._parameters, **kwargs)
+        self._narrow()
+        if self.scaler is None:
+            if kwargs:
+                loss.backward(**kwargs)
             else:
-                _torch.backward_of_scalar(self.scaler.scale(loss, name))
-        except RuntimeError as error:
-            if self.plan.keeps_masters and re.search(r"Expected (BFloat16|Half), got Float", str(error)):
-                raise StateError(
-                    f"backward: DistributedDataParallel reduces gradients in the format that parameters are stored in, and the "
-                    f"plan {self.plan} keeps fp32 gradients of parameters stored in {self.plan.compute}. Under "
-                    f"DistributedDataParallel use {self.plan.compute}-mixed, or shard with FSDP2's fully_shard and "
-                    "amp.mp_policy() instead."
-                ) from error
-            raise
+                _torch.backward_of_scalar(loss)
+        elif kwargs or not self.scaler.is_first(name):
+            self.scaler.backward(loss, name, params=self._parameters, **kwargs)
+        else:
+            _torch.backward_of_scalar(self.scaler.scale(loss, name))
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
@@ -523,13 +647,20 @@ class Amp:
                     optimizer.step(closure)
             frames.clear_weight_cache()
             return StepResult(None, grad_norm=norm)
-        if max_norm is not None or len(optimizers) > 1:
-            for optimizer in optimizers:
-                self._unscale_once(optimizer)
-        if len(optimizers) > 1:
-            scaler.decide_together(optimizers)
-        if max_norm is not None:
-            norm = self._clip_together(optimizers, max_norm)
+        if max_norm is not None and self._agreement.can_differ(self._parameters()):
+            norm = self._decide_and_clip(scaler, optimizers, max_norm)
+        else:
+            late = max_norm is not None and any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
+            if max_norm is not None or len(optimizers) > 1:
+                for optimizer in optimizers:
+                    self._unscale_once(optimizer)
+            if len(optimizers) > 1:
+                scaler.decide_together(optimizers)
+            if max_norm is not None:
+                norm = self._clip_together(optimizers, max_norm)
+            if late and norm is not None:  # gradients may have changed since they were checked
+                flag = scaler.joint_flag(optimizers)
+                scaler.set_flag(optimizers, torch.maximum(flag, (~torch.isfinite(norm)).to(flag)))
         for optimizer in optimizers:
             if closure is None:
                 scaler.step(optimizer)
@@ -541,6 +672,23 @@ class Amp:
         frames.clear_weight_cache()
         self._stepped = True
         return scaler.result_of(*optimizers, grad_norm=norm)
+
+    def _decide_and_clip(
+        self, scaler: GradScaler, optimizers: Sequence[Optimizer], max_norm: float
+    ) -> torch.Tensor:
+        """Unscale, then agree on the flag and on the norm in one message."""
+        self._flags_wait = True
+        try:
+            for optimizer in optimizers:
+                self._unscale_once(optimizer)
+        finally:
+            self._flags_wait = False
+        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        flag = scaler.joint_flag(optimizers)
+        norm = self._agreement.norm(params, joined=True, flag=flag)
+        scaler.set_flag(optimizers, flag)
+        clip_by_norm(params, max_norm, norm)
+        return norm
 
     def _clip_together(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
         params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -577,7 +725,7 @@ class Amp:
             raise CheckpointError(
                 f"Amp.load_state_dict: expected the keys version (1), plan and scaler of Amp.state_dict(), got: {keys}"
             )
-        self._stepped = False
+        self._open_window()  # what was stepped before belongs to the scale that goes
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(dict(state["scaler"]))
 
@@ -594,6 +742,7 @@ class Amp:
             closer()
         self._closers.clear()
         self._region = None
+        self._narrows.clear()
         for model in self._live(self._models):
             _prepared.pop(model, None)
         self._models.clear()
@@ -616,3 +765,10 @@ class Amp:
 
     def __repr__(self) -> str:
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
+
+
+def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
+    for inner in module.modules():
+        amp = _prepared.get(inner)
+        if amp is not None:
+            amp._join_ddp(ddp, module)

@@ -1,1 +1,1 @@
-"""Tests with several real processes."""
+"""Tests in real processes, on gloo."""

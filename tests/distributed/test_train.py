@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
-from castwise.errors import NonFiniteError, PlanError, WorkloadError
+from castwise.errors import NonFiniteError, PatternError, PlanError, WorkloadError
 from castwise.jobs.parts import Whole, build_whole
 from castwise.jobs.ranks import join
 from castwise.jobs.train import train
 from castwise.session import Amp
 from castwise.workload import Pipeline, Workload, find_workload
 
-from ..processes import leave
+from .world import World
 
 GPT = "gpt?layers=4&width=32&heads=2&context=16&batch=8"
 VIT = "digits?model=vit&width=16&batch=32"
@@ -37,17 +35,15 @@ TOLERANCE = {"fp32": 1e-6, "bf16-mixed": 2e-3, "fp16-mixed": 2e-4, "bf16-master"
 DRIFT = {"fp32": 5e-6, "bf16-mixed": 2e-2, "fp16-mixed": 2e-3, "bf16-master": 2e-2}
 """Of weights, as a share of the way that training moved them."""
 
-CASES: list[dict[str, Any]] = [
+TWO: list[dict[str, Any]] = [
     {"layout": layout, "plan": plan}
     for layout in ("dp2", "fsdp2", "tp2", "pp2")
-    for plan in ("fp32", "bf16-mixed", "fp16-mixed")
-    if hasattr(Amp, "pipeline") or (layout, plan) != ("pp2", "fp16-mixed")
+    for plan in ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master")
 ] + [
     {"layout": None, "plan": "fp32"},
-    {"layout": "fsdp2", "plan": "bf16-master"},
     {"layout": "pp2", "plan": "fp32", "schedule": "gpipe", "microbatches": 1},
-    {"layout": "pp2", "plan": "fp32", "schedule": "interleaved"},
-    {"layout": "pp2", "plan": "fp32+regions.blocks.0=fp32"},
+    {"layout": "pp2", "plan": "fp16-mixed", "schedule": "interleaved"},
+    {"layout": "pp2", "plan": "bf16-mixed+regions.blocks.0=fp32"},
     {"layout": "tp2", "plan": "fp32", "workload": VIT},
     {"layout": "pp2", "plan": "fp32", "workload": VIT},
 ]
@@ -55,8 +51,9 @@ FOUR: list[dict[str, Any]] = [
     {"layout": "dp2xtp2", "plan": "fp16-mixed"},
     {"layout": "fsdp2xtp2", "plan": "fp16-mixed"},
     {"layout": "dp2xfsdp2", "plan": "bf16-mixed"},
-    {"layout": "dp2xpp2", "plan": "fp32"},
-    {"layout": "tp2xpp2", "plan": "fp32"},
+    {"layout": "dp2xpp2", "plan": "fp16-mixed"},
+    {"layout": "fsdp2xpp2", "plan": "bf16-mixed+regions.blocks.3=fp32"},
+    {"layout": "tp2xpp2", "plan": "fp16-mixed"},
 ]
 
 
@@ -81,7 +78,7 @@ def _nan_below(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield inputs, targets
 
 
-def _faults(folder: Path) -> None:
+def _faults(_rank: int, _world: int, folder: Path) -> None:
     """What every rank refuses in the same words."""
 
     def refused(kind: type[Exception], words: str, workload: Any, plan: str, **options: Any) -> None:
@@ -99,6 +96,7 @@ def _faults(folder: Path) -> None:
             schedule="interleaved")  # fmt: skip
     refused(PlanError, r"schedule='fast'\) is not allowed", GPT, "fp32", layout="pp2", schedule="fast")
     refused(PlanError, r"layout single: needs 1 process", GPT, "fp32", layout="single")
+    refused(PatternError, r"nowhere", GPT, "bf16-mixed+regions.nowhere=fp32", layout="pp2")
     bad = replace(find_workload(VIT), batches=_nan_below)
     for layout in ("dp2", "pp2"):
         refused(
@@ -119,7 +117,7 @@ def _tied() -> Workload:
     return replace(gpt, pipeline=replace(gpt.pipeline, split=split))
 
 
-def _infinite_piece(rank: int) -> None:
+def _infinite_piece(rank: int, _world: int) -> None:
     """An infinity in one rank's piece of a cut layer makes both skip, whatever comes before it in the optimizer."""
     with join("tp2", torch.device("cpu")) as ranks, Amp("fp16-mixed", device="cpu") as amp:
         # Backwards a bias that all ranks have whole comes first, and what is cut after it.
@@ -140,7 +138,7 @@ def _normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
 
 
-def _statistics(rank: int, folder: Path) -> None:
+def _statistics(rank: int, _world: int, folder: Path) -> None:
     """BatchNorm in a pipeline has seen the microbatches, and nothing of what torch finds shapes out with."""
     workload = replace(
         find_workload(f"{Path(__file__).parents[1]}/jobs/tiny_workloads.py:mlp"),
@@ -162,34 +160,27 @@ def _statistics(rank: int, folder: Path) -> None:
         )
 
 
-def worker(rank: int, folder: str, world: int, cases: list[dict[str, Any]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def _train(rank: int, _world: int, folder: str, cases: list[dict[str, Any]]) -> None:
     for case in cases:
-        workload, options = _job(case), {k: v for k, v in case.items() if k != "workload"}
+        options = {key: value for key, value in case.items() if key != "workload"}
         out = Path(folder, _name(case))
-        result = train(workload, steps=STEPS, out=out, device="cpu", seed=3, **options)
+        result = train(_job(case), steps=STEPS, out=out, device="cpu", seed=3, **options)
         dist.barrier()  # the first rank may still be writing
         # Every rank knows the losses; the first alone evaluates and writes.
         losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert result.final_loss == losses[-1]
         assert bool(result.files) == bool(result.metrics) == (rank == 0)
-    if world == 2:
-        _faults(Path(folder))
-        _infinite_piece(rank)
-        _statistics(rank, Path(folder))
-    leave()
 
 
-def _compare(folder: Path, world: int, cases: list[dict[str, Any]]) -> None:
-    mp.spawn(worker, (str(folder), world, cases), world)
+def _compare(world: World, folder: Path, cases: list[dict[str, Any]]) -> None:
+    world.run(_train, str(folder), cases)
     alone: dict[tuple[str, str], Path] = {}
     for case in cases:
         job = (case.get("workload", GPT), case["plan"])
         if job not in alone:
             alone[job] = folder / f"alone{len(alone)}"
             train(_job(case), case["plan"], steps=STEPS, out=alone[job], device="cpu", seed=3)
-        _same(folder / _name(case), alone[job], world, case)
+        _same(folder / _name(case), alone[job], world.size, case)
 
 
 def _same(found: Path, alone: Path, world: int, case: dict[str, Any]) -> None:
@@ -231,14 +222,24 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-def test_two_processes_train_what_one_trains() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        _compare(Path(folder), 2, CASES)
+def test_two_processes_train_what_one_trains(two: World, tmp_path: Path) -> None:
+    _compare(two, tmp_path, TWO)
 
 
-def test_four_processes_train_what_one_trains() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        _compare(Path(folder), 4, FOUR)
+def test_four_processes_train_what_one_trains(four: World, tmp_path: Path) -> None:
+    _compare(four, tmp_path, FOUR)
+
+
+def test_what_cannot_be_is_refused_on_every_rank(two: World, tmp_path: Path) -> None:
+    two.run(_faults, tmp_path)
+
+
+def test_a_rank_alone_with_an_infinity_makes_all_skip(two: World) -> None:
+    two.run(_infinite_piece)
+
+
+def test_statistics_of_a_pipeline_are_those_of_its_microbatches(two: World, tmp_path: Path) -> None:
+    two.run(_statistics, tmp_path)
 
 
 # --- as users start it ------------------------------------------------------------------------------------------

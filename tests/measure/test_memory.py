@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +92,18 @@ def test_a_workload_that_cannot_be_sent_is_measured_in_a_fork(tiny: str) -> None
     memory = measure_memory(unsendable, FP32, CPU)
     assert memory.method.endswith("one thread")
     assert replace(memory, method="") == replace(measure_memory(f"{tiny}:mlp", FP32, CPU), method="")
+
+
+def test_the_other_process_is_no_rank_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    """Code that joins a process group where torchrun's environment is set would wait for it forever."""
+    code = "\nimport os\nassert not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'TORCHELASTIC_RUN_ID'} & set(os.environ)\n"
+    (tmp_path / "careful.py").write_text(Path(tiny).read_text() + code)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    memory = measure_memory(f"{tmp_path / 'careful.py'}:plain", FP32, CPU, inference=False)
+    assert memory.training_peak_bytes is not None
 
 
 def test_inference_can_be_left_out(tiny: str) -> None:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise.errors import PlanError, WorkloadError
+from castwise import regions
+from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import Layout
 from castwise.jobs.ranks import Ranks
 from castwise.measure.steps import build_model
+from castwise.parallel import fsdp
 from castwise.plan import Plan
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
@@ -59,17 +61,15 @@ class Parts(Protocol):
         """The whole model's state dict in fp32, on rank 0; None elsewhere. All ranks must call it."""
 
 
-def check_workload(workload: Workload, plan: Plan, layout: Layout) -> None:
-    """Refuse a workload or a plan that a layout cannot be applied to.
+def check_workload(workload: Workload, layout: Layout) -> None:
+    """Refuse a workload that does not say how a layout cuts it.
 
     Args:
         workload: What is to be trained.
-        plan: How.
         layout: On which processes.
 
     Raises:
         WorkloadError: A field is missing; says what to write.
-        PlanError: The plan does not work with the layout.
     """
     if layout.tp > 1 and workload.shards is None:
         raise WorkloadError(
@@ -82,17 +82,6 @@ def check_workload(workload: Workload, plan: Plan, layout: Layout) -> None:
             f"workload {workload.name!r}: layout {layout} cuts its model into stages, and its field 'pipeline' does not say how; "
             "give Workload(..., pipeline=Pipeline(split=lambda model, stages: [...], inputs=lambda batch: (batch[0],), "
             "target=lambda batch: batch[1], loss=torch.nn.functional.mse_loss)) of castwise.workload, or use dp, fsdp or tp"
-        )
-    if layout.dp > 1 and not layout.shards and plan.stores_low and plan.keeps_masters:
-        raise PlanError(
-            f"layout {layout}: DistributedDataParallel reduces gradients in the format that parameters are stored in, and the plan "
-            f"{plan} keeps fp32 gradients of parameters stored in {plan.compute}; use {plan.compute}-mixed, or "
-            f"--layout fsdp{layout.dp}"
-        )
-    if layout.tp > 1 and plan.stores_low:
-        raise PlanError(
-            f"layout {layout}: tensor parallelism keeps the pieces of cut layers in fp32, and the plan {plan} stores parameters "
-            f"in {plan.compute}; use {plan.compute}-mixed, or fsdp in the place of tp"
         )
 
 
@@ -144,21 +133,10 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: Ranks
         amp: Says in which formats.
         ranks: With a dimension ``fsdp``, and ``dp`` where shards are replicated.
     """
-    from torch.distributed.fsdp import fully_shard
-
     mesh = ranks.of("dp", "fsdp") if "dp" in ranks.layout.mesh_dims() else ranks.of("fsdp")
     inside = {part for part in module.modules() if part is not module}
-    groups = [block for block in blocks if block in inside]
-    if amp.plan.stores_low:  # what the plan stores in another format cannot lie in one group with the rest
-        alone = [
-            part
-            for part in inside
-            if list(part.parameters(recurse=False)) and amp.mp_policy(part).param_dtype is None
-        ]
-        groups = alone + [group for group in groups if group not in alone]
-    for group in groups:
-        fully_shard(group, mesh=mesh, mp_policy=amp.mp_policy(group))
-    fully_shard(module, mesh=mesh, mp_policy=amp.mp_policy(module))
+    here = regions.only_matching(amp.plan, module)  # prepare looks after those that match nothing anywhere
+    fsdp.shard(here, module, [block for block in blocks if block in inside], {"mesh": mesh})
 
 
 def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:

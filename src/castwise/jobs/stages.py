@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +12,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from castwise import regions
 from castwise.casting.trees import map_tensors
-from castwise.errors import PatternError, PlanError, WorkloadError
+from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import check_splits
 from castwise.jobs.parts import blocks_of, full_weights, shard
 from castwise.jobs.ranks import Ranks
-from castwise.plan import Plan
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
@@ -35,7 +32,7 @@ class Stages:
 
     Args:
         workload: Whose ``pipeline`` says how to cut the model.
-        plan: Prepares the stages.
+        amp: Prepares the stages.
         model: Whole, with equal weights on all ranks; only this process's stages of it are kept.
         ranks: With a dimension ``pp``.
         microbatches: Per step.
@@ -43,7 +40,7 @@ class Stages:
     """
 
     def __init__(
-        self, workload: Workload, plan: Plan, model: nn.Module, ranks: Ranks, microbatches: int, schedule: str
+        self, workload: Workload, amp: Amp, model: nn.Module, ranks: Ranks, microbatches: int, schedule: str
     ) -> None:
         assert workload.pipeline is not None
         self._workload, self._pipeline = workload, workload.pipeline
@@ -60,18 +57,17 @@ class Stages:
                     f"workload {workload.name!r}: {next(iter(names.values()))} is shared by the stages "
                     f"{', '.join(map(str, names))}, of which one process has several; use --schedule 1f1b or gpipe"
                 )
-        regions.assign(model, plan.regions)  # refuses what fits nowhere; a stage is to have what fits there
-        self.amp = Amp(_plan_of(plan, [every[number] for number in numbers]), device=ranks.device)
+        self.amp = amp
         self.modules = [every[number] for number in numbers]
         self.optimizers: list[Optimizer] = []
         self.whole: nn.Module | None = None
         blocks = blocks_of(workload, model) if ranks.layout.shards else []
         for module in self.modules:
             if ranks.layout.shards:
-                shard(module, blocks, self.amp, ranks)
+                shard(module, blocks, amp, ranks)
             with calls(workload, "optimizer(params)"):
                 self.optimizers.append(workload.optimizer(module.parameters()))
-            self.amp.prepare(module, self.optimizers[-1])
+            amp.prepare(module, self.optimizers[-1], part=True)
             module.register_forward_hook(_contiguous)
         groups = _groups(shared, ranks)
         self._ties = [
@@ -91,11 +87,7 @@ class Stages:
         else:
             kind = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe
             made = kind(parts[0], microbatches, loss_fn=self._loss)
-        if hasattr(self.amp, "pipeline"):
-            made = self.amp.pipeline(made)
-        elif plan.loss_scale is not None:
-            raise PlanError(f"layout {ranks.layout}: the plan {plan} has a loss scale; use bf16-mixed")
-        self._schedule = made
+        self._schedule = amp.pipeline(made)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         with calls(self._workload, "pipeline.loss(output, target)"):
@@ -201,29 +193,6 @@ def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
             "belongs into one"
         )
     return parts
-
-
-def _plan_of(plan: Plan, stages: Sequence[nn.Module]) -> Plan:
-    """The plan without those regions that lie in other stages."""
-
-    def fits(region: Any, stage: nn.Module) -> bool:
-        try:
-            regions.assign(stage, (region,))
-        except PatternError:
-            return False
-        return True
-
-    kept = []
-    for region in plan.regions:
-        hits = [fits(region, stage) for stage in stages]
-        if any(hits) and not all(hits):
-            raise PlanError(
-                f"region {region.pattern!r} is in one of this process's stages and not in another, which the interleaved schedule "
-                "cannot have; use --schedule 1f1b or gpipe"
-            )
-        if all(hits):
-            kept.append(region)
-    return replace(plan, regions=tuple(kept))
 
 
 def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:

@@ -90,7 +90,7 @@ def train(
     outer = torch.get_rng_state()
     try:
         with join(layout, where) as ranks:
-            check_workload(found, chosen, ranks.layout)
+            check_workload(found, ranks.layout)
             pipeline = _pipeline_options(ranks.layout, microbatches, schedule)
             heard = progress if progress is not None and ranks.leads else lambda _event: None
             return _Run(found, chosen, ranks, seed, steps, Path(out), heard, *pipeline).go()
@@ -178,16 +178,15 @@ class _Run:
         return self._finish("ok", "")
 
     def _build(self, stack: contextlib.ExitStack) -> Parts:
-        amp = Amp(self.plan, device=self.ranks.device)
+        amp = stack.enter_context(Amp(self.plan, device=self.ranks.device))
         model = build_whole(self.workload, self.ranks, self.seed)
         parts: Parts
         if self.ranks.layout.pp > 1:
             from castwise.jobs.stages import Stages
 
-            parts = Stages(self.workload, self.plan, model, self.ranks, self.microbatches, self.schedule)
-            stack.enter_context(parts.amp)
+            parts = Stages(self.workload, amp, model, self.ranks, self.microbatches, self.schedule)
         else:
-            parts = Whole(self.workload, stack.enter_context(amp), model, self.ranks)
+            parts = Whole(self.workload, amp, model, self.ranks)
         if self.ranks.leads:
             self.out.mkdir(parents=True, exist_ok=True)
         return parts

@@ -16,12 +16,14 @@ from castwise.casting.context import default_device_type
 from castwise.errors import PlanError, WorkloadError
 from castwise.jobs import Event, Progress
 from castwise.jobs.tune_result import TuneResult
+from castwise.measure import ranks
 from castwise.measure.environment import environment
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import unspoilt
 from castwise.tuning.axes import FORMATS, check_formats
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
+from castwise.tuning.state import Say
 from castwise.workload import Workload, find_workload
 
 __all__ = ["TuneResult", "tune"]
@@ -40,7 +42,7 @@ def tune(
     formats: Sequence[str] = DEFAULT_FORMATS,
     goal: str = "time",
     accumulate: int = 1,
-    world_size: int = 1,
+    world_size: int | None = None,
     compile: bool = False,
     warmup_steps: int = 0,
     verify_steps: int = 0,
@@ -57,6 +59,11 @@ def tune(
     Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies: the model, random numbers
     and process-wide settings are as before when it returns or fails, and training goes on as if it had never run.
 
+    Where torch.distributed is initialised, call it on every rank, with the same arguments: all search in lockstep, on the
+    same batches (a seed per rank is not needed), and get the same plan. All measure at the same moment, and what counts
+    is the slowest rank's time, the largest peak and the worst damage; a candidate that fails on one rank fails on all.
+    Rank 0 alone reports progress and writes ``out``.
+
     Args:
         workload: A workload, or how to find one: ``gpt``, ``file.py:attribute``.
         model: Instead: a module in fp32, in any state of training.
@@ -67,7 +74,7 @@ def tune(
         goal: ``time``: the fastest sound plan. ``memory``: the one with the smallest peak. ``numerics``: for the one low
             format given, the fewest regions that have to stay in fp32, whatever the speed here.
         accumulate: Microbatches accumulated per update.
-        world_size: Data-parallel ranks that average gradients.
+        world_size: Data-parallel ranks that average gradients; by default as many as call it together.
         compile: Time models compiled, as they will be deployed. Numerics are tested eagerly.
         warmup_steps: fp32 steps after which the numerics are looked at once more; 0 for no second look.
         verify_steps: Length of training runs of the plan against fp32 at the end; 0 for none.
@@ -86,44 +93,57 @@ def tune(
         PlanError: An argument out of its range.
         WorkloadError: A workload that cannot be found or tuned: a loss without a gradient, batches that cannot be used.
         NonFiniteError: fp32 itself gives a loss or gradients that are not finite.
-        StateError: A budget too small for anything.
+        StateError: A budget too small for anything; ranks that differ, or one that left.
+        RankError: What every plan needs failed on some ranks.
         DeviceError: No such device.
 
     Source: docs/tuning.md.
     """
+    with ranks.lockstep("tune"):
+        if world_size is None:
+            world_size = ranks.count()
+        settings = _settings(
+            formats, goal, accumulate=accumulate, world_size=world_size, compile=bool(compile), warmup_steps=warmup_steps,
+            verify_steps=verify_steps, verify_seeds=verify_seeds, budget_s=budget_s, memory=memory, seed=seed,
+        )  # fmt: skip
+        found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
+        ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
+        search = Search(found, where, settings, spec)
+        search.say = _teller(search, progress)
+        command = environment(where).command
+        try:
+            with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+                search.run()
+        except KeyboardInterrupt as interrupt:
+            if out is not None and ranks.rank() == 0:
+                paths = _result(search, command).save(out)
+                interrupt.add_note(
+                    "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
+                )
+            raise
+        ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
+        return _result(search, command)
+
+
+def _settings(formats: Sequence[str], goal: str, **others: Any) -> Settings:
     if goal not in GOALS:
         raise PlanError(f"tune(goal={goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
     if goal == "numerics" and tuple(formats) == DEFAULT_FORMATS:
         formats = ("bf16",)
-    settings = Settings(
-        formats=check_formats(formats, goal), goal=goal, accumulate=accumulate, world_size=world_size,
-        compile=bool(compile), warmup_steps=warmup_steps, verify_steps=verify_steps, verify_seeds=verify_seeds,
-        budget_s=budget_s, memory=memory, seed=seed,
-    )  # fmt: skip
+    settings = Settings(formats=check_formats(formats, goal), goal=goal, **others)
     _check_numbers(settings)
-    found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
-    search = Search(found, where, settings, spec)
-    if progress is not None:
-        tell = progress
+    return settings
 
-        def say(stage: str, subject: str, done: int, total: int) -> None:
-            parts = (subject, search.known(), f"{max(0.0, search.left_s()):.0f} s left")
-            tell(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
 
-        search.say = say
-    command = environment(where).command
-    try:
-        with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
-            search.run()
-    except KeyboardInterrupt as interrupt:
-        if out is not None:
-            partial = _result(search, command)
-            paths = partial.save(out)
-            interrupt.add_note(
-                "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
-            )
-        raise
-    return _result(search, command)
+def _teller(search: Search, progress: Progress | None) -> Say:
+    """Tell a user's function how far a search is; on rank 0 alone, whose clock it is."""
+
+    def say(stage: str, subject: str, done: int, total: int) -> None:
+        if progress is not None and ranks.rank() == 0:
+            parts = (subject, search.known(), f"{max(0.0, search.left_here_s()):.0f} s left")
+            progress(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
+
+    return say
 
 
 def _result(search: Search, command: str) -> TuneResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +26,7 @@ from castwise.masters.parameter import (
     want_grad_as_stored,
 )
 from castwise.masters.state import move_state, restride_state
-from castwise.masters.weights import install_load_hooks
+from castwise.masters.weights import install_load_hooks, named_masters, write_masters
 
 __all__ = ["Attachment", "attach", "attachment_of"]
 
@@ -215,7 +215,8 @@ class Attachment:
         """Let gradients arrive in the parameters' own dtype, for what cannot write fp32 ones, as torch's DDP.
 
         Each is widened, once and in its place, when the optimizer, a scaler or anyone else first reads it from the
-        master; until then microbatches accumulate in the low format, as DDP without masters has it.
+        master; until then microbatches accumulate in the low format, as DDP without masters has it. Called when
+        DistributedDataParallel takes in a prepared model.
         """
         self._low_gradients = True
         for parameter in self._stored:
@@ -243,14 +244,38 @@ class Attachment:
         self._targets = [local(parameter) for parameter in self._stored]
         self._push(list(range(len(self._stored))))
 
-    def rewrite(self, write: Callable[[Tensor], object]) -> None:
-        """Let ``write`` change every master in place, then bring the model up to date.
+    def state_dict(self) -> dict[str, Tensor]:
+        """The masters by the names of the model's parameters, in their own memory. Synchronises with the device.
+
+        Whatever is no parameter of a prepared model is named by its position in the optimizer.
+        """
+        self.refresh_from_model()
+        models = [model for reference in self._models if (model := reference()) is not None]
+        return named_masters(self._masters, self._stored, models)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Write saved masters, and the model's parameters after them.
+
+        Raises:
+            CheckpointError: Not the masters of this model and optimizer; nothing was changed.
+        """
+        models = [model for reference in self._models if (model := reference()) is not None]
+        write_masters(named_masters(self._masters, self._stored, models), state_dict)
+        self.copy_to_model()
+
+    def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
+        """Let ``write`` change masters in place, then bring the model up to date.
 
         DistributedDataParallel gives all ranks the first one's *parameters* when it wraps a model. Their masters
         must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
+
+        Args:
+            write: Called with each master, fp32.
+            params: The model's parameters whose masters are meant; None for all.
         """
-        for master in self._sources:
-            write(master)
+        for parameter, master in zip(self._stored, self._sources, strict=True):
+            if params is None or parameter in params:
+                write(master)
         self.copy_to_model()
 
     def _refresh(self, index: int) -> None:

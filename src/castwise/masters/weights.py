@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from castwise.errors import CheckpointError
 from castwise.masters.parameter import is_low, master_of, merge_values
 
-__all__ = ["LoadIntoMasters", "fp32_state_dict", "install_load_hooks"]
+__all__ = ["LoadIntoMasters", "fp32_state_dict", "install_load_hooks", "named_masters", "write_masters"]
 
 
 def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
@@ -48,6 +50,48 @@ def _as_fp32(value: Tensor) -> Tensor:
 
 def _plain(master: nn.Parameter) -> Tensor:
     return master.data if type(master.data) is Tensor else master.detach()
+
+
+def named_masters(
+    masters: Sequence[nn.Parameter], stored: Sequence[nn.Parameter], models: Iterable[nn.Module]
+) -> dict[str, Tensor]:
+    """Masters, detached and in their own memory, under names that another process would give them.
+
+    Args:
+        masters: In the order of the optimizer.
+        stored: The parameters that they are the masters of.
+        models: Modules whose parameters have names; any other parameter is named by its position.
+    """
+    known: dict[int, str] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            known.setdefault(id(parameter), name)
+    names = [known.get(id(parameter), str(index)) for index, parameter in enumerate(stored)]
+    often = Counter(names)
+    return {
+        name if often[name] == 1 else f"{index}.{name}": _plain(master)
+        for index, (name, master) in enumerate(zip(names, masters, strict=True))
+    }
+
+
+@torch.no_grad()
+def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Write saved values into what :func:`named_masters` returned.
+
+    Raises:
+        CheckpointError: Other names or shapes; nothing was changed.
+    """
+    wrong = sorted(into.keys() ^ state.keys())
+    wrong += [
+        name for name in into.keys() & state.keys() if into[name].shape != getattr(state[name], "shape", None)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"Attachment.load_state_dict: these masters are missing, left over or of another shape: {', '.join(wrong[:5])}; "
+            "load the state of the same model and optimizer"
+        )
+    for name, master in into.items():
+        master.copy_(state[name])
 
 
 class LoadIntoMasters:

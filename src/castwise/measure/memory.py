@@ -14,11 +14,12 @@ import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def measure_memory(
             request["pickle"] = base64.b64encode(pickled).decode("ascii")
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "castwise.measure", str(answer)],
+                [sys.executable, "-m", "castwise.measure", str(answer)], env=_alone(os.environ),
                 input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -282,6 +283,19 @@ def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
         yield saved
 
 
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+"""What torchrun says to its processes, beside names that begin with LOCAL_, GROUP_ or TORCHELASTIC_."""
+
+
+def _alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what makes a process one of torchrun's: the one that measures is none of the ranks."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _LAUNCHED and not re.match(r"(LOCAL|GROUP)_(RANK|WORLD_SIZE)$|TORCHELASTIC_", name)
+    }
+
+
 def _pickle(workload: Workload) -> bytes | None:
     """The workload for another process, or None where it would not be found there."""
     try:
@@ -303,6 +317,8 @@ def _in_fork(work: Callable[[], None], device: torch.device) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler talks on standard error
             # torch's threads do not survive a fork; with one thread none is needed, as in DataLoader's workers
             torch.set_num_threads(1)
+            for name in set(os.environ) - set(_alone(os.environ)):
+                del os.environ[name]
             work()
         finally:
             os._exit(0)

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from castwise.measure import ranks
+
 __all__ = ["HOPELESS", "Lap", "Runner", "paired", "race", "synchronize"]
 
 HOPELESS = 10.0
@@ -72,15 +74,25 @@ def synchronize(device: torch.device) -> None:
 
 
 def _block_s(runner: Runner, steps: int, device: torch.device) -> float:
-    try:
+    def get_ready() -> None:
         runner.before(steps)
         synchronize(device)
-        start = time.perf_counter()
-        runner.run(steps)
-        synchronize(device)
-        return (time.perf_counter() - start) / steps
-    finally:
+
+    def timed() -> list[float]:
+        try:
+            start = time.perf_counter()
+            runner.run(steps)
+            synchronize(device)
+            return [(time.perf_counter() - start) / steps]
+        finally:
+            runner.after()
+
+    try:
+        ranks.together("the start of a block", get_ready)  # ranks that measure together start together
+    except BaseException:
         runner.after()
+        raise
+    return ranks.slowest("a block", timed)[0]
 
 
 def race(
@@ -111,7 +123,9 @@ def race(
         on_block: Called with a name and the steps just run, after each block.
 
     Returns:
-        Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
+        Per name what was measured. An exception ends its candidate alone and is kept in ``error``. Ranks in lockstep
+        (:mod:`castwise.measure.ranks`) run each block at once: times are the slowest rank's, and a candidate that fails
+        on one rank fails on all.
     """
     laps = {name: Lap() for name, _ in runners}
     reference: list[float] = []

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from castwise.errors import CastwiseError, NonFiniteError, WorkloadError
+from castwise.errors import NonFiniteError, WorkloadError
 from castwise.formats import FORMATS
 from castwise.measure.steps import to_device
 from castwise.numerics.damage import Grams, Matrix
@@ -458,17 +458,3 @@ def _gram(vectors: list[Tensor], factors: Tensor | None) -> Matrix:
             block = block * factors[start : start + _CHUNK]
         total += (block @ block.T).cpu().numpy()
     return total
-
-
-def unfit(error: BaseException) -> str:
-    """Why a plan could not be probed, as a reason in a table.
-
-    Args:
-        error: What running it raised.
-    """
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return "out of memory"
-    if isinstance(error, CastwiseError):
-        return first
-    return f"not supported by this device: {first}"

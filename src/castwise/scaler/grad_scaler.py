@@ -269,12 +269,10 @@ class GradScaler(NamedLosses):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        if gradients.unscale_plain(optimizer, inv_scale, found_inf) or gradients.unscale_spread(
-            optimizer, inv_scale, found_inf
-        ):
+        allow_fp16 = allow_fp16 or self._allow_fp16_grads
+        if gradients.unscale_plain(optimizer, inv_scale, found_inf, allow_fp16):
             flags = {found_inf.device: found_inf}
         else:
-            allow_fp16 = allow_fp16 or self._allow_fp16_grads
             flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if self._reduce is None and self._process_group is None:
             return flags
@@ -303,6 +301,19 @@ class GradScaler(NamedLosses):
                     state["found_inf_per_device"] = {
                         device: joint.to(device, copy=True) for device in state["found_inf_per_device"]
                     }
+
+    def joint_flag(self, optimizers: Iterable[Optimizer]) -> torch.Tensor:
+        """Whether a gradient of any of these optimizers is not finite: a 0-dim fp32 tensor of its own."""
+        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        return gradients.largest(flags, self.scale_tensor().device).clone()
+
+    def set_flag(self, optimizers: Iterable[Optimizer], flag: torch.Tensor) -> None:
+        """Let these optimizers step or skip by a flag, as other ranks may have changed it."""
+        for optimizer in optimizers:
+            held = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for device in held or (flag.device,):
+                held[device] = flag.to(device, copy=True)
 
     # --- steps --------------------------------------------------------------------------------------------
 

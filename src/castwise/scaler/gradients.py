@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from castwise import _torch
+
 __all__ = [
     "add_up",
     "check_and_multiply",
@@ -17,7 +19,6 @@ __all__ = [
     "non_finite_params",
     "set_aside",
     "unscale_plain",
-    "unscale_spread",
 ]
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -59,64 +60,63 @@ def check_and_multiply(
     factor = torch.ones((), device=device) if factor is None else factor
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
+        grad = _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
         values = grad._values() if grad.is_sparse else grad
-        # DTensors of one mesh and one placement go together: torch agrees on a group's flag by those of its first.
-        spread = (getattr(values, "device_mesh", None), getattr(values, "placements", None))
-        by_kind[values.device, values.dtype, spread].append(values)
+        by_kind[values.device, values.dtype].append(values)
     flags = []
     with torch.no_grad():
-        for (where, _, _), group in by_kind.items():
+        for (where, _), group in by_kind.items():
             flag = torch.zeros((), device=where)
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor.to(where))
             flags.append(flag)
     return largest(flags, device)
 
 
-def unscale_plain(optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor) -> bool:
-    """Torch's unscaling for the usual case, dense fp32 gradients all on the scale's device, in fewer steps.
+def unscale_plain(
+    optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool = False
+) -> bool:
+    """Torch's unscaling for the usual case, dense gradients all on the scale's device, in fewer steps.
+
+    Of a DTensor it looks at this rank's shard alone: torch's own operator would make the ranks of the first gradient's
+    mesh agree, and no others.
 
     Args:
         optimizer: Whose gradients are multiplied in place.
         inverse: 0-dim fp32 factor.
         flag: 0-dim fp32, set to one where a gradient is not finite.
+        allow_fp16: Whether gradients may be fp16.
 
     Returns:
         Whether it was that case; if not, nothing was done.
     """
     device = inverse.device
-    grads = []
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
             if grad is not None:
-                if type(grad) is not torch.Tensor or grad.dtype is not torch.float32:
+                if type(grad) is not torch.Tensor:
+                    if not _is_whole(grad):
+                        return False
+                    grad = _torch.local_tensor(grad)
+                dtype = grad.dtype
+                if grad.is_sparse or grad.device != device or (dtype is torch.float16 and not allow_fp16):
                     return False
-                if grad.is_sparse or grad.device != device:
-                    return False
-                grads.append(grad)
-    if not grads:
+                if dtype not in by_dtype:
+                    by_dtype[dtype] = []
+                by_dtype[dtype].append(grad)
+    if not by_dtype:
         return False
     with torch.no_grad():
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+        for grads in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
     return True
 
 
-def unscale_spread(optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor) -> bool:
-    """Unscaling where some gradients are DTensors, which torch's own puts into one call with plain tensors.
-
-    Args:
-        optimizer: Whose gradients are multiplied in place.
-        inverse: 0-dim fp32 factor.
-        flag: 0-dim fp32, set to one where a gradient is not finite on any rank that has a piece of it.
-
-    Returns:
-        Whether it was that case; if not, nothing was done.
-    """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not any(hasattr(grad, "device_mesh") for grad in grads):
-        return False
-    flag.copy_(torch.maximum(flag, check_and_multiply(grads, inverse, flag.device)))
-    return True
+def _is_whole(grad: torch.Tensor) -> bool:
+    """Whether a tensor of a class of its own is a DTensor without partial sums."""
+    placements: Any = getattr(grad, "placements", None)
+    return placements is not None and not any(placement.is_partial() for placement in placements)
 
 
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -159,6 +159,7 @@ def non_finite_params(optimizer: Optimizer, names: Mapping[int, str]) -> list[st
             grad = parameter.grad
             if grad is None:
                 continue
+            grad = _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
             values = grad._values() if grad.is_sparse else grad
             if not bool(torch.isfinite(values).all()):
                 fallback = given[index] if given else f"param_groups[{number}]['params'][{index}]"

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
-from castwise.measure import stats
+from castwise.measure import ranks, stats
+from castwise.measure.failures import unfit
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap, paired, race
-from castwise.numerics.probes import unfit
 from castwise.plan import PRESETS, Plan
 from castwise.tuning.axes import simplicity
 from castwise.workload import Workload
@@ -76,7 +75,7 @@ class Contest:
         device: Where.
         seed: Of weights and data.
         compile: Whether models are compiled, as they will be deployed.
-        deadline: Clock time (``time.monotonic``) after which no further round starts.
+        deadline: Clock time (``ranks.now``) after which no further round starts.
         on_progress: Called with what is being done, how much of it is done and how much there is.
 
     Attributes:
@@ -137,7 +136,7 @@ class Contest:
             left = self._survivors(field_)
             gone = len(field_) - len(left)
             field_ = left
-            if len(field_) <= keep or (heat and not gone) or time.monotonic() > self._deadline:
+            if len(field_) <= keep or (heat and not gone) or ranks.now() > self._deadline:
                 break
             for plan in list(self._runs):
                 if plan not in field_ and plan != BASELINE:
@@ -219,7 +218,7 @@ class Contest:
         racing = [plan for plan in field_ if plan in self._runs]
         block = self._block * longer
         for number in range(rounds):
-            if time.monotonic() > self._deadline and number:
+            if number and ranks.now() > self._deadline:
                 break
             self._say(f"{len(racing)} plans, {block} steps each", number, rounds)
             laps = race(
@@ -237,7 +236,7 @@ class Contest:
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
         """Whether a plan stays out for want of time; fp32 never does, nor one that was timed before."""
         entry = self.entries[plan]
-        late = not admit_late and plan != BASELINE and not entry.rounds and time.monotonic() > self._deadline
+        late = not admit_late and plan != BASELINE and not entry.rounds and ranks.now() > self._deadline
         if late:
             entry.reason = "not tried: the time was spent"
             self._close(plan)
@@ -277,20 +276,23 @@ class Contest:
                 self._block = max(1, min(16, round(BLOCK_S / min(t for t in lap.times_s if t is not None))))
 
     def _open(self, plan: Plan) -> None:
-        try:
+        def build() -> None:  # a run that another rank could not build is closed with the others
             run = TrainingRun(self._workload, plan, self._device, self._seed, self._initial, self._compile)
+            self._runs[plan] = run
+            self._initial = self._initial or run.weights()
+
+        try:
+            ranks.together(f"building {plan}", build)
         except Exception as error:
             if plan == BASELINE:
                 raise
             self._lost(plan, error)
-            return
-        self._initial = self._initial or run.weights()
-        self._runs[plan] = run
 
     def _lost(self, plan: Plan, error: Exception) -> None:
         self.entries[plan].reason = unfit(error)
         if plan != BASELINE:
             self._close(plan)
+            self.entries[plan].losses = []  # cut short, and not at the same step on every rank
 
     def _close(self, plan: Plan) -> None:
         run = self._runs.pop(plan, None)

@@ -180,6 +180,8 @@ class Evidence:
         complete: False where the search was interrupted or ran out of its budget.
         settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and such.
         environment: Machine, versions, commit.
+        world_size: Ranks that measured together, 1 for a process alone. Every time is the slowest rank's, every peak the
+            largest, and every damage the worst.
         candidates: The plans considered, the chosen one first, then by time.
         regions: The model's regions, in the model's order.
         histograms: Of the gradients.
@@ -205,6 +207,7 @@ class Evidence:
     environment: Environment
     candidates: tuple[Candidate, ...]
     regions: tuple[RegionEvidence, ...]
+    world_size: int = 1
     histograms: tuple[Histogram, ...] = ()
     scale: ScaleWindow | None = None
     floor: float | None = None

@@ -13,12 +13,17 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from castwise.measure import ranks
+from castwise.measure.failures import unfit
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import ParityResult, ParityTest
-from castwise.numerics.probes import Trial, unfit
+from castwise.numerics.probes import Trial
 from castwise.plan import Plan
 from castwise.tuning.units import Unit, exempt, only
+
+T = TypeVar("T")
 
 __all__ = ["Blame", "NumericsSearch", "Repair"]
 
@@ -113,7 +118,7 @@ class NumericsSearch:
             Exception: What the plan raised, where it cannot run.
         """
         self._say(f"gradients under {plan}")
-        return self._test.judge(self._test.prober.trial(plan, range(self._first)))
+        return self._judged(plan, range(self._first))
 
     def verify(self, plan: Plan) -> ParityResult:
         """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first.
@@ -128,9 +133,30 @@ class NumericsSearch:
         start = self._first
         if len(prober.micros) < start + self._first:
             self._say("fresh batches in fp32")
-            prober.extend(self._first)
+            ranks.together("fresh batches in fp32", lambda: prober.extend(self._first))
         self._say("fresh batches under the plan")
-        return self._test.judge(prober.trial(plan, range(start, start + self._first)))
+        return self._judged(plan, range(start, start + self._first))
+
+    def _judged(self, plan: Plan, indices: range) -> ParityResult:
+        test = self._test
+        return self._worst(
+            f"gradients under {plan}", lambda: test.judge(test.prober.trial(plan, indices)), self._badness
+        )
+
+    def _worst(self, what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
+        """The worst that ranks in lockstep find; the passes it took are counted alike on all."""
+        prober = self._test.prober
+        try:
+            found = ranks.worst(what, work, weight)
+        except Exception:
+            prober.passes = ranks.worst("passes", lambda: prober.passes, int)
+            raise
+        prober.passes = ranks.worst("passes", lambda: prober.passes, int)
+        return found
+
+    def _badness(self, found: ParityResult) -> tuple[int, float]:
+        size = self._severity_of(found)
+        return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
         """Keep as few units in fp32 as make a plan pass.
@@ -188,7 +214,7 @@ class NumericsSearch:
     def _joint(self, plan: Plan) -> ParityResult | None:
         self._say(f"gradients under {plan}")
         try:
-            return self._test.judge(self._test.prober.trial(plan, range(min(JOINT, self._first))))
+            return self._judged(plan, range(min(JOINT, self._first)))
         except Exception:  # it cannot run: more has to be kept
             return None
 
@@ -203,8 +229,12 @@ class NumericsSearch:
         self._say(f"{', '.join(patterns)} alone in {plan.compute}" if len(patterns) < 3 else
                   f"{len(patterns)} regions alone in {plan.compute}")  # fmt: skip
         try:
-            trial = self._test.prober.trial(only(plan, self._units, patterns), range(QUICK))
-            blame = self._blame(patterns, trial)
+            alone = only(plan, self._units, patterns)
+            blame = self._worst(
+                f"gradients under {alone}",
+                lambda: self._blame(patterns, self._test.prober.trial(alone, range(QUICK))),
+                lambda found: math.inf if math.isnan(found.severity) else found.severity,
+            )
         except Exception as error:  # a region that cannot run low is to be kept
             blame = Blame(patterns, math.inf, math.inf, unfit(error))
         self._probes[key] = blame

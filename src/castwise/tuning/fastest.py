@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from castwise.formats import LOW
+from castwise.measure import ranks
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plan import Plan
@@ -46,10 +47,10 @@ def find_fastest(search: SearchState) -> None:
     """
     settings, model = search.settings, search.model
     assert model is not None
-    plans, dropped = whole_step_plans(
+    plans, dropped = ranks.same("the candidates", whole_step_plans(
         settings.formats, search.device, model, search.workload.optimizer(model.parameters()),
         has_images=search.images, goal=settings.goal, used=search.used,
-    )  # fmt: skip
+    ))  # fmt: skip
     for name, reason in dropped.items():
         if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
             search.notes.append(f"{name}: {reason}")
@@ -254,5 +255,11 @@ def _said(trained: Verification) -> str:
 def _lost(search: SearchState, plan: Plan) -> float | None:
     assert search.model is not None
     workload, seed = search.workload, search.settings.seed
-    batches = iter(workload.batches(seed))
-    return lost_updates(search.model, workload.loss, batches, workload.optimizer, plan, search.device, seed)
+    model = search.model
+
+    def share() -> float | None:
+        batches = iter(workload.batches(seed))
+        return lost_updates(model, workload.loss, batches, workload.optimizer, plan, search.device, seed)
+
+    lost: float | None = ranks.worst("lost updates", share, lambda found: found or 0.0)
+    return lost

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from castwise.measure import stats
+from castwise.measure import ranks, stats
 from castwise.measure.environment import environment
 from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
 from castwise.numerics.parity import ParityResult
@@ -53,6 +53,7 @@ def evidence(search: Search, command: str) -> Evidence:
             if f.name not in ("formats", "goal")
         },
         environment=environment(search.device, command),
+        world_size=ranks.count(),
         candidates=_candidates(search),
         regions=_regions(search),
         histograms=_histograms(search),

@@ -10,6 +10,9 @@
 6. *Verification.* The winner's gradients on fresh batches; where it fails there, the next one. Where the gradients leave
    it in doubt, training runs against fp32 decide.
 
+The ranks of a process group search in lockstep: each runs all of this, and what could differ between them goes through
+:mod:`castwise.measure.ranks`.
+
 Steps 2 to 6 are :mod:`castwise.tuning.fastest`; with ``goal="numerics"`` the regions alone are sought
 (:mod:`castwise.tuning.exemptions`).
 """
@@ -23,6 +26,7 @@ import torch
 from castwise.casting.trees import map_tensors
 from castwise.errors import StateError
 from castwise.formats import LOW
+from castwise.measure import ranks
 from castwise.measure.steps import build_model, to_device
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
@@ -56,6 +60,12 @@ class Search(SearchState):
             CastwiseError: The workload cannot be tuned: it fails in fp32, or there is no time.
         """
         settings = self.settings
+        if ranks.count() > 1:
+            self.notes.append(
+                f"Measured on {ranks.count()} ranks at once, each with the same weights and batches: times and peak memory "
+                "are the slowest and largest rank's, and gradients the worst rank's. What gradients cost on their way "
+                "between ranks is not in the times."
+            )
         if settings.budget_s < LEAST_S:
             raise StateError(
                 f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
@@ -83,7 +93,7 @@ class Search(SearchState):
         """Run fp32 on a few batches, and look at the model."""
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
-        adam = is_adam(workload.optimizer(model.parameters()))
+        adam = ranks.same("the optimizer", is_adam(workload.optimizer(model.parameters())))
         low = [name for name in settings.formats if name in LOW]
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
@@ -108,10 +118,10 @@ class Search(SearchState):
             return workload.loss(prober.model, micros[0].batch)
 
         seed_all(settings.seed)
-        self.units = find_units(prober.model, step)
-        self.used = frozenset(operators_used(step))
+        self.units = ranks.same("the regions", find_units(prober.model, step))
+        self.used = ranks.same("the operators", frozenset(operators_used(step)))
         self.numerics = NumericsSearch(self.test, self.units, self.tell)
-        self.images = any(t.dim() == 4 for t in _floating(micros[0].batch)) or any(
+        self.images = ranks.same("images", any(t.dim() == 4 for t in _floating(micros[0].batch))) or any(
             unit.kind.startswith(("Conv2d", "ConvTranspose2d")) for unit in self.units
         )
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from castwise.measure import ranks
+from castwise.measure.failures import unfit
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
-from castwise.numerics.probes import unfit
 from castwise.plan import PRESETS, Plan
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.contest import Contest
@@ -21,7 +22,7 @@ from castwise.tuning.unit_costs import Cost
 from castwise.tuning.units import Unit
 from castwise.workload import Workload
 
-__all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "SearchState", "Settings"]
+__all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
 
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
@@ -119,10 +120,14 @@ class SearchState:
 
     def __post_init__(self) -> None:
         """Start the clock."""
-        self.start = time.monotonic()
+        self.start = ranks.now()
 
     def left_s(self) -> float:
-        """Seconds of the budget that are left."""
+        """Seconds of the budget that are left, by rank 0's clock; collective."""
+        return self.settings.budget_s - (ranks.now() - self.start)
+
+    def left_here_s(self) -> float:
+        """The same by this process's clock: for progress, which rank 0 alone shows."""
         return self.settings.budget_s - (time.monotonic() - self.start)
 
     def known(self) -> str:
@@ -143,15 +148,17 @@ class SearchState:
         Args:
             name: Of the stage.
         """
-        start, passes = time.monotonic(), self.passes()
+        start, passes, ended = ranks.now(), self.passes(), False
         steps = self.contest.steps if self.contest is not None else 0
         self.now = name
         self.say(name, "", 0, 1)
         try:
             yield
+            ended = True
         finally:
             after = self.contest.steps if self.contest is not None else 0
-            self.stages.append(Stage(name, time.monotonic() - start, self.passes() - passes, after - steps))
+            end = ranks.now() if ended else time.monotonic()  # a rank that fails may be alone in it
+            self.stages.append(Stage(name, end - start, self.passes() - passes, after - steps))
             self.say(name, "", 1, 1)
 
     def passes(self) -> int:
@@ -173,7 +180,7 @@ class SearchState:
             plan: Any.
         """
         assert self.test is not None
-        return with_measured_scale(plan, self.test.range)
+        return ranks.same("a loss scale", with_measured_scale(plan, self.test.range))
 
     def find(self, plan: Plan) -> ParityResult | None:
         """Test a plan on the search's microbatches, once per numerics.

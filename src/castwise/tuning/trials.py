@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from castwise.errors import PlanError
+from castwise.measure import ranks
 from castwise.measure.steps import TrainingRun
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import COMPARABLE, ParityResult
@@ -86,7 +87,11 @@ def training_trials(
             finally:
                 run.close()
     on_progress(seeds, seeds)
-    return judge_losses(reference, candidate, steps)
+    verdicts = ("not worse", "not shown", "worse")
+    return ranks.worst(
+        "the losses of training runs", lambda: judge_losses(reference, candidate, steps),
+        lambda found: (verdicts.index(found.verdict), found.upper),
+    )  # fmt: skip
 
 
 def is_doubtful(found: ParityResult) -> bool:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from castwise.casting import autocast
 from castwise.casting.trees import cast_floating, map_tensors
 from castwise.formats import FORMATS
+from castwise.measure import ranks
+from castwise.measure.failures import unfit
 from castwise.measure.timing import synchronize
-from castwise.numerics.probes import unfit
 from castwise.tuning.units import Unit
 
 __all__ = ["Cost", "losing_units", "measure_costs", "not_faster"]
@@ -97,12 +98,12 @@ def measure_costs(
     calls = _calls(model, loss, batch, [unit for unit in units if not unit.inner])
     parts: dict[str, list[tuple[int, Cost]]] = {}
     spent: set[str] = set()
-    start = time.monotonic()
+    start = ranks.now()
     ordered = sorted(
         calls, key=lambda c: -_size(c.args) * sum(c.counts.values())
     )  # what matters most comes first
     for call in ordered:
-        if time.monotonic() - start > budget_s:
+        if ranks.now() - start > budget_s:
             spent.update(call.counts)
             continue
         on_progress(f"{type(call.module).__name__} in {', '.join(call.counts)}")
@@ -209,14 +210,17 @@ def _size(value: Any) -> int:
 
 
 def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool) -> Cost:
-    module = copy.deepcopy(call.module)
-    for part in module.modules():  # its inputs are leaves here, which nothing may write to
-        if getattr(part, "inplace", False) is True:
-            part.inplace = False  # type: ignore[assignment]
-    args, kwargs = call.args, call.kwargs
-    if channels_last:
+    def copied() -> tuple[nn.Module, Any, Any]:
+        module = copy.deepcopy(call.module)
+        for part in module.modules():  # its inputs are leaves here, which nothing may write to
+            if getattr(part, "inplace", False) is True:
+                part.inplace = False  # type: ignore[assignment]
+        if not channels_last:
+            return module, call.args, call.kwargs
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        args, kwargs = map_tensors(_to_channels_last, args), map_tensors(_to_channels_last, kwargs)
+        return module, map_tensors(_to_channels_last, call.args), map_tensors(_to_channels_last, call.kwargs)
+
+    module, args, kwargs = ranks.each("a copy of a module", copied)
     ways: dict[tuple[str, bool], Callable[[], None]] = {
         ("fp32", False): _runner(module, args, kwargs, None, False, device)
     }
@@ -227,11 +231,9 @@ def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_la
             if slowdown > HOPELESS:
                 reasons[name] = f"takes {slowdown:.0f} times as long as fp32"
                 continue
-            ways[name, False] = _runner(module, args, kwargs, name, False, device)
-            ways[name, False]()
-            ways[name, True] = _runner(module, args, kwargs, name, True, device)
+            run = functools.partial(_both, module, args, kwargs, name, device)
+            ways[name, False], ways[name, True] = ranks.each(f"a module in {name}", run)
         except Exception as error:
-            ways.pop((name, False), None)
             reasons[name] = unfit(error)
     seconds = _interleaved(ways, device)
     return Cost(
@@ -239,6 +241,15 @@ def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_la
         {name: best for (name, bordered), best in seconds.items() if bordered},
         reasons,
     )
+
+
+def _both(
+    module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A module among others of a low format, which has run once, and in fp32 among them."""
+    in_low = _runner(module, args, kwargs, low, False, device)
+    in_low()
+    return in_low, _runner(module, args, kwargs, low, True, device)
 
 
 def _to_channels_last(tensor: Tensor) -> Tensor:
@@ -250,16 +261,19 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 def _interleaved(
     ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device
 ) -> dict[tuple[str, bool], float]:
-    best = dict.fromkeys(ways, math.inf)
-    for number in range(ROUNDS):
-        for way, run in ways.items():
+    def a_round() -> list[float]:
+        seconds = []
+        for run in ways.values():
             synchronize(device)
             start = time.perf_counter()
             run()
             synchronize(device)
-            if number:  # the first builds kernels
-                best[way] = min(best[way], time.perf_counter() - start)
-    return best
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    ranks.slowest("the first round of a module", a_round)  # builds kernels
+    rounds = [ranks.slowest("a round of a module", a_round) for _ in range(ROUNDS - 1)]
+    return {way: min(times) for way, times in zip(ways, zip(*rounds, strict=True), strict=True)}
 
 
 def _runner(
@@ -328,13 +342,13 @@ def _slowdown_on_a_piece(module: nn.Module, args: Any, kwargs: Any, low: str, de
         cut = map_tensors(functools.partial(_piece, features_first=features_first), args)
         plain, reduced = (_runner(module, cut, kwargs, name, False, device) for name in (None, low))
         try:
-            plain()
+            ranks.together("a module on a piece", plain)
         except Exception:  # the module does not take such a piece
             continue
         break
     else:
         return 1.0
-    reduced()
+    ranks.together(f"a module on a piece in {low}", reduced)
     seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device)
     return seconds[low, False] / max(seconds["fp32", False], 2e-5)  # dispatch alone says nothing
 

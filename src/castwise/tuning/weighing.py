@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 from castwise.errors import CastwiseError
+from castwise.measure import ranks
 from castwise.measure.memory import measure_memory
 from castwise.plan import Plan
 from castwise.tuning.axes import name_of, simplicity
@@ -34,18 +36,20 @@ def weigh(search: SearchState, plans: Sequence[Plan]) -> None:
             break
         search.say(search.now, name_of(plan), number, len(plans))
         try:
-            memory = measure_memory(
-                search.spec or search.workload,
-                plan,
-                search.device,
-                seed=search.settings.seed,
-                inference=False,
-            )
+            measure = functools.partial(_peak_bytes, search, plan)
+            peak = ranks.worst(f"the memory of {plan}", measure, lambda found: found or 0)
         except (CastwiseError, OSError) as error:
             search.notes.append(f"{name_of(plan)}: {error}")
             continue
-        if memory.training_peak_bytes is not None:
-            search.peaks[plan] = memory.training_peak_bytes
+        if peak is not None:
+            search.peaks[plan] = peak
+
+
+def _peak_bytes(search: SearchState, plan: Plan) -> int | None:
+    memory = measure_memory(
+        search.spec or search.workload, plan, search.device, seed=search.settings.seed, inference=False
+    )
+    return memory.training_peak_bytes
 
 
 def weight(search: SearchState, plan: Plan) -> tuple[float, int]:

@@ -1,0 +1,24 @@
+"""Save and resume a training, across plans and layouts.
+
+    saving = checkpoint.save("runs/a", step, model=model, optimizers=optimizer, amp=amp, asynchronous=True)
+    ...
+    found = checkpoint.newest("runs/a")
+    if found:
+        step = checkpoint.load(found, model=model, optimizers=optimizer, amp=amp).step
+
+Tensors are written by torch.distributed.checkpoint, each rank its own shards, and so load under another layout.
+Weights are written in fp32 under the model's own keys, optimizer state under the names of the model's parameters, and
+so they load under another plan. Everything that is no tensor is JSON.
+
+``ranks``: what several ranks decide together. ``tree``: nested values as JSON and tensors. ``contents``: what is
+saved of a model, its optimizers and a session. ``folder``: complete checkpoints, and how they become so.
+``storage``: tensors to files and back. ``saving`` and ``loading``: the calls.
+"""
+
+from __future__ import annotations
+
+from castwise.checkpoint.folder import Skipped
+from castwise.checkpoint.loading import Found, Loaded, load, newest
+from castwise.checkpoint.saving import Saving, save
+
+__all__ = ["Found", "Loaded", "Saving", "Skipped", "load", "newest", "save"]

@@ -1,0 +1,147 @@
+"""What is saved of a model, its optimizers and a session."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise import masters
+from castwise.checkpoint.names import Names
+from castwise.checkpoint.ranks import Ranks
+from castwise.checkpoint.tree import encode
+from castwise.errors import CheckpointError
+from castwise.session import Amp
+
+__all__ = ["Contents", "collect", "merge", "random_states"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one rank saves.
+
+    Attributes:
+        tensors: By name: ``model.…``, ``optimizer.…``, ``extra.…``, ``rng.…``.
+        common: As JSON: what is equal on ranks that hold the same weights.
+        own: As JSON: what is this rank's alone.
+    """
+
+    tensors: dict[str, Tensor]
+    common: dict[str, Any]
+    own: dict[str, Any]
+
+
+def collect(
+    model: nn.Module, optimizers: Sequence[Optimizer], amp: Amp, extra: Any, ranks: Ranks
+) -> Contents:
+    """Everything to be saved, in the memory that it is trained in.
+
+    Weights are fp32, from the masters where there are any; optimizer state is as the optimizer holds it, without a
+    step being made to get some.
+
+    Raises:
+        CheckpointError: Something that cannot be saved.
+    """
+    names = Names(model, amp)
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, value in masters.fp32_state_dict(names.model).items():
+        name = names.saved[key]
+        values[name] = encode(value, f"model.{name}", tensors)
+    common = {
+        "model": values,
+        "aliases": names.aliases(),
+        "optimizers": [
+            _optimizer(index, optimizer, groups, tensors)
+            for index, (optimizer, groups) in enumerate(zip(optimizers, names.of(optimizers), strict=True))
+        ],
+        "extra": encode(extra, "extra", tensors),
+    }
+    own = {
+        "amp": encode(amp.state_dict(), "amp", tensors),
+        "rng": encode(random_states(amp), f"rng.{ranks.rank}", tensors),
+    }
+    return Contents(tensors, common, own)
+
+
+def _optimizer(
+    index: int, optimizer: Optimizer, groups: list[list[str]], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """An optimizer's state dict, by names instead of numbers."""
+    saved = optimizer.state_dict()
+    name_of = {
+        number: name
+        for group, names in zip(saved["param_groups"], groups, strict=True)
+        for number, name in zip(group["params"], names, strict=True)
+    }
+    options = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
+    return {
+        "class": type(optimizer).__qualname__,
+        "options": [
+            encode(group, f"optimizer.{index}.options.{number}", tensors)
+            for number, group in enumerate(options)
+        ],
+        "group_of": {name: number for number, names in enumerate(groups) for name in names},
+        "state": {
+            name_of[number]: encode(state, f"optimizer.{index}.{name_of[number]}", tensors)
+            for number, state in saved["state"].items()
+        },
+    }
+
+
+def random_states(amp: Amp) -> dict[str, Tensor]:
+    """The states of torch's generators on this rank, by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    if amp.device_type != "cpu":
+        states[amp.device_type] = torch.get_device_module(amp.device_type).get_rng_state()
+    return states
+
+
+def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
+    """What all ranks save that is no tensor, on the first rank; empty on the others. A collective.
+
+    Raises:
+        CheckpointError: Ranks whose optimizers differ in class.
+    """
+    # With many ranks, most hold what the first one holds: those send nothing.
+    digest = _digest(contents.common)
+    common = None if ranks.first(lambda: digest) == digest and ranks.rank else contents.common
+    parts = ranks.to_first((common, contents.own))
+    return ranks.agree(lambda: _merge([c for c, _ in parts if c], [own for _, own in parts]))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _merge(commons: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any]:
+    if not commons:
+        return {}
+    first: dict[str, Any] = {**commons[0], "optimizers": []}
+    for common in commons:
+        first["model"] = {**common["model"], **first["model"]}
+        first["aliases"] = {**common["aliases"], **first["aliases"]}
+        for index, optimizer in enumerate(common["optimizers"]):
+            if index == len(first["optimizers"]):
+                first["optimizers"].append({**optimizer, "options": [], "group_of": {}, "state": {}})
+            _add(first["optimizers"][index], optimizer, index)
+    return {**first, "ranks": own}
+
+
+def _add(known: dict[str, Any], more: Mapping[str, Any], index: int) -> None:
+    if known["class"] != more["class"]:
+        raise CheckpointError(
+            f"save: optimizer {index} is a {known['class']} on one rank and a {more['class']} on another"
+        )
+    offset = len(known["options"])
+    known["options"] += more["options"]
+    known["group_of"] = {
+        **{name: number + offset for name, number in more["group_of"].items()}, **known["group_of"]
+    }  # fmt: skip
+    known["state"] = {**more["state"], **known["state"]}

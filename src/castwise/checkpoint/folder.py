@@ -1,0 +1,234 @@
+"""Complete checkpoints in a folder, and how a checkpoint becomes complete.
+
+A checkpoint is written into a hidden folder and renamed once everything is on disk, so a folder named ``step-…`` is
+whole unless somebody damages it later; its manifest, written last, says what belongs to it. Beside the checkpoints
+of ``runs/a`` there may lie, after a crash: ``.step-00000123.partial``, which was never finished;
+``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The
+next save removes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from castwise.errors import CheckpointError
+
+__all__ = ["Draft", "Skipped", "candidates", "measure", "read_json", "read_manifest", "wrong_files"]
+
+FORMAT = "castwise checkpoint"
+VERSION = 1
+MANIFEST = "checkpoint.json"
+VALUES = "values.json"
+"""What is saved and no tensor."""
+_NAME = re.compile(r"step-(\d+)")
+_HIDDEN = re.compile(r"\.step-(\d+)\.(partial|replaced|deleted)")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A folder that was passed over.
+
+    Attributes:
+        path: The folder.
+        reason: What is wrong with it.
+    """
+
+    path: Path
+    reason: str
+
+
+def candidates(folder: Path) -> list[tuple[int, Path]]:
+    """The folders that are or might have been checkpoints, by step, the latest first; none where there is no folder."""
+    found: dict[tuple[int, bool], Path] = {}
+    replaced: dict[int, Path] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        plain, hidden = _NAME.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
+        if plain and path.is_dir():
+            found[int(plain[1]), True] = path
+        elif hidden and hidden[2] == "partial":
+            found[int(hidden[1]), False] = path
+        elif hidden and hidden[2] == "replaced":
+            replaced[int(hidden[1])] = path
+    for step, path in replaced.items():  # a crash between the two renames that replace a checkpoint
+        found.setdefault((step, True), path)
+    return [(step, path) for (step, _), path in sorted(found.items(), reverse=True)]
+
+
+def read_manifest(path: Path) -> dict[str, Any] | str:
+    """The manifest of a checkpoint, or what is wrong with it."""
+    if path.name.endswith(".partial"):
+        return "was never finished: the save was interrupted"
+    try:
+        manifest = read_json(path / MANIFEST)
+    except FileNotFoundError:
+        return f"has no {MANIFEST}: damaged, or another program's"
+    except (OSError, ValueError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
+        return f"its {MANIFEST} is not one of castwise's"
+    if manifest.get("version") != VERSION:
+        return (
+            f"has format version {manifest.get('version')!r}, and this castwise reads {VERSION}; use the castwise that "
+            f"wrote it, {manifest.get('castwise')}"
+        )
+    return manifest
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """Size in bytes and crc32 of a file. Reads all of it, at 1 to 4 GB/s where the disk keeps up."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    return {"size": size, "crc32": f"{crc:08x}"}
+
+
+def wrong_files(
+    path: Path, files: Iterable[tuple[str, Mapping[str, Any]]], *, checksums: bool = True
+) -> str | None:
+    """The first of some files that is not what the manifest says, in words, or None.
+
+    Args:
+        path: The checkpoint.
+        files: Names and what :func:`measure` returned for them.
+        checksums: Compare contents too, which reads every file; otherwise sizes alone.
+    """
+    for name, wanted in files:
+        try:
+            size = (path / name).stat().st_size
+            if size != wanted["size"]:
+                return f"{name} has {size:,} bytes instead of {wanted['size']:,}"
+            if checksums and measure(path / name)["crc32"] != wanted["crc32"]:
+                return f"{name} has the right size and wrong contents (crc32)"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+    return None
+
+
+class Draft:
+    """A checkpoint that is being written. Used on the first rank, but for its names.
+
+    Args:
+        folder: Where the checkpoints of a training lie.
+        step: Number of the checkpoint.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+        self.path = folder / f"step-{step:08d}"
+        self.partial = self._hidden("partial")
+
+    def _hidden(self, kind: str) -> Path:
+        return self.folder / f".{self.path.name}.{kind}"
+
+    def begin(self, values: Any) -> None:
+        """Remove what earlier crashes have left, and start the hidden folder with what is no tensor.
+
+        Raises:
+            CheckpointError: Another program's folder has the name.
+        """
+        if self.path.exists() and not _is_ours(self.path):
+            raise CheckpointError(
+                f"save(step={self.step}): {self.path} exists and has no manifest of castwise's, so it is not replaced; move it "
+                "away, or save into another folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in list(self.folder.iterdir()):
+            match = _HIDDEN.fullmatch(path.name)
+            if match and (match[2] != "replaced" or (self.folder / f"step-{match[1]}").exists()):
+                shutil.rmtree(path)
+        self.partial.mkdir()
+        _write_json(self.partial / VALUES, values, indent=None)
+
+    def contents(self) -> list[str]:
+        """Names of the files written so far."""
+        return sorted(path.name for path in self.partial.iterdir())
+
+    def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make the checkpoint the newest: manifest, rename, all on disk before the next.
+
+        Args:
+            about: What the manifest says besides the files.
+            files: Names, and what :func:`measure` returned for them.
+        """
+        manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
+        _write_json(self.partial / MANIFEST, manifest)
+        _sync(self.partial)
+        replaced = self._hidden("replaced")
+        if self.path.exists():
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            self.path.rename(replaced)
+        self.partial.rename(self.path)
+        _sync(self.folder)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def prune(self, keep: int) -> None:
+        """Delete complete checkpoints of earlier steps, all but the last ``keep`` including this one.
+
+        Damaged ones, other programs' and those of later steps stay.
+        """
+        complete = []
+        for step, path in candidates(self.folder):
+            manifest = read_manifest(path) if step <= self.step else ""
+            if isinstance(manifest, dict) and not wrong_files(
+                path, manifest["files"].items(), checksums=False
+            ):
+                complete.append(path)
+        for path in complete[keep:]:
+            doomed = path.with_name(f".{path.name.strip('.').partition('.')[0]}.deleted")
+            path.rename(doomed)  # so that half a checkpoint never has a checkpoint's name
+            shutil.rmtree(doomed)
+
+    def abandon(self) -> None:
+        """Give back the space of a checkpoint that could not be finished."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def later(self) -> Path | None:
+        """A checkpoint of a later step, which would be newer than this one."""
+        for step, path in candidates(self.folder):
+            if step > self.step and isinstance(read_manifest(path), dict):
+                return path
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        manifest = read_json(path / MANIFEST)
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=indent)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on disk; Windows does that by itself and cannot open folders."""
+    if os.name != "nt":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

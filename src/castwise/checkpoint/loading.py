@@ -1,0 +1,167 @@
+"""``newest`` and ``load``: continue from a checkpoint, under this plan and layout or another."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise.checkpoint.folder import Skipped, candidates, read_manifest, wrong_files
+from castwise.checkpoint.ranks import Ranks
+from castwise.checkpoint.restore import Restore
+from castwise.checkpoint.saving import as_list, settle
+from castwise.errors import CheckpointError
+from castwise.session import Amp
+
+__all__ = ["Found", "Loaded", "load", "newest"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete checkpoint of a folder; false where there is none.
+
+    Attributes:
+        path: Where it lies; None if there is none.
+        step: Its number; -1 if there is none.
+        skipped: Later ones that are not complete, or not checkpoints, and why.
+        manifest: What its manifest says: plan, world size, versions, files.
+    """
+
+    path: Path | None = None
+    step: int = -1
+    skipped: tuple[Skipped, ...] = ()
+    manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __bool__(self) -> bool:
+        return self.path is not None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its number.
+        extra: What :func:`save` was given; tensors are on the CPU.
+        plan: The plan that it was saved under, as one line.
+        world_size: How many ranks saved it.
+        random_state: Whether the random generators continue, which they do with as many ranks as saved.
+        skipped: As in :class:`Found`; empty where a path was given.
+    """
+
+    path: Path
+    step: int
+    extra: Any
+    plan: str
+    world_size: int
+    random_state: bool
+    skipped: tuple[Skipped, ...] = ()
+
+
+def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
+    """Find the newest complete checkpoint, the same on all ranks. Waits for one that is being saved.
+
+    Args:
+        folder: What :func:`save` was given; it need not exist.
+        checksums: Compare the crc32 of every file, which the ranks share: reads the checkpoint once, at 1 to 4 GB/s and
+            rank where the disk keeps up. Otherwise sizes alone are compared, in no time.
+        process_group: The ranks that look together; None for all.
+
+    Returns:
+        What was found. Folders that were passed over are named in ``skipped``.
+
+    Warns:
+        UserWarning: For each folder that was passed over, on the first rank.
+    """
+    settle()
+    ranks = Ranks(process_group)
+    skipped: list[Skipped] = []
+    found = Found()
+    for step, path in ranks.first(lambda: candidates(Path(folder))):
+        manifest = _verified(path, ranks, checksums)
+        if isinstance(manifest, dict):
+            found = Found(path, step, tuple(skipped), manifest)
+            break
+        skipped.append(Skipped(path, manifest))
+    if ranks.rank == 0:
+        for passed in skipped:
+            warnings.warn(
+                f"newest({os.fspath(folder)!r}): passed over {passed.path.name}: {passed.reason}",
+                stacklevel=2,
+            )
+    return found if found else Found(skipped=tuple(skipped))
+
+
+def _verified(path: Path, ranks: Ranks, checksums: bool) -> dict[str, Any] | str:
+    manifest = ranks.first(lambda: read_manifest(path))
+    if isinstance(manifest, str):
+        return manifest
+    files = sorted(manifest["files"].items())
+    reasons = ranks.every(lambda: wrong_files(path, files[ranks.rank :: ranks.size], checksums=checksums))
+    return next((reason for reason in reasons if reason is not None), manifest)
+
+
+def load(
+    checkpoint: str | os.PathLike[str] | Found,
+    *,
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    amp: Amp,
+    process_group: Any = None,
+) -> Loaded:
+    """Continue a training: weights, masters, optimizer state, loss scale and random generators.
+
+    All ranks call it, after ``prepare``. Under the plan and layout that saved, training goes on bit for bit. Under
+    another plan, masters take the full fp32 weights, and the loss scale is kept where both plans have one. Under
+    another layout, each rank reads what it needs. Nothing is changed unless everything fits, on all ranks; meanwhile
+    weights and state need their memory twice.
+
+    Args:
+        checkpoint: What :func:`newest` returned, or the path of one checkpoint, which is verified first.
+        model: As for :func:`save`.
+        optimizers: As for :func:`save`; none leaves the saved ones' state alone. Which kernel they use (``fused``,
+            ``foreach``) is not loaded.
+        amp: The session of the model.
+        process_group: The ranks that load together; None for all.
+
+    Returns:
+        What was loaded.
+
+    Raises:
+        CheckpointError: A checkpoint that is damaged or does not fit; all its misfits are named.
+    """
+    settle()
+    ranks = Ranks(process_group)
+    if not isinstance(checkpoint, Found):
+        path = Path(checkpoint)
+        manifest = _verified(path, ranks, checksums=True)
+        if isinstance(manifest, str):
+            raise CheckpointError(
+                f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
+            )
+        checkpoint = Found(path, manifest["step"], (), manifest)
+    if checkpoint.path is None:
+        raise CheckpointError(
+            "load: there is no complete checkpoint; start from the beginning where newest(folder) is false"
+        )
+    path, manifest = checkpoint.path, dict(checkpoint.manifest)
+    restore = ranks.agree(lambda: Restore(path, manifest, model, as_list(optimizers), amp, ranks))
+    restore.check(ranks)
+    ranks.agree(restore.read)
+    ranks.agree(restore.apply)
+    return Loaded(
+        path=path,
+        step=manifest["step"],
+        extra=restore.extra(),
+        plan=manifest["plan"],
+        world_size=manifest["world_size"],
+        random_state=restore.same_ranks,
+        skipped=checkpoint.skipped,
+    )

@@ -1,0 +1,248 @@
+"""One rank's part of a checkpoint: does it fit, read it, write it into the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from castwise import masters
+from castwise.checkpoint import storage
+from castwise.checkpoint.contents import random_states
+from castwise.checkpoint.folder import VALUES, read_json
+from castwise.checkpoint.names import Names
+from castwise.checkpoint.ranks import Ranks
+from castwise.checkpoint.tree import decode, names_of
+from castwise.errors import CheckpointError
+from castwise.session import Amp
+
+__all__ = ["Restore"]
+
+_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
+"""Options of an optimizer that choose a kernel: its own stay."""
+
+
+class Restore:
+    """A checkpoint and what it is to be loaded into.
+
+    Args:
+        path: A verified checkpoint.
+        manifest: Its manifest.
+        model: To be loaded into, as are the further arguments.
+        optimizers: None of them leaves the saved optimizers alone.
+        amp: The session.
+        ranks: Those that load.
+
+    Attributes:
+        same_ranks: Whether as many ranks load as saved, and each continues its own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Mapping[str, Any],
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        amp: Amp,
+        ranks: Ranks,
+    ) -> None:
+        self._path, self._step = path, manifest["step"]
+        self._values: dict[str, Any] = read_json(path / VALUES)
+        self._saved = storage.read_metadata(path).state_dict_metadata
+        self._amp, self._optimizers = amp, list(optimizers)
+        self._names = Names(model, amp)
+        self._updated = self._names.of(optimizers)
+        self._aliases = self._names.aliases()
+        self.same_ranks = manifest["world_size"] == ranks.size
+        self._own = self._values["ranks"][ranks.rank if self.same_ranks else 0]
+        self._tensors: dict[str, Tensor] = {}
+
+    # --- does it fit? -------------------------------------------------------------------------------------
+
+    def check(self, ranks: Ranks) -> None:
+        """Compare names and shapes on all ranks. A collective; changes nothing.
+
+        Raises:
+            CheckpointError: Something is missing, left over or of another shape.
+        """
+        held = ranks.every(lambda: (set(self._names.saved.values()), self._updated_sets()))
+        problems = ranks.every(
+            lambda: [
+                *self._misfits_of_model(set().union(*(keys for keys, _ in held))),
+                *self._misfits_of_optimizers([updated for _, updated in held]),
+            ]
+        )
+        different = dict.fromkeys(text for texts in problems for text in texts)
+        if different:
+            raise CheckpointError(
+                f"load({str(self._path)!r}): the checkpoint does not fit, and nothing was changed: {'; '.join(different)}. Load "
+                "into the model and the optimizers that saved it."
+            )
+
+    def _updated_sets(self) -> list[set[str]]:
+        return [{name for group in groups for name in group} for groups in self._updated]
+
+    def _misfits_of_model(self, held: set[str]) -> list[str]:
+        known = set(self._values["model"])
+        shapes, missing = [], []
+        for key, value in self._names.state.items():
+            name = self._names.saved[key]
+            if name not in known:
+                missing.append(name)
+                continue
+            saved = self._saved.get(f"model.{name}")
+            was = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "no tensor"
+            now = list(value.shape) if isinstance(value, Tensor) else "no tensor"
+            if was != now:
+                shapes.append(f"{name} ({was} saved, {now} here)")
+        return [
+            *_listed("the model has weights that were not saved", missing),
+            *_listed("weights were saved that the model has not", sorted(known - held)),
+            *_listed("weights have other shapes", shapes),
+        ]
+
+    def _misfits_of_optimizers(self, held: Sequence[list[set[str]]]) -> list[str]:
+        saved = self._values["optimizers"]
+        if not any(held):
+            return []
+        if len(saved) != len(self._optimizers):
+            return [f"{len(saved)} optimizers were saved, and there are {len(self._optimizers)} here"]
+        out = []
+        for index, (optimizer, was) in enumerate(zip(self._optimizers, saved, strict=True)):
+            kind = type(optimizer).__qualname__
+            if kind != was["class"]:
+                out.append(f"optimizer {index} was {was['class']} and is {kind} here")
+                continue
+            here = self._updated_sets()[index]
+            everywhere = set().union(*(updated[index] for updated in held if index < len(updated)))
+            everywhere = {self._first_name(name) for name in everywhere}
+            before = {self._first_name(name) for name in was["group_of"]}
+            out += _listed(
+                f"optimizer {index} did not update",
+                [n for n in sorted(here) if self._first_name(n) not in before],
+            )
+            out += _listed(f"optimizer {index} updated also", sorted(before - everywhere))
+            for number, names in enumerate(self._updated[index]):
+                groups = [was["options"][was["group_of"][n]] for n in map(self._name_in(was), names) if n]
+                if any(group != groups[0] for group in groups):
+                    out.append(
+                        f"group {number} of optimizer {index} joins parameters that had different options"
+                    )
+        return out
+
+    def _first_name(self, name: str) -> str:
+        """One name for weights that are tied, here or where they were saved."""
+        name = self._values["aliases"].get(name, name)
+        return self._aliases.get(name, name)
+
+    def _name_in(self, was: Mapping[str, Any]) -> Any:
+        by_first = {self._first_name(name): name for name in was["group_of"]}
+        return lambda name: name if name in was["group_of"] else by_first.get(self._first_name(name))
+
+    # --- read ---------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read everything that this rank needs into new tensors. Changes nothing."""
+        for key, value in self._names.state.items():
+            if isinstance(value, Tensor):
+                name = f"model.{self._names.saved[key]}"
+                self._tensors[name] = self._like(name, value)
+        for index, optimizer in enumerate(self._optimizers):
+            was = self._values["optimizers"][index]
+            name_in = self._name_in(was)
+            for group, names in zip(optimizer.param_groups, self._updated[index], strict=True):
+                for parameter, name in zip(group["params"], names, strict=True):
+                    for tensor in names_of(was["state"].get(name_in(name))):
+                        self._tensors[tensor] = self._like(tensor, parameter)
+            for tensor in names_of(was["options"]):
+                self._tensors[tensor] = self._plain(tensor)
+        for tensor in names_of([self._values["extra"], self._own["rng"] if self.same_ranks else None]):
+            self._tensors[tensor] = self._plain(tensor)
+        storage.read(self._path, self._tensors)
+
+    def _plain(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        saved = self._saved[name]
+        assert isinstance(saved, TensorStorageMetadata)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+
+    def _like(self, name: str, owner: Tensor) -> Tensor:
+        """An empty tensor of what is saved, cut and placed as its parameter is."""
+        saved = self._saved[name]
+        assert isinstance(saved, TensorStorageMetadata)
+        owner = masters.model_param_of(owner).detach()
+        counter = name.endswith(".step") or (saved.size == torch.Size() and owner.dim() > 0)
+        if saved.size == owner.shape and not counter:
+            return torch.empty_like(owner, dtype=saved.properties.dtype)
+        mesh = getattr(owner, "device_mesh", None)
+        if counter or mesh is None:
+            return self._plain(name, "cpu" if counter else owner.device)
+        from torch.distributed import tensor
+
+        return tensor.empty(  # such as Adafactor's rows and columns: every rank holds them whole
+            saved.size,
+            dtype=saved.properties.dtype,
+            device_mesh=mesh,
+            placements=[tensor.Replicate()] * mesh.ndim,
+        )
+
+    # --- write --------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Write what was read into model, optimizers, session and random generators."""
+        fetch = self._tensors.__getitem__
+        values = {key: decode(self._values["model"][name], fetch) for key, name in self._names.saved.items()}
+        self._names.model.load_state_dict(values)
+        for index, optimizer in enumerate(self._optimizers):
+            optimizer.load_state_dict(self._state_of(index, optimizer))
+        self._amp.load_state_dict(decode(self._own["amp"], fetch))
+        if self.same_ranks:
+            states = decode(self._own["rng"], fetch)
+            for device_type in random_states(self._amp).keys() & states.keys():
+                where = torch if device_type == "cpu" else torch.get_device_module(device_type)
+                where.set_rng_state(states[device_type])
+
+    def _state_of(self, index: int, optimizer: Optimizer) -> dict[str, Any]:
+        """The saved state of an optimizer, by numbers, as its own state dict has it."""
+        was = self._values["optimizers"][index]
+        name_in = self._name_in(was)
+        fetch = self._tensors.__getitem__
+        state: dict[int, Any] = {}
+        groups = []
+        count = 0
+        for group, names in zip(optimizer.param_groups, self._updated[index], strict=True):
+            numbers = range(count, count + len(names))
+            count += len(names)
+            saved = map(name_in, names)
+            options = {key: value for key, value in group.items() if key != "params"}
+            for number, name in zip(numbers, saved, strict=True):
+                if name in was["state"]:
+                    state[number] = decode(was["state"][name], fetch)
+                loaded = decode(was["options"][was["group_of"][name]], fetch)
+                options = {**options, **{k: v for k, v in loaded.items() if k not in _HOW_NOT_WHAT}}
+            options = {key: _as_kind(value, group.get(key)) for key, value in options.items()}
+            groups.append({**options, "params": list(numbers)})
+        return {"state": state, "param_groups": groups}
+
+    def extra(self) -> Any:
+        """What was saved as ``extra``."""
+        return decode(self._values["extra"], self._tensors.__getitem__)
+
+
+def _as_kind(value: Any, own: Any) -> Any:
+    """A learning rate as a tensor where the optimizer has it so, and as a number where it does not."""
+    if isinstance(own, Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(own, value)
+    if isinstance(own, float) and isinstance(value, Tensor):
+        return value.item()
+    return value
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [f"{what}: {', '.join(names[:5])}{more}"] if names else []

@@ -1,0 +1,70 @@
+"""Gradients sent in bf16 or fp16, as communication hooks of DistributedDataParallel.
+
+torch's own ``bf16_compress_hook`` wants NCCL, and its ``fp16_compress_hook`` casts before it divides by the number of
+ranks, so that sums of scaled gradients overflow where their mean would not. These divide first, in fp32, and work
+on every backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["compress_to_bf16", "compress_to_fp16"]
+
+
+def _compressed(group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
+    group = group if group is not None else dist.group.WORLD
+    buffer = bucket.buffer()
+    low = (buffer / dist.get_world_size(group)).to(dtype)
+    future: Any = dist.all_reduce(low, group=group, async_op=True)
+
+    def widen(done: Any) -> Tensor:
+        buffer.copy_(done.value()[0])
+        return buffer  # type: ignore[no-any-return]
+
+    result: torch.futures.Future[Tensor] = future.get_future().then(widen)
+    return result
+
+
+def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients in bf16: half the bytes of fp32 on the wire, 8 bits of each gradient.
+
+    Args:
+        group: Process group, the first argument of ``ddp.register_comm_hook(group, hook)``; None for all ranks.
+        bucket: From DistributedDataParallel; its buffer ``[elements]`` keeps its dtype.
+
+    Returns:
+        Future of the buffer, averaged over ranks.
+
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose contract it keeps.
+    """
+    return _compressed(group, bucket, torch.bfloat16)
+
+
+def compress_to_fp16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients in fp16: half the bytes of fp32 on the wire, 11 bits of each gradient.
+
+    What overflows fp16 arrives as infinity on all ranks alike, and under a plan with a loss scale the step is skipped
+    and the scale shrinks; what lies below 6e-8 is lost.
+
+    Args:
+        group: Process group, the first argument of ``ddp.register_comm_hook(group, hook)``; None for all ranks.
+        bucket: From DistributedDataParallel; its buffer ``[elements]`` keeps its dtype.
+
+    Returns:
+        Future of the buffer, averaged over ranks.
+
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose contract it keeps.
+    """
+    return _compressed(group, bucket, torch.float16)
+
+
+if dist.is_available():  # DistributedDataParallel compares the annotations themselves, not their texts
+    for _hook in (compress_to_bf16, compress_to_fp16):
+        _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[Tensor]})  # type: ignore[attr-defined]

@@ -1,0 +1,104 @@
+"""Which parameters are cut, and into how many pieces that lie on different ranks.
+
+A DTensor says so itself. What cannot be seen is declared once: a weight cut by hand (``mark``), and a module that is
+one stage of a pipeline, whose every parameter lies on the ranks of that stage alone (``mark_stage``). Whatever is
+neither is held whole by every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from castwise import masters
+from castwise.errors import StateError
+
+__all__ = ["Pieces", "is_dtensor", "world_group"]
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing that."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def world_group(call: str) -> Any:
+    """The group of all ranks.
+
+    Raises:
+        StateError: torch.distributed is not initialised; ``call`` is named.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise StateError(f"{call}: torch.distributed is not initialised; call init_process_group first")
+    return dist.group.WORLD
+
+
+class Pieces:
+    """What has been declared, and what DTensors say."""
+
+    def __init__(self) -> None:
+        self._groups: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._dims: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._stages: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def mark(self, parameter: Tensor, group: Any, dim: int | None = None) -> None:
+        """Declare a parameter as this rank's piece.
+
+        Args:
+            parameter: The model's own parameter.
+            group: The ranks that hold the other pieces; None for all.
+            dim: Along which dimension the whole was cut, in the order of ranks; needed by checkpoints alone.
+
+        Raises:
+            StateError: torch.distributed is not initialised, or it is a DTensor, which needs no declaration.
+        """
+        everyone = world_group("mark_sharded")
+        if is_dtensor(parameter):
+            raise StateError("mark_sharded: a DTensor says itself how it is cut; leave the call out")
+        self._groups[parameter] = group if group is not None else everyone
+        self._dims[parameter] = dim
+
+    def mark_stage(self, module: nn.Module, group: Any) -> None:
+        """Declare a module as one of the stages that the ranks of ``group`` hold."""
+        for parameter in module.parameters():
+            self._stages[parameter] = group
+
+    def piece(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`mark` was given, else None."""
+        group = self._groups.get(parameter)
+        return None if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def group_of(self, parameter: Tensor) -> Any:
+        """The ranks that hold the pieces of a parameter that was declared; None of any other."""
+        return self._groups.get(parameter)
+
+    def dim_of(self, parameter: Tensor) -> int | None:
+        """Along which dimension a declared parameter was cut, where that was said."""
+        dim: int | None = self._dims.get(parameter)
+        return dim
+
+    @property
+    def declared(self) -> bool:
+        """Whether anything has been declared."""
+        return len(self._groups) > 0 or len(self._stages) > 0
+
+    def count(self, parameter: Tensor) -> int:
+        """On how many ranks lie different pieces of the parameter, or other parameters in its place.
+
+        A pipeline of 4 stages whose weights are cut in 2 by tensor parallelism gives 8, 1 is a parameter that every
+        rank holds whole.
+        """
+        parameter = masters.model_param_of(parameter)
+        count = 1
+        if is_dtensor(parameter):
+            sharded: Any = parameter
+            for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
+                if not placement.is_replicate():
+                    count *= size
+        for table in (self._groups, self._stages):
+            group = table.get(parameter)
+            if group is not None:
+                count *= dist.get_world_size(group)
+        return count

@@ -1,0 +1,73 @@
+"""DistributedDataParallel and FSDP2, recognised.
+
+DistributedDataParallel wraps a model after it was prepared, and tells nobody. But a module that becomes another's child
+is announced by a public hook of torch, and that is where a prepared model learns of it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from castwise import _torch
+from castwise.errors import StateError
+from castwise.parallel.pieces import is_dtensor
+
+__all__ = ["averaged_params", "ddp_around", "on_ddp"]
+
+_listeners: list[Callable[[DistributedDataParallel, nn.Module], None]] = []
+
+
+def _announce(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if name == "module" and child is not None and isinstance(parent, DistributedDataParallel):
+        for listener in _listeners:
+            listener(parent, child)
+
+
+def on_ddp(listener: Callable[[DistributedDataParallel, nn.Module], None]) -> None:
+    """Call ``listener(ddp, module)`` whenever DistributedDataParallel takes a module in, before it shares weights.
+
+    Its process group is known by then.
+    """
+    if not _listeners:
+        register_module_module_registration_hook(_announce)
+    if listener not in _listeners:
+        _listeners.append(listener)
+
+
+def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradients a DistributedDataParallel averages.
+
+    Raises:
+        StateError: One of them is cut by tensor parallelism, which it cannot hold.
+    """
+    params = [p for name, p in module.named_parameters() if name not in ddp.parameters_to_ignore]
+    for name, parameter in module.named_parameters():
+        if is_dtensor(parameter) or _torch.was_dtensor(parameter):
+            raise StateError(
+                f"DistributedDataParallel({type(module).__name__}): {name} is a DTensor, which it cannot hold under a plan. "
+                "For data parallelism over tensor parallelism take fully_shard(model, mesh=...) with the mesh (dp, 1, tp): "
+                "its first two dimensions replicate over dp and shard over one rank, which is the same."
+            )
+    return params
+
+
+def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that holds a module already. Looks through all objects, so it takes some time."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    for thing in gc.get_objects():
+        if not issubclass(
+            type(thing), DistributedDataParallel
+        ):  # isinstance would ask proxies, which answer with warnings
+            continue
+        inner = thing._modules.get("module")
+        if inner is not None and any(child is module for child in inner.modules()):
+            found: DistributedDataParallel = thing
+            return found
+    return None

@@ -1,0 +1,411 @@
+"""One small model, cut in every way, and its training under a plan on every layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import castwise
+
+WIDTH, HIDDEN, BLOCKS, BATCH = 16, 32, 4, 16
+
+
+class _Copy(torch.autograd.Function):
+    """Into a hand-written cut: the identity, whose gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].float().contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.to(grads[0].dtype), None
+
+
+class _Sum(torch.autograd.Function):
+    """Out of a hand-written cut: the sum over ranks, whose gradient is everyone's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.float()
+        dist.all_reduce(total, group=group)
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Block(nn.Module):
+    """A residual block; ``cut`` is the group over which its hidden units are divided by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.cut: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        if self.cut is not None:
+            h = _Copy.apply(h, self.cut)
+        h = self.down(torch.nn.functional.gelu(self.up(h)))
+        return x + (h if self.cut is None else _Sum.apply(h, self.cut))
+
+
+class Net(nn.Module):
+    """A stem, blocks and a head; a stage of a pipeline has some of them, under the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem: nn.Module | None = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleDict({str(i): Block() for i in range(BLOCKS)})
+        self.head: nn.Module | None = nn.Linear(WIDTH, 4)
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stem is not None:
+            x = self.stem(x)
+        for block in self.blocks.values():
+            if self.checkpointed:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def build() -> Net:
+    """The model with the weights that every run starts from."""
+    torch.manual_seed(0)
+    return Net()
+
+
+def stage(index: int, stages: int) -> Net:
+    """The ``index``-th of ``stages`` equal parts."""
+    net = build()
+    each = BLOCKS // stages
+    for i in range(BLOCKS):
+        if i // each != index:
+            del net.blocks[str(i)]
+    if index > 0:
+        net.stem = None
+    if index < stages - 1:
+        net.head = None
+    return net
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: ``[16, 8]`` and ``[16, 4]``."""
+    generator = torch.Generator().manual_seed(step % 5)
+    x = torch.randn(BATCH, 8, generator=generator)
+    return x, torch.stack([x[:, :4].sum(1), x[:, 0] * x[:, 1], x[:, 2].abs(), x[:, 3:].mean(1)], 1)
+
+
+LOSS = nn.functional.mse_loss
+
+
+@dataclass
+class Options:
+    """How a run is made."""
+
+    steps: int = 50
+    fused: bool = False
+    max_norm: float | None = 1.0
+    microbatches: int = 4
+    schedule: str = "1f1b"
+    compile: bool = False
+    checkpointed: bool = False
+    accumulate: int = 1
+    hook: str | None = None
+    """Compression of DDP's gradients."""
+    unscale_first: bool = False
+    plant: int | None = None
+    """Rank on which an infinity is planted in the third step."""
+    plant_late: bool = False
+    """After unscaling instead of before."""
+
+
+@dataclass
+class Trace:
+    """What became of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+
+
+def optimizer_of(params: Any, options: Options) -> torch.optim.Optimizer:
+    """SGD with momentum, which follows gradients linearly, so that rounding is not blown up.
+
+    Fused AdamW, since torch's fused SGD does not know DTensors; with a group for these, which it does not mix.
+    """
+    if options.fused:
+        params = list(params)
+        cut = [p for p in params if hasattr(p, "device_mesh")]
+        whole = [p for p in params if not hasattr(p, "device_mesh")]
+        groups = [{"params": some} for some in (cut, whole) if some]
+        return torch.optim.AdamW(groups, 0.003, fused=True)
+    return torch.optim.SGD(params, 0.05, momentum=0.9)
+
+
+def plant(optimizer: torch.optim.Optimizer) -> None:
+    """An infinity in one element of this rank's last gradient."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grad = params[-1].grad
+    local = grad.to_local() if hasattr(grad, "to_local") else grad
+    local.view(-1)[0] = float("inf")
+
+
+def infinite_gradient(model: nn.Module) -> Any:
+    """The same before DistributedDataParallel reduces: after it, gradients cannot differ."""
+    return next(model.parameters()).register_hook(lambda grad: torch.full_like(grad, float("inf")))
+
+
+class Run:
+    """A model on a layout, prepared."""
+
+    def __init__(self, plan: Any, options: Options) -> None:
+        self.options = options
+        self.amp = castwise.Amp(plan, device="cpu")
+        self.model: Any = None
+        self.modules: list[Any] = []
+        self.call: Any = None
+        self.optimizer: Any = None
+        self.schedule: Any = None
+        self.dp: Any = None
+        self.shards: dict[str, tuple[int, Any]] = {}
+        self.last = True
+        self.pp: Any = None
+
+    def mine(self, tensor: Tensor) -> Tensor:
+        """This rank's slice of the global batch."""
+        if self.dp is None:
+            return tensor
+        return tensor.chunk(dist.get_world_size(self.dp))[dist.get_rank(self.dp)]
+
+    def forward_backward(self, x: Tensor, y: Tensor) -> float | None:
+        """One pass over this rank's part of a global batch; the mean loss over ranks, on the last stage."""
+        x, y = self.mine(x), self.mine(y)
+        if self.schedule is not None:
+            losses: list[Tensor] = []
+            args = (x,) if self.pp[0] == 0 else ()
+            self.schedule.step(*args, target=y if self.last else None, losses=losses if self.last else None)
+            loss = torch.stack(losses).mean().detach() if self.last else None
+        else:
+            parts = list(zip(x.chunk(self.options.accumulate), y.chunk(self.options.accumulate), strict=True))
+            total = 0.0
+            for index, (a, b) in enumerate(parts):
+                inner = index < len(parts) - 1 and isinstance(self.call, nn.parallel.DistributedDataParallel)
+                with self.call.no_sync() if inner else contextlib.nullcontext():
+                    part = LOSS(self.call(a), b) / len(parts)
+                    self.amp.backward(part)
+                total = total + part.detach()
+            loss = total
+        if loss is not None and self.dp is not None:
+            loss = loss.clone()
+            dist.all_reduce(loss, group=self.dp)
+            loss /= dist.get_world_size(self.dp)
+        return None if loss is None else float(loss)
+
+    def train(self) -> Trace:
+        """All steps."""
+        trace, options = Trace(), self.options
+        for step in range(options.steps):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            planting = options.plant == rank and step == 2
+            before = planting and isinstance(self.call, nn.parallel.DistributedDataParallel)
+            hook = infinite_gradient(self.model) if before else None
+            loss = self.forward_backward(*batch(step))
+            if hook is not None:
+                hook.remove()
+            elif planting and not options.plant_late:
+                plant(self.optimizer)
+            if options.unscale_first:
+                self.amp.unscale_(self.optimizer)
+            if planting and options.plant_late and hook is None:
+                plant(self.optimizer)
+            result = self.amp.step(self.optimizer, max_norm=options.max_norm)
+            self.optimizer.zero_grad(set_to_none=options.fused or step % 2 == 0)
+            trace.losses.append(float("nan") if loss is None else loss)
+            trace.norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
+            trace.skipped.append(result.skipped)
+        trace.scale = self.amp.get_scale()
+        trace.weights = self.weights()
+        return trace
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's fp32 weights, on every rank."""
+        out = {}
+        held = self.modules or [self.model]
+        states = [self.amp.model_state_dict(module) for module in held]
+        for name, value in [item for state in states for item in state.items()]:
+            value = value.detach()
+            if hasattr(value, "full_tensor"):
+                value = value.full_tensor()
+            elif name in self.shards:
+                dim, group = self.shards[name]
+                pieces = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(pieces, value.contiguous(), group=group)
+                value = torch.cat(pieces, dim)
+            out[name] = value.clone()
+        if self.schedule is not None:
+            everyone: list[Any] = [None] * dist.get_world_size(self.pp[1])
+            dist.all_gather_object(everyone, out, group=self.pp[1])
+            out = {key: value for part in everyone for key, value in part.items()}
+        return out
+
+
+def cut_by_hand(model: Net, run: Run, group: Any) -> None:
+    """Give each rank of the group its part of every block's hidden units."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for name, block in model.blocks.items():
+        block.cut = group
+        for layer, key, dim in (("up", "weight", 0), ("up", "bias", 0), ("down", "weight", 1)):
+            parameter = getattr(getattr(block, layer), key)
+            parameter.data = parameter.data.chunk(size, dim)[rank].clone()
+            run.shards[f"blocks.{name}.{layer}.{key}"] = (dim, group)
+
+
+def declare(model: Net, run: Run, group: Any) -> None:
+    """Tell the session of the cut."""
+    for name, parameter in model.named_parameters():
+        if name in run.shards:
+            run.amp.mark_sharded(parameter, group, dim=run.shards[name][0])
+
+
+def parallelize(model: Net, mesh: DeviceMesh) -> None:
+    """Cut every block's hidden units by DTensor."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {}
+    for name in model.blocks:
+        plan[f"blocks.{name}.up"], plan[f"blocks.{name}.down"] = ColwiseParallel(), RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+
+
+_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """One mesh per shape in a process: each makes process groups."""
+    key = tuple(sizes.items())
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _meshes[key]
+
+
+def make(layout: str, plan: Any, options: Options) -> Run:
+    """A run on a layout: ``single``, ``ddp``, ``fsdp``, ``tp``, ``hand``, ``pp``, or several as ``ddp.hand``."""
+    run = Run(plan, options)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    parts = layout.split(".")
+    model = build()
+    if layout == "single":
+        mesh = None
+    elif parts == ["dp", "tp"]:
+        mesh = mesh_of(dp=2, one=1, tp=size // 2)
+    elif "pp" in parts:
+        each = dict.fromkeys(parts, 2)
+        each = {"pp": each.pop("pp"), **each}
+        if parts == ["pp"]:
+            each = {"pp": size}
+        mesh = mesh_of(**each)
+    else:
+        mesh = mesh_of(**{part: (size if len(parts) == 1 else 2) for part in parts})
+    modules: list[Net] = [model]
+    if "pp" in parts:
+        assert mesh is not None
+        group = mesh.get_group("pp")
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        stages = ranks * (2 if options.schedule == "interleaved" else 1)
+        mine = list(range(rank, stages, ranks))
+        modules = [stage(index, stages) for index in mine]
+        run.pp, run.last = (rank, group), stages - 1 in mine
+    for module in modules:
+        module.checkpointed = options.checkpointed
+        if "hand" in parts:
+            cut_by_hand(module, run, mesh.get_group("hand"))
+        if "tp" in parts:
+            parallelize(module, mesh["tp"])
+        if "fsdp" in parts:
+            run.amp.fully_shard(module, blocks=module.blocks.values(), mesh=mesh["fsdp"])
+        if parts == ["dp", "tp"]:
+            run.amp.fully_shard(module, blocks=module.blocks.values(), mesh=mesh["dp", "one"])
+    run.modules = list(modules)
+    run.model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    run.optimizer = optimizer_of(run.model.parameters(), options)
+    for module in modules:
+        run.amp.prepare(module, run.optimizer, part="pp" in parts)
+        if "hand" in parts:
+            declare(module, run, mesh.get_group("hand"))
+    calls: list[Any] = list(modules)
+    if "ddp" in parts:
+        calls = [nn.parallel.DistributedDataParallel(m, process_group=mesh.get_group("ddp")) for m in modules]
+        if options.hook is not None:
+            hook = getattr(castwise.parallel, f"compress_to_{options.hook}")
+            for call in calls:
+                call.register_comm_hook(mesh.get_group("ddp"), hook)
+    if options.compile:
+        calls = [torch.compile(call, backend="aot_eager") for call in calls]
+    run.call = calls[0]
+    for name in ("ddp", "fsdp", "dp"):
+        if name in parts:
+            run.dp = mesh.get_group(name)
+    if "pp" in parts:
+        run.schedule = run.amp.pipeline(schedule_of(calls, mine, stages, group, options))
+    return run
+
+
+def schedule_of(calls: list[Any], mine: list[int], stages: int, group: Any, options: Options) -> Any:
+    """A schedule of this rank's stages."""
+    from torch.distributed.pipelining import (
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+    )
+
+    held = [
+        PipelineStage(call, index, stages, torch.device("cpu"), group=group)
+        for call, index in zip(calls, mine, strict=True)
+    ]
+    if options.schedule == "interleaved":
+        return ScheduleInterleaved1F1B(held, options.microbatches, loss_fn=LOSS)
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[options.schedule]
+    return kind(held[0], options.microbatches, loss_fn=LOSS)
+
+
+def train(rank: int, size: int, layout: str, plan: Any, options: Options) -> Trace:
+    """A case for a :class:`~tests.distributed.world.World`."""
+    run = make(layout, plan, options)
+    try:
+        return run.train()
+    finally:
+        run.amp.close()
+
+
+def alone(plan: Any, options: Options) -> Trace:
+    """The same on one process."""
+    run = make("single", plan, options)
+    try:
+        return run.train()
+    finally:
+        run.amp.close()
+
+
+def every(values: list[Trace], of: Callable[[Trace], Any]) -> Iterator[Any]:
+    """A property of every rank's trace."""
+    return (of(value) for value in values)

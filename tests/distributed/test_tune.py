@@ -1,0 +1,367 @@
+"""``tune`` on two ranks: both measure, both take the slower one's numbers, and both get the same plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn import functional
+
+import castwise
+from castwise import Plan, Workload
+from castwise.measure import ranks
+from castwise.tuning import contest, fastest
+from castwise.tuning.state import SearchState, Settings
+from castwise.tuning.weighing import weigh
+from tests.fresh import SOURCE
+from tests.processes import leave
+
+WORLD = 2
+TINY = Path(__file__).parent.parent / "jobs" / "tiny_workloads.py"
+SLOW_S, MIDDLE_S, QUICK_S = 16e-3, 6e-3, 1e-3
+
+
+def data(count: int = 20) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def rmsprop(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(params, lr=1e-3)  # it has no fused kernel, which halves the candidates
+
+
+class Low(nn.Module):
+    """Does something when it runs in a low format, and something else when it does not."""
+
+    def __init__(self, low: Callable[[], object], fp32: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.low, self.fp32 = low, fp32
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        (self.low if torch.is_autocast_enabled("cpu") else self.fp32)()
+        return inputs * 1.0
+
+    def __deepcopy__(self, memo: object) -> Low:
+        return Low(self.low, self.fp32)
+
+
+def network(low: Callable[[], object] = lambda: None, fp32: Callable[[], object] = lambda: None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), Low(low, fp32), nn.Linear(32, 4))
+
+
+def tune(model: nn.Module, **options: Any) -> castwise.TuneResult:
+    given: dict[str, Any] = {
+        "model": model, "loss": loss, "batches": data(), "optimizer": rmsprop, "memory": False, "budget_s": 600,
+        "formats": ("fp32", "bf16"),
+    }  # fmt: skip
+    return castwise.tune(**{**given, **options})
+
+
+def said(result: castwise.TuneResult) -> dict[str, Any]:
+    """All that a search found, without where and when it was."""
+    record = result.to_dict()
+    del record["environment"]
+    return {"digest": result.plan.digest, **record}
+
+
+def fails(call: Callable[[], object]) -> dict[str, Any]:
+    try:
+        call()
+    except BaseException as error:
+        return {
+            "kind": type(error).__name__,
+            "text": str(error),
+            "notes": getattr(error, "__notes__", []),
+        }
+    return {"kind": "nothing"}
+
+
+# --- what both ranks do, in this order ------------------------------------------------------------------------
+
+
+def paced(rank: int, folder: Path) -> dict[str, Any]:
+    """bf16 is quick on both ranks: the choice where no rank is slow."""
+    return said(tune(network(lambda: time.sleep(QUICK_S), lambda: time.sleep(MIDDLE_S))))
+
+
+def one_is_slow(rank: int, folder: Path) -> dict[str, Any]:
+    events = []
+    low_s = SLOW_S if rank == 1 else QUICK_S
+    model = network(lambda: time.sleep(low_s), lambda: time.sleep(MIDDLE_S))
+    return {**said(tune(model, progress=events.append)), "events": len(events)}
+
+
+def one_fails_in_the_race(rank: int, folder: Path) -> dict[str, Any]:
+    calls = [0]
+
+    def low() -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] > 14:  # it is timed alone in 8 of them
+            raise FloatingPointError("a kernel\nthat cannot")
+
+    return said(tune(network(low)))
+
+
+def one_fails_in_the_numerics(rank: int, folder: Path) -> dict[str, Any]:
+    def low() -> None:
+        if rank == 1:
+            raise FloatingPointError("no such kernel")
+
+    return said(tune(network(low), goal="numerics", formats=("bf16",)))
+
+
+def one_fails_in_fp32(rank: int, folder: Path) -> dict[str, Any]:
+    calls = [0]
+
+    def fp32() -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 5:
+            raise ArithmeticError("the data\ncannot be read")
+
+    return fails(lambda: tune(network(fp32=fp32)))
+
+
+def one_is_interrupted(rank: int, folder: Path) -> dict[str, Any]:
+    calls = [0]
+
+    def fp32() -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 60:
+            raise KeyboardInterrupt
+
+    out = folder / f"rank{rank}"
+    return {**fails(lambda: tune(network(fp32=fp32), out=out)), "wrote": out.exists()}
+
+
+def unlike_arguments(rank: int, folder: Path) -> dict[str, Any]:
+    return fails(lambda: tune(network(), seed=rank))
+
+
+def a_refused_argument(rank: int, folder: Path) -> dict[str, Any]:
+    return fails(lambda: tune(network(), accumulate=0 if rank == 1 else 1))
+
+
+def memory(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1's model holds four mebibytes more; the process that measures is none of the ranks."""
+    assert os.environ["WORLD_SIZE"] == str(WORLD)
+
+    class Hoarder(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            extra = torch.zeros(2**20 if rank == 1 else 1)
+            return super().forward(inputs) + extra[0]
+
+    def model() -> nn.Module:
+        assert "RANK" not in os.environ
+        return Hoarder(16, 4)
+
+    made = Workload("hoarder", model, rmsprop, lambda seed: iter(data()), loss)
+    plan = Plan.preset("fp32")
+    with ranks.lockstep("weigh"):
+        search = SearchState(made, torch.device("cpu"), Settings())
+        weigh(search, [plan])
+    return {"peak": search.peaks.get(plan), "notes": search.notes}
+
+
+def exchanges(rank: int, folder: Path) -> dict[str, Any]:
+    """What the searches rest on, with its own seeded faults."""
+
+    def fail(on: tuple[int, ...], text: str) -> None:
+        if rank in on:
+            raise ValueError(text)
+
+    with ranks.lockstep("first"):
+        agreed = {
+            "count": ranks.count(),
+            "slowest": ranks.slowest("times", lambda: [1.0 + rank, 5.0 - rank]),
+            "same": ranks.same("value", {"from": rank}),
+            "worst": ranks.worst("value", lambda: {"from": rank}, lambda got: got["from"]),
+            "clocks": len(set(ranks.together("clock", lambda now=ranks.now(): now))),
+            "one": fails(lambda: ranks.together("work", lambda: fail((1,), "broken\nhere"))),
+            "all": fails(lambda: ranks.together("work", lambda: fail((0, 1), "broken"))),
+            "unlike": fails(lambda: ranks.together("work", lambda: fail((0, 1), f"broken {rank}"))),
+            "plans": fails(lambda: ranks.alike("tune", seed=0, plan=("bf16-mixed", "fp32")[rank])),
+        }
+
+    def part_ways() -> None:
+        with ranks.lockstep("second"):
+            ranks.same(("a block", "the clock")[rank], None)
+
+    parted = fails(part_ways)
+    return {**agreed, "parted": parted, "after": ranks.count()}
+
+
+CASES = (
+    exchanges, paced, one_is_slow, one_fails_in_the_race, one_fails_in_the_numerics, one_fails_in_fp32,
+    one_is_interrupted, unlike_arguments, a_refused_argument, memory,
+)  # fmt: skip
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    contest.BLOCK_S, fastest.FINAL_ROUNDS = 0.01, 4  # what is slow here is so by far: short races will do
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    found = {}
+    for case in CASES:
+        found[case.__name__] = case(rank, Path(folder))
+        dist.barrier()  # the default group is as it was
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    leave()
+
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[..., object]], Found]:
+    """What each rank found in a case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, (str(folder),), WORLD)
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return lambda case: [result[case.__name__] for result in results]
+
+
+def candidate(record: dict[str, Any], plan: str) -> dict[str, Any]:
+    return next(c for c in record["candidates"] if c["plan"] == plan)
+
+
+# --- what they found ------------------------------------------------------------------------------------------
+
+
+def test_ranks_agree(found: Callable[..., Found]) -> None:
+    first, second = found(exchanges)
+    for one in (first, second):
+        assert one["count"] == WORLD
+        assert one["slowest"] == [2.0, 5.0]
+        assert one["same"] == {"from": 0}
+        assert one["worst"] == {"from": 1}
+        assert one["clocks"] == 1
+        assert one["one"] == {"kind": "RankError", "text": "on rank 1: ValueError: broken", "notes": []}
+        assert one["all"] == {"kind": "ValueError", "text": "broken", "notes": []}
+        assert one["unlike"]["text"] == "on rank 0: ValueError: broken 0; on rank 1: ValueError: broken 1"
+        assert one["plans"]["kind"] == "StateError"
+        assert one["plans"]["text"] == (
+            "tune: plan differs between ranks: bf16-mixed on rank 0, fp32 on rank 1; give every rank the same "
+            "model, batches and arguments"
+        )
+        assert one["parted"]["kind"] == "StateError"
+        assert one["parted"]["text"].startswith(
+            "second: the ranks went separate ways: rank 0 at a block, rank 1 at the clock; give every rank the same"
+        )
+        assert one["after"] == 1
+
+
+def test_both_ranks_have_the_same_plan_and_evidence(found: Callable[..., Found]) -> None:
+    first, second = found(paced)
+    assert first == second
+    assert first["world_size"] == WORLD
+    assert first["settings"]["world_size"] == WORLD
+    assert any(note.startswith("Measured on 2 ranks at once") for note in first["notes"])
+    assert candidate(first, first["plan"])["time"]["median_s"] > QUICK_S
+    assert "bf16" in first["plan"]
+
+
+def test_the_slower_rank_decides(found: Callable[..., Found]) -> None:
+    first, second = found(one_is_slow)
+    assert (first.pop("events") > 0, second.pop("events")) == (True, 0)  # rank 0 alone tells
+    assert first == second
+    assert candidate(first, "bf16-mixed")["time"]["q1_s"] > SLOW_S  # rank 0 alone would have seen QUICK_S
+    assert "bf16" not in Plan.parse(first["plan"]).compute
+
+
+def test_a_candidate_that_fails_on_one_rank_fails_on_both(found: Callable[..., Found]) -> None:
+    first, second = found(one_fails_in_the_race)
+    assert first == second
+    lost = candidate(first, "bf16-mixed")
+    assert lost["status"] == "rejected"
+    assert lost["loss"] is None  # ranks do not lose it at the same step
+    assert lost["reason"] == "on rank 1: not supported by this device: a kernel"
+    assert Plan.parse(first["plan"]).compute == "fp32"
+
+
+def test_a_region_that_fails_on_one_rank_is_kept_on_both(found: Callable[..., Found]) -> None:
+    first, second = found(one_fails_in_the_numerics)
+    assert first == second
+    region = next(r for r in first["regions"] if r["pattern"] == "2")
+    assert region["format"] == "fp32"
+    assert region["reason"] == "on rank 1: not supported by this device: no such kernel"
+    assert Plan.parse(first["plan"]).compute == "bf16"
+
+
+def test_an_error_on_one_rank_ends_both_in_words(found: Callable[..., Found]) -> None:
+    first, second = found(one_fails_in_fp32)
+    assert (second["kind"], second["text"]) == ("ArithmeticError", "the data\ncannot be read")
+    assert (first["kind"], first["text"]) == (
+        "StateError",
+        "tune: rank 1 ended it: ArithmeticError: the data",
+    )
+
+
+def test_an_interrupt_on_one_rank_ends_both_and_rank_0_writes(found: Callable[..., Found]) -> None:
+    first, second = found(one_is_interrupted)
+    assert (first["kind"], second["kind"]) == ("KeyboardInterrupt", "KeyboardInterrupt")
+    assert first["text"] == "rank 1 was interrupted"
+    assert (first["wrote"], second["wrote"]) == (True, False)
+    assert first["notes"][0].startswith("What was known by then was written to")
+    assert second["notes"] == []
+
+
+def test_ranks_that_ask_for_different_things(found: Callable[..., Found]) -> None:
+    for one in found(unlike_arguments):
+        assert one["kind"] == "StateError"
+        assert one["text"] == (
+            "tune: seed differs between ranks: 0 on rank 0, 1 on rank 1; give every rank the same model, batches and "
+            "arguments"
+        )
+    first, second = found(a_refused_argument)
+    assert second["text"] == "tune(accumulate=0): needs a whole number >= 1"
+    assert first["text"] == f"tune: rank 1 ended it: PlanError: {second['text']}"
+
+
+def test_the_larger_peak_counts(found: Callable[..., Found]) -> None:
+    first, second = found(memory)
+    assert first == second
+    assert first["notes"] == []
+    assert 4 << 20 < first["peak"] < 5 << 20
+
+
+def test_nothing_is_exchanged_by_a_process_alone() -> None:
+    with ranks.lockstep("alone"):
+        assert (ranks.count(), ranks.rank()) == (1, 0)
+        assert ranks.slowest("times", lambda: [1.0]) == [1.0]
+        assert ranks.now() <= time.monotonic()
+
+
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    """One table, one set of files, exit code 0."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)),
+        *("-m", "castwise", "tune", f"{TINY}:plain", "--goal", "numerics", "--device", "cpu"),
+        *("--no-memory", "--out", str(tmp_path / "out")),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nWrote\n") == 1
+    record = json.loads((tmp_path / "out" / "evidence.json").read_text())
+    assert record["world_size"] == WORLD
+    assert Plan.load(tmp_path / "out" / "plan.json").digest == record["digest"]

@@ -1,0 +1,124 @@
+"""Processes that are started once and run many cases."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PATIENCE_S = 120
+
+
+def _work(rank: int, size: int, folder: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=_PATIENCE_S),
+    )
+    import warnings
+
+    warnings.simplefilter("ignore")  # torch's own about its collectives; the suite's other tests see the rest
+    while True:
+        try:
+            case = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if case is None:
+            os._exit(0)  # gloo's own teardown aborts now and then
+        function, args = case
+        try:
+            torch.manual_seed(0)
+            value = function(rank, size, *args)
+            dist.barrier()
+            pipe.send((True, value))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        sys.stdout.flush()
+
+
+class World:
+    """``size`` processes in one gloo group, each running whatever is asked for.
+
+    A case that fails ends the processes, since their collectives may be out of step; the next one starts new ones.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder: Any = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, self.size, self._folder.name, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(rank, size, *args)`` on every rank; what each returned.
+
+        Raises:
+            AssertionError: It failed on a rank; with that rank's traceback.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers: list[Any] = [None] * self.size
+        failed: list[str] = []
+        waiting = dict(enumerate(self._pipes))
+        while waiting and not failed:
+            ready = multiprocessing.connection.wait(waiting.values(), timeout=_PATIENCE_S)
+            if not ready:
+                failed.append(f"ranks {list(waiting)} have not answered in {_PATIENCE_S} s")
+            for rank, pipe in list(waiting.items()):
+                if pipe in ready:
+                    del waiting[rank]
+                    try:
+                        fine, answers[rank] = pipe.recv()
+                    except (EOFError, ConnectionResetError):
+                        fine, answers[rank] = False, "the process has ended"
+                    if not fine:
+                        failed.append(f"rank {rank}: {answers[rank]}")
+        if failed:
+            for rank, pipe in waiting.items():  # others that failed by themselves say why
+                if pipe.poll(2):
+                    with contextlib.suppress(EOFError, ConnectionResetError):
+                        fine, answer = pipe.recv()
+                        failed += [] if fine else [f"rank {rank}: {answer}"]
+            self.close(kill=True)
+            raise AssertionError("\n".join(failed))
+        return answers
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                with contextlib.suppress(OSError):
+                    pipe.send(None)
+            process.join(10)
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
