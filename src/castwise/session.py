@@ -423,8 +423,12 @@ class Amp:
             attachment.narrow_gradients()
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given, else None."""
+        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given without ``dim``."""
         return self._agreement.pieces.piece(parameter)
+
+    def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Values of a parameter that :meth:`mark_sharded` was given with ``dim`` as a DTensor of the whole; others as they are."""
+        return self._agreement.pieces.as_whole(parameter, values)
 
     def _agree(self, flag: torch.Tensor) -> torch.Tensor:
         """A flag as all ranks see it, unless it travels with the norm, or they must see the same anyway."""

@@ -220,10 +220,10 @@ class Run:
             loss /= dist.get_world_size(self.dp)
         return None if loss is None else float(loss)
 
-    def train(self) -> Trace:
-        """All steps."""
+    def train(self, first: int = 0) -> Trace:
+        """All steps, or those from ``first`` on."""
         trace, options = Trace(), self.options
-        for step in range(options.steps):
+        for step in range(first, options.steps):
             rank = dist.get_rank() if dist.is_initialized() else 0
             planting = options.plant == rank and step == 2
             before = planting and isinstance(self.call, nn.parallel.DistributedDataParallel)

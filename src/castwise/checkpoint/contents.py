@@ -53,12 +53,14 @@ def collect(
     values: dict[str, Any] = {}
     for key, value in masters.fp32_state_dict(names.model).items():
         name = names.saved[key]
+        if isinstance(value, Tensor):
+            value = amp.as_whole(names.state[key], value)
         values[name] = encode(value, f"model.{name}", tensors)
     common = {
         "model": values,
         "aliases": names.aliases(),
         "optimizers": [
-            _optimizer(index, optimizer, groups, tensors)
+            _optimizer(index, optimizer, groups, tensors, amp)
             for index, (optimizer, groups) in enumerate(zip(optimizers, names.of(optimizers), strict=True))
         ],
         "extra": encode(extra, "extra", tensors),
@@ -71,7 +73,7 @@ def collect(
 
 
 def _optimizer(
-    index: int, optimizer: Optimizer, groups: list[list[str]], tensors: dict[str, Tensor]
+    index: int, optimizer: Optimizer, groups: list[list[str]], tensors: dict[str, Tensor], amp: Amp
 ) -> dict[str, Any]:
     """An optimizer's state dict, by names instead of numbers."""
     saved = optimizer.state_dict()
@@ -81,6 +83,14 @@ def _optimizer(
         for number, name in zip(group["params"], names, strict=True)
     }
     options = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def whole(number: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: amp.as_whole(params[number], value) if isinstance(value, Tensor) and key != "step" else value
+            for key, value in state.items()
+        }
+
     return {
         "class": type(optimizer).__qualname__,
         "options": [
@@ -89,7 +99,7 @@ def _optimizer(
         ],
         "group_of": {name: number for number, names in enumerate(groups) for name in names},
         "state": {
-            name_of[number]: encode(state, f"optimizer.{index}.{name_of[number]}", tensors)
+            name_of[number]: encode(whole(number, state), f"optimizer.{index}.{name_of[number]}", tensors)
             for number, state in saved["state"].items()
         },
     }

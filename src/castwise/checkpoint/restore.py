@@ -97,7 +97,7 @@ class Restore:
                 continue
             saved = self._saved.get(f"model.{name}")
             was = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "no tensor"
-            now = list(value.shape) if isinstance(value, Tensor) else "no tensor"
+            now = list(self._amp.as_whole(value, value).shape) if isinstance(value, Tensor) else "no tensor"
             if was != now:
                 shapes.append(f"{name} ({was} saved, {now} here)")
         return [
@@ -174,7 +174,8 @@ class Restore:
         """An empty tensor of what is saved, cut and placed as its parameter is."""
         saved = self._saved[name]
         assert isinstance(saved, TensorStorageMetadata)
-        owner = masters.model_param_of(owner).detach()
+        owner = masters.model_param_of(owner)
+        owner = self._amp.as_whole(owner, owner).detach()
         counter = name.endswith(".step") or (saved.size == torch.Size() and owner.dim() > 0)
         if saved.size == owner.shape and not counter:
             return torch.empty_like(owner, dtype=saved.properties.dtype)
@@ -196,6 +197,9 @@ class Restore:
         """Write what was read into model, optimizers, session and random generators."""
         fetch = self._tensors.__getitem__
         values = {key: decode(self._values["model"][name], fetch) for key, name in self._names.saved.items()}
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                values[key] = _as_cut(value, self._names.state[key])
         self._names.model.load_state_dict(values)
         for index, optimizer in enumerate(self._optimizers):
             optimizer.load_state_dict(self._state_of(index, optimizer))
@@ -217,11 +221,14 @@ class Restore:
         for group, names in zip(optimizer.param_groups, self._updated[index], strict=True):
             numbers = range(count, count + len(names))
             count += len(names)
-            saved = map(name_in, names)
+            saved = list(map(name_in, names))
             options = {key: value for key, value in group.items() if key != "params"}
-            for number, name in zip(numbers, saved, strict=True):
+            for number, name, parameter in zip(numbers, saved, group["params"], strict=True):
                 if name in was["state"]:
-                    state[number] = decode(was["state"][name], fetch)
+                    state[number] = {
+                        key: _as_cut(value, parameter) if isinstance(value, Tensor) else value
+                        for key, value in decode(was["state"][name], fetch).items()
+                    }
                 loaded = decode(was["options"][was["group_of"][name]], fetch)
                 options = {**options, **{k: v for k, v in loaded.items() if k not in _HOW_NOT_WHAT}}
             options = {key: _as_kind(value, group.get(key)) for key, value in options.items()}
@@ -231,6 +238,15 @@ class Restore:
     def extra(self) -> Any:
         """What was saved as ``extra``."""
         return decode(self._values["extra"], self._tensors.__getitem__)
+
+
+def _as_cut(value: Tensor, parameter: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, where the parameter is none but was cut by hand."""
+    parameter = masters.model_param_of(parameter)
+    if hasattr(value, "to_local") and not hasattr(parameter, "to_local"):
+        local: Tensor = value.to_local()
+        return local
+    return value
 
 
 def _as_kind(value: Any, own: Any) -> Any:

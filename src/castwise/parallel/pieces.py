@@ -42,6 +42,7 @@ class Pieces:
         self._groups: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._dims: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._stages: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._meshes: dict[int, Any] = {}
 
     def mark(self, parameter: Tensor, group: Any, dim: int | None = None) -> None:
         """Declare a parameter as this rank's piece.
@@ -66,18 +67,36 @@ class Pieces:
             self._stages[parameter] = group
 
     def piece(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Which piece of how many this rank holds of a parameter that :meth:`mark` was given, else None."""
-        group = self._groups.get(parameter)
+        """Which piece of how many this rank holds of a parameter of which nobody knows how it was cut, else None."""
+        group = self._groups.get(parameter) if self._dims.get(parameter) is None else None
         return None if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def group_of(self, parameter: Tensor) -> Any:
         """The ranks that hold the pieces of a parameter that was declared; None of any other."""
         return self._groups.get(parameter)
 
-    def dim_of(self, parameter: Tensor) -> int | None:
-        """Along which dimension a declared parameter was cut, where that was said."""
-        dim: int | None = self._dims.get(parameter)
-        return dim
+    def as_whole(self, parameter: Tensor, values: Tensor) -> Tensor:
+        """This rank's values of a cut parameter as a DTensor of the whole, in the same memory.
+
+        Args:
+            parameter: The model's parameter, or its master.
+            values: Of the parameter's shape: itself, its gradient, its optimizer's state.
+
+        Returns:
+            ``values`` themselves unless the parameter was declared with the dimension along which it was cut; pieces are
+            taken to be of equal size.
+        """
+        parameter = masters.model_param_of(parameter)
+        dim = self._dims.get(parameter)
+        if dim is None or values.shape != parameter.shape:
+            return values
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        group = self._groups[parameter]
+        if id(group) not in self._meshes:
+            self._meshes[id(group)] = DeviceMesh.from_group(group, parameter.device.type)
+        return DTensor.from_local(values.detach(), self._meshes[id(group)], [Shard(dim)], run_check=False)
 
     @property
     def declared(self) -> bool:

@@ -1,0 +1,98 @@
+"""A training that stops under one layout and plan, and goes on under another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from castwise import checkpoint
+
+from . import model
+from .model import Options, Trace
+from .test_layouts import LOSS_SCALE, TOLERANCE, close
+from .world import World
+
+HALF = 6
+
+
+def first_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Trace:
+    """Six steps and a checkpoint."""
+    run = model.make(layout, plan, Options(steps=HALF))
+    trace = run.train()
+    checkpoint.save(folder, HALF, model=run.model, optimizers=run.optimizer, amp=run.amp)
+    run.amp.close()
+    return trace
+
+
+def second_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Trace:
+    """Other weights, the checkpoint, and six more steps."""
+    run = model.make(layout, plan, Options(steps=2 * HALF))
+    for parameter in run.model.parameters():
+        torch.nn.init.zeros_(parameter)
+    loaded = checkpoint.load(
+        checkpoint.newest(folder), model=run.model, optimizers=run.optimizer, amp=run.amp
+    )
+    trace = run.train(first=loaded.step)
+    run.amp.close()
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("fsdp", "O2"), ("single", "bf16-mixed")),
+        (("hand", "fp16-master"), ("fsdp", "fp16-mixed")),
+        (("tp", "bf16-master"), ("hand", "fp16-master")),
+        (("pp", "fp16-mixed"), ("ddp", "bf16-master")),
+        (("ddp", "fp32"), ("pp", "fp16-master")),
+        (("single", "fp16-master"), ("tp", "fp32")),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_what_stops_under_one_layout_goes_on_under_another(
+    two: World, tmp_path: Path, before: tuple[str, str], after: tuple[str, str]
+) -> None:
+    """The losses, norms and weights are those of twelve steps on one process."""
+    options = Options(steps=2 * HALF)
+    want = model.alone(after[1], options)
+    for half, (layout, plan) in ((first_half, before), (second_half, after)):
+        if layout == "single":
+            traces = [half(0, 1, layout, plan, str(tmp_path))]
+        else:
+            traces = two.run(half, layout, plan, str(tmp_path))
+    formats = {
+        "bf16" if "bf16" in plan else "fp32" if plan == "fp32" else "fp16" for _, plan in (before, after)
+    }
+    loss, norm, weight = max(TOLERANCE[name] for name in formats)
+    (losses,) = {tuple(t.losses) for t in traces if t.losses[-1] == t.losses[-1]}
+    close(list(losses), want.losses[HALF:], loss)
+    close(traces[0].norms, want.norms[HALF:], norm)
+    for name, value in want.weights.items():
+        torch.testing.assert_close(traces[0].weights[name], value, atol=weight, rtol=0, msg=name)
+
+
+def test_eight_processes_go_on_as_two(eight: World, two: World, tmp_path: Path) -> None:
+    """Data, hand-cut tensor and pipeline parallelism together, then sharded data parallelism."""
+    plan = "fp16-master" + LOSS_SCALE
+    eight.run(first_half, "ddp.hand.pp", plan, str(tmp_path))
+    traces = two.run(second_half, "fsdp", plan, str(tmp_path))
+    want = model.alone(plan, Options(steps=2 * HALF))
+    close(traces[0].losses, want.losses[HALF:], TOLERANCE["fp16"][0])
+
+
+@pytest.mark.parametrize("plan", ["fp16-master", "bf16-mixed"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "hand", "pp"])
+def test_resuming_changes_no_bit(two: World, tmp_path: Path, layout: str, plan: str) -> None:
+    whole = two.run(uninterrupted, layout, plan)
+    two.run(first_half, layout, plan, str(tmp_path))
+    for got, want in zip(two.run(second_half, layout, plan, str(tmp_path)), whole, strict=True):
+        assert got.norms == want.norms[HALF:]
+        for name, value in want.weights.items():
+            assert torch.equal(got.weights[name], value), name
+
+
+def uninterrupted(rank: int, size: int, layout: str, plan: str) -> Trace:
+    """All twelve steps."""
+    return model.train(rank, size, layout, plan, Options(steps=2 * HALF))
