@@ -30,6 +30,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 class _Joined(nn.Module):
     """Several modules with the keys of one model between them; is never called."""
 
+    parts: tuple[nn.Module, ...]
+
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.__dict__["parts"] = tuple(
