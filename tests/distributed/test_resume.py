@@ -21,7 +21,7 @@ def first_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Tra
     """Six steps and a checkpoint."""
     run = model.make(layout, plan, Options(steps=HALF))
     trace = run.train()
-    checkpoint.save(folder, HALF, model=run.model, optimizers=run.optimizer, amp=run.amp)
+    checkpoint.save(folder, HALF, model=run.modules, optimizers=run.optimizer, amp=run.amp)
     run.amp.close()
     return trace
 
@@ -71,6 +71,22 @@ def test_what_stops_under_one_layout_goes_on_under_another(
     close(traces[0].norms, want.norms[HALF:], norm)
     for name, value in want.weights.items():
         torch.testing.assert_close(traces[0].weights[name], value, atol=weight, rtol=0, msg=name)
+
+
+def test_several_stages_of_a_pipeline_on_one_process(two: World, tmp_path: Path) -> None:
+    """Their keys are those of one model between them."""
+    two.run(interleaved_half, str(tmp_path))
+    traces = [second_half(0, 1, "single", "bf16-master", str(tmp_path))]
+    want = model.alone("bf16-master", Options(steps=2 * HALF))
+    close(traces[0].losses, want.losses[HALF:], TOLERANCE["bf16"][0])
+
+
+def interleaved_half(rank: int, size: int, folder: str) -> None:
+    """Six steps of two stages per process, and a checkpoint."""
+    run = model.make("pp", "fp16-mixed", Options(steps=HALF, schedule="interleaved"))
+    run.train()
+    checkpoint.save(folder, HALF, model=run.modules, optimizers=run.optimizer, amp=run.amp)
+    run.amp.close()
 
 
 def test_eight_processes_go_on_as_two(eight: World, two: World, tmp_path: Path) -> None:

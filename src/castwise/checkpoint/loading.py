@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise.checkpoint.folder import Skipped, candidates, read_manifest, wrong_files
+from castwise.checkpoint.names import joined
 from castwise.checkpoint.ranks import Ranks
 from castwise.checkpoint.restore import Restore
 from castwise.checkpoint.saving import as_list, settle
@@ -111,7 +112,7 @@ def _verified(path: Path, ranks: Ranks, checksums: bool) -> dict[str, Any] | str
 def load(
     checkpoint: str | os.PathLike[str] | Found,
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer] = (),
     amp: Amp,
     process_group: Any = None,
@@ -152,7 +153,7 @@ def load(
             "load: there is no complete checkpoint; start from the beginning where newest(folder) is false"
         )
     path, manifest = checkpoint.path, dict(checkpoint.manifest)
-    restore = ranks.agree(lambda: Restore(path, manifest, model, as_list(optimizers), amp, ranks))
+    restore = ranks.agree(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
     restore.check(ranks)
     ranks.agree(restore.read)
     ranks.agree(restore.apply)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from castwise import masters
 from castwise.errors import CheckpointError
 from castwise.session import Amp
 
-__all__ = ["Names", "unwrap"]
+__all__ = ["Names", "joined", "unwrap"]
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -25,6 +25,46 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+class _Joined(nn.Module):
+    """Several modules with the keys of one model between them; is never called."""
+
+    parts: tuple[nn.Module, ...]
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["parts"] = tuple(
+            unwrap(part) for part in parts
+        )  # no children, whose names would get prefixes
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The parts' state dicts in one."""
+        out: dict[str, Any] = {}
+        for part in self.parts:
+            state = part.state_dict(*args, **kwargs)
+            twice = out.keys() & state.keys()
+            if twice:
+                raise CheckpointError(
+                    f"checkpoint: two of the modules have a weight named {min(twice)!r}. Modules of different models go into one "
+                    "checkpoint as nn.ModuleDict({'name': module, ...})."
+                )
+            out |= state
+        return out
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Each part gets what is its own."""
+        for part in self.parts:
+            part.load_state_dict({key: state_dict[key] for key in part.state_dict()}, strict, assign)
+
+
+def joined(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """A model, or the stages of one that a process of a pipeline holds, as one module."""
+    if isinstance(model, nn.Module):
+        return model
+    return model[0] if len(model) == 1 else _Joined(model)
 
 
 class Names:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from castwise.checkpoint import storage
 from castwise.checkpoint.contents import collect, merge
 from castwise.checkpoint.folder import Draft, measure
+from castwise.checkpoint.names import joined
 from castwise.checkpoint.ranks import Ranks
 from castwise.errors import CheckpointError
 from castwise.session import Amp
@@ -81,7 +82,7 @@ def save(
     folder: str | os.PathLike[str],
     step: int,
     *,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer] = (),
     amp: Amp,
     extra: Any = None,
@@ -98,7 +99,8 @@ def save(
     Args:
         folder: Of this training alone, on a file system that all ranks see.
         step: Number of the checkpoint, 0 or above.
-        model: Prepared; DistributedDataParallel, ``torch.compile`` and FSDP2 around it are seen through.
+        model: Prepared; DistributedDataParallel, ``torch.compile`` and FSDP2 around it are seen through. Several stages
+            of a pipeline that this rank holds are given as a list.
         optimizers: Those that update it, in an order that :func:`load` is given too.
         amp: Its session.
         extra: Anything else, of None, bool, int, float, str, tensors, and lists, tuples and dicts of these. Counted is
@@ -120,7 +122,7 @@ def save(
     ranks = Ranks(process_group)
     ranks.agree(lambda: _check(step, keep, amp))
     draft = Draft(Path(folder).absolute(), step)
-    contents = ranks.agree(lambda: collect(model, as_list(optimizers), amp, extra, ranks))
+    contents = ranks.agree(lambda: collect(joined(model), as_list(optimizers), amp, extra, ranks))
     values = merge(contents, ranks)
     later = ranks.first(lambda: _begin(draft, values))
     if later is not None and ranks.rank == 0:
