@@ -175,12 +175,15 @@ def tune(
 ) -> None:
     """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks."""
     with _errors(show_traceback):
+        import torch
+
+        from castwise.casting.context import default_device_type
         from castwise.jobs import tune as job
-        from castwise.jobs.launch import joined
+        from castwise.jobs.ranks import joined
         from castwise.tuning.axes import FORMATS
 
         chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
-        with joined(device, "castwise tune") as (rank, where):
+        with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
             first = rank == 0  # which alone shows and writes
             with _folder(out, "tune", workload, make=first) as folder, _bars(_Stages) as progress:
                 result = job.tune(
@@ -218,6 +221,12 @@ def train(
     schedule: Annotated[
         str | None, typer.Option(help="Of a pipeline: gpipe, 1f1b, interleaved.", show_default="1f1b")
     ] = None,
+    save_every: Annotated[
+        int, typer.Option(help="Save a checkpoint after so many steps, and after the last; 0 for none.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in the folder.")
+    ] = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
@@ -231,7 +240,7 @@ def train(
         with _folder(out, "train", workload, make=leads) as folder, _bars() as progress:
             result = job.train(
                 workload, chosen, steps=steps, out=folder, device=device, seed=seed, layout=layout,
-                microbatches=microbatches, schedule=schedule, progress=progress,
+                microbatches=microbatches, schedule=schedule, save_every=save_every, resume=resume, progress=progress,
             )  # fmt: skip
         if leads:
             _console().print(result.summary(), highlight=False)

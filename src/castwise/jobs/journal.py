@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +20,16 @@ class Journal:
 
     Args:
         out: Folder; what an earlier training left in it is taken away.
+        steps_before: Steps of that training which this one continues; what was recorded of them stays.
+
+    Attributes:
+        files: Names of what is written.
+        earlier: The lines of ``metrics.jsonl`` that stayed.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, steps_before: int = 0) -> None:
+        self._steps_before = steps_before
+        self.earlier: list[dict[str, Any]] = []
         self._events = out / "tensorboard"
         self._lines_path = out / "metrics.jsonl"
         self.files = [self._lines_path.name, self._events.name]
@@ -31,11 +39,28 @@ class Journal:
 
         for name in ("model.pt", "result.json", "curves.png"):
             (self._lines_path.parent / name).unlink(missing_ok=True)
-        for old in self._events.glob("events.out.tfevents.*"):
-            old.unlink()  # TensorBoard would draw an earlier training into the same curve
-        self._lines: TextIO = self._lines_path.open("w", encoding="utf-8")
-        self._board: SummaryWriter = SummaryWriter(str(self._events))
+        self.earlier = self._still_true()
+        kept = self._lines_path.with_suffix(".partial")
+        kept.write_text("".join(json.dumps(row) + "\n" for row in self.earlier), encoding="utf-8")
+        kept.replace(self._lines_path)
+        if not self._steps_before:
+            for old in self._events.glob("events.out.tfevents.*"):
+                old.unlink()  # TensorBoard would draw an earlier training into the same curve
+        self._lines: TextIO = self._lines_path.open("a", encoding="utf-8")
+        purge = self._steps_before + 1 if self._steps_before else None
+        self._board: SummaryWriter = SummaryWriter(str(self._events), purge_step=purge)
         return self
+
+    def _still_true(self) -> list[dict[str, Any]]:
+        """Lines of the steps before; a process that was killed may have left half a line, and lines that came to nothing."""
+        rows: list[dict[str, Any]] = []
+        if self._steps_before and self._lines_path.is_file():
+            for line in self._lines_path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    if row["step"] == len(rows) + 1 <= self._steps_before:
+                        rows.append(row)
+        return rows
 
     def step(self, row: Mapping[str, Any], loss: float) -> None:
         """Write a step.

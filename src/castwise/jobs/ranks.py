@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from castwise.errors import DeviceError, PlanError
+from castwise.errors import DeviceError, StateError
 from castwise.jobs.layout import Layout, Place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Ranks", "first_fault", "join", "started"]
+__all__ = ["Ranks", "first_fault", "join", "joined", "started"]
 
 
 def started() -> tuple[int, int]:
@@ -84,15 +84,78 @@ class Ranks:
 
 
 @contextlib.contextmanager
+def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]]:
+    """The process group of the processes that torchrun has started, for as long as a command runs.
+
+    A group that is there already is used and left as it is; else one is made, gloo on the CPU and NCCL on CUDA, and ended
+    afterwards. Nothing happens in a process that was started by itself.
+
+    Args:
+        device: Where to compute; on CUDA without an index each process takes that of its ``LOCAL_RANK``.
+        call: The caller, for errors.
+
+    Yields:
+        This process's rank, and its device.
+
+    Raises:
+        DeviceError: A device that cannot be had by all processes.
+        StateError: The other processes cannot be reached.
+    """
+    rank, world = started()
+    if world == 1:
+        yield rank, device
+        return
+    if not dist.is_available():
+        raise StateError(
+            f"{call}: {world} processes were started, and this build of torch has no torch.distributed"
+        )
+    device = _own_device(device, call)
+    ours = not dist.is_initialized()
+    if ours:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend, device_id=device if device.type == "cuda" else None, **_meeting_place()
+            )
+        except (RuntimeError, ValueError) as error:
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            cure = (
+                " (restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun)"
+                if again
+                else ""
+            )
+            raise StateError(
+                f"{call}: rank {rank} of {world} cannot reach the others{cure}: {error}"
+            ) from error
+    yield rank, device
+    # Not after an error: ending a group waits for ranks that may be gone, and the process ends anyway.
+    if ours:
+        dist.destroy_process_group()
+
+
+def _meeting_place() -> dict[str, Any]:
+    """Where to meet, if not where torch would.
+
+    torchrun's agent keeps one store for all its restarts, and processes that are started again can read from it the
+    addresses of those that have died. With one agent, the number of the restart keeps them apart; several agents count
+    for themselves.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
+    attempt = f"castwise/{env['TORCHELASTIC_RUN_ID']}/{env['TORCHELASTIC_RESTART_COUNT']}"
+    rank, world = started()
+    return {"store": dist.PrefixStore(attempt, store), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
 def join(layout: Layout | str | None, device: torch.device) -> Iterator[Ranks]:
     """Bring the processes together for a training.
 
-    A process group that is there already is used and left as it is; else one is made from torchrun's environment, gloo
-    on the CPU and NCCL on CUDA, and ended after the training.
-
     Args:
         layout: A layout, its text, or None: data-parallel over as many processes as were started.
-        device: Where to train; on CUDA without an index each process takes that of its ``LOCAL_RANK``.
+        device: As for :func:`joined`.
 
     Yields:
         The ranks.
@@ -100,50 +163,40 @@ def join(layout: Layout | str | None, device: torch.device) -> Iterator[Ranks]:
     Raises:
         PlanError: A layout that cannot be, or whose size is not the number of processes.
         DeviceError: A device that cannot be had by all processes.
+        StateError: The other processes cannot be reached.
     """
-    rank, world = started()
+    _, world = started()
     if layout is None:
         layout = Layout(dp=world)
     elif isinstance(layout, str):
         layout = Layout.parse(layout)
     layout.check(world)
-    if world == 1:
-        yield Ranks(layout, device)
-        return
-    if not dist.is_available():
-        raise PlanError(
-            f"layout {layout}: this build of torch has no torch.distributed; train on one process"
-        )
-    device = _own_device(device, layout)
-    ours = not dist.is_initialized()
-    if ours:
-        with_id = device if device.type == "cuda" else None
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=with_id)
-    from torch.distributed.device_mesh import init_device_mesh
+    with joined(device, f"layout {layout}") as (rank, own):
+        if world == 1:
+            yield Ranks(layout, own)
+            return
+        from torch.distributed.device_mesh import init_device_mesh
 
-    dims = layout.mesh_dims()
-    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    yield Ranks(layout, device, rank, mesh)
-    # Not after an error: ending a group waits for ranks that may be gone, and the process ends anyway.
-    if ours:
-        dist.destroy_process_group()
+        dims = layout.mesh_dims()
+        mesh = init_device_mesh(own.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        yield Ranks(layout, own, rank, mesh)
 
 
-def _own_device(device: torch.device, layout: Layout) -> torch.device:
+def _own_device(device: torch.device, call: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(
-            f"layout {layout}: several processes train on cpu or cuda, not on {device.type}; use --device cpu"
+            f"{call}: several processes compute on cpu or cuda, not on {device.type}; use --device cpu"
         )
     if device.type == "cpu" or not torch.cuda.is_available():
         return device
     if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise DeviceError(
-            f"layout {layout}: all processes of this machine would use {device}; give --device cuda, and each takes its own"
+            f"{call}: all processes of this machine would use {device}; give --device cuda, and each takes its own"
         )
     local = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
         raise DeviceError(
-            f"layout {layout}: process {local} of this machine needs a GPU of its own, but there are "
+            f"{call}: process {local} of this machine needs a GPU of its own, but there are "
             f"{torch.cuda.device_count()}; start fewer processes, or give --device cpu"
         )
     torch.cuda.set_device(local)

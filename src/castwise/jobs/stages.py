@@ -59,15 +59,16 @@ class Stages:
                 )
         self.amp = amp
         self.modules = [every[number] for number in numbers]
-        self.optimizers: list[Optimizer] = []
         self.whole: nn.Module | None = None
         blocks = blocks_of(workload, model) if ranks.layout.shards else []
         for module in self.modules:
             if ranks.layout.shards:
                 shard(module, blocks, amp, ranks)
-            with calls(workload, "optimizer(params)"):
-                self.optimizers.append(workload.optimizer(module.parameters()))
-            amp.prepare(module, self.optimizers[-1], part=True)
+        with calls(workload, "optimizer(params)"):
+            optimizer = workload.optimizer(p for module in self.modules for p in module.parameters())
+        self.optimizers: list[Optimizer] = [optimizer]
+        for module in self.modules:
+            amp.prepare(module, optimizer, part=True)
             module.register_forward_hook(_contiguous)
         groups = _groups(shared, ranks)
         self._ties = [

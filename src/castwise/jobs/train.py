@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import signal
@@ -23,6 +22,7 @@ from castwise.jobs.journal import Journal
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
 from castwise.jobs.ranks import Ranks, first_fault, join, started
+from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult, finite
 from castwise.measure.environment import environment
 from castwise.measure.steps import to_device
@@ -50,6 +50,8 @@ def train(
     layout: Layout | str | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
+    save_every: int = 0,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> TrainResult:
     """Train a workload under a plan, on the processes that torchrun has started or on this one alone.
@@ -57,7 +59,8 @@ def train(
     Into the folder go ``metrics.jsonl`` (a line per step, written as training goes), TensorBoard's events, and at the
     end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, whatever the plan and the layout) and
     ``result.json``. A training that fails or is interrupted leaves what it had, with a ``result.json`` that says why.
-    Of several processes rank 0 writes and evaluates.
+    Of several processes rank 0 writes and evaluates. Checkpoints go into ``checkpoints`` in the folder; a training that is
+    started again with ``resume`` goes on from the newest whole one, under whatever plan and layout.
 
     Args:
         workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
@@ -69,13 +72,17 @@ def train(
         layout: What the processes share out, such as ``dp2xtp2``; by default ``dp`` over all of them.
         microbatches: Of a pipeline, per step; by default two per stage.
         schedule: Of a pipeline: ``gpipe``, ``1f1b`` (the default) or ``interleaved`` (two stages per process).
+        save_every: Save a checkpoint after so many steps, and after the last; 0 for none.
+        resume: Go on from the newest complete checkpoint in the folder; from the beginning where there is none. Damaged
+            ones are named in a warning and passed over.
         progress: Called on rank 0 with a :class:`TrainEvent` when losses have been read.
 
     Returns:
         The result, as written; on other ranks without files and metrics.
 
     Raises:
-        PlanError: A plan or layout that cannot be, or ``steps`` below 1.
+        PlanError: A plan or layout that cannot be, ``steps`` below 1, or ``save_every`` below 0.
+        CheckpointError: The folder holds checkpoints and ``resume`` is not set, or they are of another training.
         DeviceError: The device is not there or lacks a format of the plan.
         WorkloadError: A workload that cannot be found or fails, whose loss is not a scalar, or that does not say how the
             layout cuts it.
@@ -84,6 +91,10 @@ def train(
     """
     if steps < 1:
         raise PlanError(f"train(steps={steps}): needs steps >= 1")
+    if save_every < 0:
+        raise PlanError(
+            f"train(save_every={save_every}): needs a number of steps >= 1, or 0 for no checkpoints"
+        )
     found = find_workload(workload) if isinstance(workload, str) else workload
     chosen = as_plan(plan)
     where = torch.device(device if device is not None else default_device_type())
@@ -93,7 +104,8 @@ def train(
             check_workload(found, ranks.layout)
             pipeline = _pipeline_options(ranks.layout, microbatches, schedule)
             heard = progress if progress is not None and ranks.leads else lambda _event: None
-            return _Run(found, chosen, ranks, seed, steps, Path(out), heard, *pipeline).go()
+            saves = Saves(Path(out) / "checkpoints", found.name, seed, save_every, resume)
+            return _Run(found, chosen, ranks, seed, steps, Path(out), heard, *pipeline, saves).go()
     finally:
         torch.set_rng_state(outer)
 
@@ -139,8 +151,11 @@ class _Run:
     progress: Progress
     microbatches: int
     schedule: str
+    saves: Saves
     steps_before: int = 0
-    """Made by an earlier training: their batches are passed over."""
+    """Made before the checkpoint that this goes on from: their batches are passed over."""
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+    """What was recorded of them."""
     pending: list[_Step] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0
@@ -151,9 +166,15 @@ class _Run:
     def go(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
             parts = self._build(stack)
+            self.steps_before = self.saves.find()
             try:
-                with Journal(self.out) if self.ranks.leads else contextlib.nullcontext() as journal:
+                with (
+                    Journal(self.out, self.steps_before)
+                    if self.ranks.leads
+                    else contextlib.nullcontext() as journal
+                ):
                     self.files += journal.files if journal else []
+                    self.earlier = journal.earlier if journal else []
                     try:
                         self._train(parts, journal)
                     finally:
@@ -162,7 +183,7 @@ class _Run:
                     weights = parts.weights()
                     if journal is not None and weights is not None:
                         self._evaluate(parts, weights)
-                        journal.metrics(self.metrics, len(self.history))
+                        journal.metrics(self.metrics, self.steps_before + len(self.history))
                 if weights is not None:
                     torch.save(weights, self.out / "model.pt")
                     self.files.append("model.pt")
@@ -196,6 +217,8 @@ class _Run:
         share = layout.slice_of(self.ranks.rank)
         # Dropout's, whatever building the model drew: equal where processes see the same data, and only there.
         torch.manual_seed(self.seed + share)
+        if self.steps_before:
+            self.skipped_steps = self.saves.load(parts)
         start = read = time.perf_counter()
         until = 1
         for number, batch in self._batches():
@@ -213,12 +236,16 @@ class _Run:
                 until = self._read(parts, journal, int(_PATIENCE_S / per_step_s) if per_step_s else _PENDING)
                 read = time.perf_counter()
                 self.time_s = read - start
+            if self.saves.due(number, self.steps):
+                self._read(parts, journal)  # what a checkpoint stands for is on disk before it
+                self.saves.save(parts, number, self.skipped_steps)
+        self.saves.wait()
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         """The number and the batch of each step to make."""
         with calls(self.workload, "batches(seed)"):
             batches = iter(self.workload.batches(self.seed))
-        for number in itertools.count(1):
+        for number in range(1, self.steps + 1):
             with calls(self.workload, "batches(seed)"):
                 batch = next(batches, self)
             if batch is self:
@@ -228,8 +255,6 @@ class _Run:
                 )
             if number > self.steps_before:
                 yield number, batch
-            if number == self.steps:
-                return
 
     def _read(self, parts: Parts, journal: Journal | None, wish: int = 1, judge: bool = True) -> int:
         """Write down the steps that wait, and judge their losses.
@@ -266,7 +291,7 @@ class _Run:
             journal.flush()
         self.progress(
             TrainEvent(
-                "training", str(self.plan), len(self.history), self.steps, "", loss, scale, self.skipped_steps,
+                "training", str(self.plan), self.steps_before + len(self.history), self.steps, "", loss, scale, self.skipped_steps,
                 len(self.history) / self.time_s if self.time_s else 0.0,
             )
         )  # fmt: skip
@@ -322,9 +347,11 @@ class _Run:
         if self.history and leads:
             from castwise.report.plots import plot_curves
 
-            self.files.append(plot_curves(self.history, self.out / "curves.png").name)
-        last = self.history[-1] if self.history else {}
+            self.files.append(plot_curves([*self.earlier, *self.history], self.out / "curves.png").name)
+        last = [{}, *self.earlier, *self.history][-1]
         done = len(self.history)
+        if leads and self.saves.every:
+            self.files.append(self.saves.folder.name)
         result = TrainResult(
             workload=self.workload.name,
             description=self.workload.description,
@@ -333,7 +360,8 @@ class _Run:
             status=status,
             reason=reason,
             steps=self.steps,
-            steps_done=done,
+            steps_done=self.steps_before + done,
+            steps_before=self.steps_before,
             skipped_steps=self.skipped_steps,
             final_loss=last.get("loss"),
             loss_scale=last.get("loss_scale"),

@@ -43,7 +43,8 @@ class TrainResult:
         status: ``ok``, ``failed`` or ``interrupted``.
         reason: Why it is not ``ok``, in a sentence; else empty.
         steps: Steps asked for.
-        steps_done: Steps made, skipped ones too.
+        steps_done: Steps made, skipped ones and those before a checkpoint that was resumed too.
+        steps_before: Those of them that were made before that checkpoint.
         skipped_steps: Steps not taken, since gradients were not finite.
         final_loss: Of the last step, None where it is not finite.
         loss_scale: In the last step; None under a plan without one.
@@ -52,7 +53,7 @@ class TrainResult:
         layout: What the processes shared out, such as ``dp2``; ``single`` for one process.
         world_size: Processes.
         time_s: Of the training itself, without preparation and evaluation.
-        steps_per_s: Steps made, over that time.
+        steps_per_s: Steps made since the start or the checkpoint, over that time.
         environment: What it ran on.
         files: Names of what was written beside ``result.json``, in its folder.
     """
@@ -65,6 +66,7 @@ class TrainResult:
     reason: str
     steps: int
     steps_done: int
+    steps_before: int
     skipped_steps: int
     final_loss: float | None
     loss_scale: float | None
@@ -89,6 +91,7 @@ class TrainResult:
         where = f" on {self.layout}" if self.world_size > 1 else ""
         said = f"{self.workload} under {self.plan}{where}: loss {loss} after {self.steps_done} steps"
         said += f" ({self.steps_per_s:.3g} steps/s"
+        said += f", {self.steps_before} of them before" if self.steps_before else ""
         said += f", {self.skipped_steps} skipped)" if self.skipped_steps else ")"
         return "; ".join([said, *(f"{key} {value:.4g}" for key, value in self.metrics.items())])
 

@@ -13,10 +13,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from castwise.masters import attach, fp32_state_dict
+from tests.processes import leave
 from tests.test_masters_gradients import held
 from tests.test_masters_optimizers import Weights, lower
-
-from .processes import leave
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch is built without torch.distributed"

@@ -1,0 +1,153 @@
+"""Every plan on every layout, and training that is killed again and again; run by ``make soak``.
+
+``layouts``: each layout with each preset and with regions and operator rules, eager and compiled, with and without
+activation checkpointing, clipped and not, fused and not: against one process, as in ``tests/distributed/test_layouts.py``.
+``kills``: ``castwise train`` under torchrun's elastic restarts, a process killed at random moments; the weights at the
+end against those of an undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.distributed import kills, model
+from tests.distributed.model import Options, Trace
+from tests.distributed.test_layouts import LOSS_SCALE, REGIONS, tolerance
+from tests.distributed.world import World
+
+from castwise.plan import PRESETS
+from common import write
+
+LAYOUTS = {
+    2: ("ddp", "fsdp", "tp", "hand", "pp"),
+    4: ("dp.tp", "ddp.hand", "fsdp.tp", "fsdp.hand", "ddp.pp", "fsdp.pp", "tp.pp", "hand.pp"),
+    8: ("ddp.hand.pp", "fsdp.tp.pp"),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unclipped": {"max_norm": None},
+    "compiled": {"compile": True},
+    "checkpointed": {"checkpointed": True},
+    "accumulated": {"accumulate": 2},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved"},
+}
+STEPS = 10
+
+
+def fits(layout: str, variant: str, size: int) -> bool:
+    """Whether a variant means something on a layout."""
+    pipeline = "pp" in layout.split(".")
+    if variant in ("gpipe", "interleaved"):
+        return pipeline
+    return not (variant == "accumulated" and pipeline) and (size < 8 or variant == "plain")
+
+
+def worst(traces: list[Trace], want: Trace, plan: str) -> tuple[float, str]:
+    """How far a run is from one process's, in tolerances, and in what; infinite where ranks or skips differ."""
+    loss, norm, weight = tolerance(plan)
+    found: list[tuple[float, str]] = [(0.0, "")]
+    for trace in traces:
+        if trace.skipped != want.skipped or trace.scale != want.scale:
+            return math.inf, "skips"
+        for name, value in want.weights.items():
+            if not torch.equal(trace.weights[name], traces[0].weights[name]):
+                return math.inf, f"ranks differ in {name}"
+            found.append((float((trace.weights[name] - value).abs().max()) / weight, name))
+        for a, b in zip(trace.losses, want.losses, strict=True):
+            if not math.isnan(a):
+                found.append((abs(a - b) / abs(b) / loss, "loss"))
+        for a, b in zip(trace.norms, want.norms, strict=True):
+            if not math.isnan(b):
+                found.append((abs(a - b) / b / norm, "norm"))
+    return max(found)
+
+
+def layouts() -> Iterator[dict[str, Any]]:
+    """A row per layout, plan and variant."""
+    plans = [*PRESETS, REGIONS]
+    references: dict[Any, Trace] = {}
+    for size, names in LAYOUTS.items():
+        world = World(size)
+        for layout, plan, variant in itertools.product(names, plans, VARIANTS):
+            if not fits(layout, variant, size) or plan == "tf32":
+                continue
+            full = plan
+            if model.Plan.parse(plan).loss_scale is not None and model.Plan.parse(plan).loss_scale.dynamic:
+                full += LOSS_SCALE
+            options = Options(steps=STEPS, **VARIANTS[variant])
+            key = (full, options.max_norm, options.accumulate)
+            if key not in references:
+                references[key] = model.alone(full, options)
+            try:
+                distance, where = worst(world.run(model.train, layout, full, options), references[key], full)
+            except AssertionError as error:
+                distance, where = math.inf, str(error).strip().splitlines()[-1][:300]
+            row = {
+                "part": "layouts", "processes": size, "layout": layout, "plan": plan, "variant": variant,
+                "distance": distance if math.isfinite(distance) else None, "where": where, "ok": distance <= 1.0,
+            }  # fmt: skip
+            if not row["ok"]:
+                print("FAILED", row, flush=True)
+            yield row
+        world.close()
+
+
+def killed(times: int, seed: int) -> dict[str, Any]:
+    """Kills at random moments, and what was lost: nothing, if the weights are those of a quiet run."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = kills.Training(Path(folder) / "quiet", steps=kills.STEPS)
+        quiet.run()
+        noisy = kills.Training(Path(folder) / "noisy", steps=kills.STEPS, restarts=times + 5)
+        noisy.start()
+        moments = []
+        while len(moments) < times and noisy.running():
+            time.sleep(draw.uniform(1.0, 6.0))
+            moment = noisy.kill_one(draw)
+            if moment is not None:
+                moments.append(moment)
+                print(f"kill {len(moments)}: {moment}", flush=True)
+        code = noisy.wait()
+        same = code == 0 and noisy.weights_equal(quiet)
+        return {
+            "part": "kills", "seed": seed, "kills": len(moments), "moments": moments, "exit_code": code,
+            "weights_equal": same, "ok": same,
+        }  # fmt: skip
+
+
+def main() -> None:
+    """Run all of it and write ``results/soak-cpu.json``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", choices=["layouts", "kills"], default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    if options.part != "layouts":
+        rows.append(killed(options.kills, options.seed))
+    if options.part != "kills":
+        rows += layouts()
+    name = "soak" if options.part is None else f"soak-{options.part}"
+    write(name, torch.device("cpu"), __doc__, rows)
+    failed = [row for row in rows if not row["ok"]]
+    print(f"{len(rows)} cases, {len(failed)} failed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Processes that are killed, under torchrun's elastic restarts, and several nodes."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from . import kills
+from .kills import Training, environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for the processes to kill")
+
+
+def test_three_kills_lose_nothing(tmp_path: Path) -> None:
+    """In the middle of a step, while a checkpoint is written, and once more in a step: the same weights in the end."""
+    quiet = Training(tmp_path / "quiet", steps=60)
+    quiet.run()
+    noisy = Training(tmp_path / "noisy", steps=60, restarts=4)
+    noisy.start()
+    draw = random.Random(0)
+    made = []
+    noisy.until(lambda: noisy.steps_made() > 12)
+    made.append(noisy.kill_one(draw))
+    noisy.until(lambda: noisy.steps_made() > 22 and noisy.saving())
+    made.append(noisy.kill_one(draw))
+    noisy.until(lambda: noisy.steps_made() > 42)
+    made.append(noisy.kill_one(draw))
+    assert all(made)
+    assert "saving" in str(made[1])
+    assert noisy.wait() == 0, noisy.log.read_text()[-4000:]
+    assert noisy.weights_equal(quiet)
+    rows = [json.loads(line) for line in (noisy.out / "metrics.jsonl").read_text().splitlines()]
+    want = [json.loads(line) for line in (quiet.out / "metrics.jsonl").read_text().splitlines()]
+    for got, row in zip(rows, want, strict=True):
+        del got["elapsed_s"], row["elapsed_s"]
+        assert got == row
+    result = json.loads((noisy.out / "result.json").read_text())
+    assert (result["status"], result["steps_done"]) == ("ok", 60)
+    assert result["steps_before"] >= 40
+
+
+def test_two_nodes_train_like_one(tmp_path: Path) -> None:
+    """Two torchrun agents with a rendezvous on loopback, against two processes of one agent."""
+    one = Training(tmp_path / "one", steps=8, layout="fsdp2")
+    one.run()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "castwise",
+        "--local-addr", "127.0.0.1",
+        "-m", "castwise", "train", kills.WORKLOAD, "--plan", "fp16-master", "--layout", "fsdp2", "--steps", "8",
+        "--out", str(tmp_path / "two"),
+    ]  # fmt: skip
+    nodes = [
+        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(2)
+    ]
+    said = [node.communicate(timeout=240)[0].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    assert sum("Wrote" in text for text in said) == 1
+    got = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
+    for name, value in torch.load(one.out / "model.pt", weights_only=True).items():
+        assert torch.equal(got[name], value), name
