@@ -91,6 +91,7 @@ class Amp:
         self._agreement = Agreement(group)
         self._flags_wait = False
         self._patterns: set[str] = set()
+        self._unchecked: list[tuple[weakref.ref[nn.Module], frozenset[str]]] = []
         self._narrows: list[masters.Attachment] = []
         self._roots: weakref.WeakKeyDictionary[nn.Module, regions.Border] = weakref.WeakKeyDictionary()
         self._closers: list[Callable[[], None]] = []
@@ -178,6 +179,8 @@ class Amp:
             if all(known() is not optimizer for known in self._optimizers):
                 self._optimizers.append(weakref.ref(optimizer))
         self._closers.append(remove)
+        cut = frozenset(name for name, parameter in target.named_parameters() if is_dtensor(parameter))
+        self._unchecked.append((weakref.ref(target), cut))
         _prepared[target] = self
         self._models.append(weakref.ref(target))
         return (model, *optimizers) if optimizers else model
@@ -623,6 +626,8 @@ class Amp:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
         if frames.thread.state.saved:
             regions.leave_interrupted()
+        if self._unchecked:
+            self._check_order()
         scaler = self.scaler
         if scaler is None and max_norm is None and closure is None:
             for optimizer in optimizers:
@@ -697,6 +702,19 @@ class Amp:
     def _clip_together(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
         params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         return self._clip(params, max_norm)
+
+    def _check_order(self) -> None:
+        """At the first step after ``prepare``: what had to be done before it was not done since."""
+        unchecked, self._unchecked = self._unchecked, []
+        for reference, known in unchecked:
+            model = reference()
+            for name, parameter in [] if model is None else model.named_parameters():
+                if is_dtensor(parameter) and name not in known:
+                    raise StateError(
+                        f"step: {name} of the prepared {type(model).__name__} became a DTensor after prepare, so that its optimizer "
+                        "updates a tensor that the model no longer has. Call fully_shard or parallelize_module first, then make "
+                        "the optimizer, then prepare both."
+                    )
 
     def _open_window(self) -> None:
         if self._stepped:

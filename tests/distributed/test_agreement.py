@@ -247,6 +247,23 @@ def orders(rank: int, size: int) -> None:
     ):
         amp.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
 
+    for plan in ("bf16-mixed", "fp16-mixed"):
+        for wrap in (
+            lambda net: fully_shard(net, mesh=mesh_of(fsdp=size)),
+            lambda net: model.parallelize(net, mesh_of(tp=size)),
+        ):
+            late = castwise.Amp(plan, device="cpu")
+            net = build()
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            late.prepare(net, optimizer)
+            wrap(net)
+            late.backward(LOSS(net(model.batch(0)[0]), model.batch(0)[1]))
+            with pytest.raises(
+                StateError, match=r"became a DTensor after prepare.*fully_shard or parallelize_module first"
+            ):
+                late.step(optimizer)
+            late.close()
+
     net = build()
     stage = PipelineStage(net, rank, size, torch.device("cpu"))
     with pytest.raises(StateError, match=f"the module of stage {rank} was not prepared"):
