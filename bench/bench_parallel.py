@@ -4,7 +4,8 @@
 DistributedDataParallel with GradScaler by hand, and with castwise, whose ranks need not ask each other there; blocks of
 steps are interleaved, all processes start each block together, and a block's time is that of the slowest.
 ``agreement``: the same model where ranks can differ, with and without the one message per step, clipped and not.
-``wire``: bytes that one process hands to collectives in one step of a small GPT, per layout and plan.
+``wire``: bytes that one process hands to collectives in one step of a small GPT, per layout and plan, and bytes that it
+holds in weights, masters, gradients and Adam's state.
 ``scaling``: the time of a step of that GPT at one global batch, by number of processes.
 """
 
@@ -144,10 +145,22 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this process's weights, masters, gradients and optimizer state; memory that two share counts once."""
+    tensors: list[Any] = list(model.parameters())
+    tensors += [p for group in optimizer.param_groups for p in group["params"]]
+    tensors += [p.grad for p in tensors if p.grad is not None]
+    tensors += [
+        v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()
+    ]
+    local = [t.to_local() if hasattr(t, "to_local") else t.detach() for t in tensors]
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in local}.values())
+
+
 def gpt_step(
     layout: str, plan: str, hook: str | None, device: torch.device
-) -> tuple[Callable[[], None], int]:
-    """A step of the GPT on a layout over all ranks, and its number of parameters."""
+) -> tuple[Callable[[], None], Callable[[], int], int]:
+    """A step of the GPT on a layout over all ranks, what this process holds, and the number of parameters."""
     workload = find_workload(GPT)
     torch.manual_seed(0)
     model = workload.model().to(device)
@@ -169,12 +182,12 @@ def gpt_step(
 
     def step() -> None:
         batch = torch.utils._pytree.tree_map(lambda t: t.chunk(size)[rank].to(device), next(batches))
+        optimizer.zero_grad()
         loss = workload.loss(call, batch)
         amp.backward(loss)
         amp.step(optimizer, max_norm=1.0)
-        optimizer.zero_grad()
 
-    return step, count
+    return step, lambda: held(model, optimizer), count
 
 
 def wire(device: torch.device) -> list[dict[str, Any]]:
@@ -183,7 +196,7 @@ def wire(device: torch.device) -> list[dict[str, Any]]:
     cases = [("ddp", plan, None) for plan in PLANS] + [("ddp", "bf16-mixed", "bf16")]
     cases += [("fsdp", plan, None) for plan in PLANS]
     for layout, plan, hook in cases:
-        step, count = gpt_step(layout, plan, hook, device)
+        step, bytes_held, count = gpt_step(layout, plan, hook, device)
         step()
         step()
         counter = Wire()
@@ -198,6 +211,7 @@ def wire(device: torch.device) -> list[dict[str, Any]]:
             "compressed": hook,
             "bytes_per_step": total,
             "bytes_per_parameter": total / count,
+            "held_bytes_per_parameter": bytes_held() / count,
             "by_operator": dict(counter.bytes),
         })
     return rows
@@ -208,7 +222,7 @@ def scaling(device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for layout in ("ddp", "fsdp"):
         for plan in ("fp32", "bf16-mixed"):
-            step, _ = gpt_step(layout, plan, None, device)
+            step, _, _ = gpt_step(layout, plan, None, device)
 
             class Steps(Loop):
                 def run(self, steps: int, step: Callable[[], None] = step) -> None:

@@ -1,0 +1,169 @@
+"""Write docs/scaling.md: what a plan changes on 8, 64 and 1024 GPUs, derived from what was measured on two processes.
+
+    python scripts/scaling_page.py
+
+Bytes per parameter are those of ``bench/results/parallel-cpu.json``; link speeds and latencies are stated in the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "scaling.md"
+RESULTS = ROOT / "bench" / "results" / "parallel-cpu.json"
+
+PARAMETERS = 7e9
+SIZES = (8, 64, 1024)
+NVLINK, NETWORK = 450e9, 50e9
+"""Bytes per second and direction of one GPU: NVLink 4 within a machine of 8, InfiniBand NDR (400 Gbit/s) between."""
+HOP_S = 10e-6
+"""Assumed for one hop of a small all-reduce; a tree takes 2 log2(n) of them."""
+LAYERS = 32
+"""Units that FSDP2 gathers one at a time."""
+
+
+def rows(part: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measured rows of one part."""
+    return [row for row in record["rows"] if row["part"] == part]
+
+
+def speed(gpus: int) -> float:
+    """Bandwidth of the slowest link of a ring."""
+    return NVLINK if gpus <= 8 else NETWORK
+
+
+def sent_s(layout: str, operators: dict[str, int], parameters: float, gpus: int) -> float:
+    """Seconds that a step's collectives take on the wire: a ring moves (n-1)/n of the bytes, an all-reduce twice."""
+    share = (gpus - 1) / gpus
+    total = sum(
+        amount * (2 if name.startswith("allreduce") else 1)
+        for name, amount in operators.items()
+        if amount > 64
+    )
+    return share * total / parameters * PARAMETERS / speed(gpus)
+
+
+def held_gb(layout: str, plan: str, per_parameter: float, gpus: int) -> float:
+    """Gigabytes of weights, masters, gradients and Adam's state on one GPU."""
+    if layout == "ddp":
+        return per_parameter * PARAMETERS / 1e9
+    gathered = (
+        (4 if plan in ("fp32", "bf16-mixed") else 2) * PARAMETERS / LAYERS * 2
+    )  # one in use, one on its way
+    # measured on two processes, each with half of everything
+    return (2 * per_parameter * PARAMETERS / gpus + gathered) / 1e9
+
+
+def page() -> str:
+    """The page's text."""
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    wire = list(rows("wire", record))
+    count = {row["layout"]: row["bytes_per_step"] / row["bytes_per_parameter"] for row in wire}
+    measured = [
+        f"| {name(row)} | {row['bytes_per_parameter']:.2f} | {row['held_bytes_per_parameter']:.2f} |"
+        for row in wire
+    ]
+    memory = ["| layout and plan | " + " | ".join(f"{n} GPUs" for n in SIZES) + " |", "|---" * 4 + "|"]
+    times = list(memory)
+    for row in wire:
+        cells = [held_gb(row["layout"], row["plan"], row["held_bytes_per_parameter"], n) for n in SIZES]
+        memory.append(f"| {name(row)} | " + " | ".join(f"{value:.1f}" for value in cells) + " |")
+        seconds = [sent_s(row["layout"], row["by_operator"], count[row["layout"]], n) for n in SIZES]
+        times.append(f"| {name(row)} | " + " | ".join(f"{1e3 * value:.0f}" for value in seconds) + " |")
+    agreement = " | ".join(f"{1e6 * 2 * math.log2(n) * HOP_S:.0f}" for n in SIZES)
+    share = " | ".join(
+        f"{2 * math.log2(n) * HOP_S / sent_s('fsdp', fsdp(wire)['by_operator'], count['fsdp'], n):.3%}"
+        for n in SIZES
+    )
+    scaling = [
+        f"| {row['layout']} | {row['plan']} | {row['processes']} | {row['step_ms']:.0f} ({row['low_ms']:.0f}-{row['high_ms']:.0f}) |"
+        for row in rows("scaling", record)
+    ]
+    asking = [
+        f"| {row['processes']} | {row['part'].removeprefix('agreement').strip(', ') or 'not clipped'} | {row['step_us']:.0f} | "
+        f"{row['ratio']:.2f} ({row['low']:.2f}-{row['high']:.2f}) |"
+        for row in record["rows"]
+        if row["part"].startswith("agreement") and row["loop"] == "agreeing" and row["processes"] > 1
+    ]
+    beside = [
+        f"| {row['loop']} | {row['step_us']:.0f} | {row['ratio']:.3f} ({row['low']:.3f}-{row['high']:.3f}) |"
+        for row in rows("overhead", record)
+    ]
+    environment = record["environment"]
+    return f"""# What a plan changes on many GPUs
+
+Measured on {environment.get("device_name", "a CPU")}, two cores, gloo, torch {environment.get("torch", "2")}
+([parallel-cpu.json](../bench/results/parallel-cpu.json), `python bench/bench_parallel.py`); what follows for many GPUs is derived, not measured. This page is written by
+`python scripts/scaling_page.py`.
+
+## Measured
+
+Beside plain DistributedDataParallel with GradScaler, on a model so small that only overhead shows (fp16, two processes):
+
+| loop | step, us | ratio |
+|---|---|---|
+{chr(10).join(beside)}
+
+Under DistributedDataParallel castwise sends nothing. Where ranks can differ, each step sends 8 bytes; on that same small model, against ranks that do not ask each other:
+
+| processes | | step, us | ratio |
+|---|---|---|---|
+{chr(10).join(asking)}
+
+That is gloo over loopback with more processes than cores can run at once; the message itself is the smallest there is, and clipping does not add a second one.
+
+Bytes per parameter and step that one process hands to collectives, and bytes per parameter that it holds in weights, masters, gradients and Adam's state (two processes, a GPT, `AdamW`):
+
+| layout and plan | sent | held |
+|---|---|---|
+{chr(10).join(measured)}
+
+Time of a step of that GPT at one global batch. The machine has two cores, so more than two processes share them, and one process may use only one (one thread each):
+
+| layout | plan | processes | step, ms (quartiles) |
+|---|---|---|---|
+{chr(10).join(scaling)}
+
+## Derived
+
+For a model of {PARAMETERS / 1e9:.0f} billion parameters in {LAYERS} blocks, on machines of 8 GPUs: NVLink 4 at {NVLINK / 1e9:.0f} GB/s and direction within one, InfiniBand NDR at {NETWORK / 1e9:.0f} GB/s per GPU between them (both as their makers state
+them). A ring moves (n-1)/n of the bytes of a gather or scatter, and twice that for an all-reduce.
+
+Gigabytes per GPU, without activations; under FSDP2 with two gathered blocks:
+
+{chr(10).join(memory)}
+
+Milliseconds per step on the wire, none of it hidden behind computing:
+
+{chr(10).join(times)}
+
+The agreement is one all-reduce of 8 bytes, 2 log2(n) hops; with {HOP_S * 1e6:.0f} us per hop, which is an assumption:
+
+| | {" | ".join(f"{n} GPUs" for n in SIZES)} |
+|---|---|---|---|
+| microseconds per step | {agreement} |
+| beside the step's own traffic (FSDP2, bf16-master) | {share} |
+
+So: `bf16-mixed` changes neither what is held nor what is sent; it computes faster. `bf16-master` halves what DistributedDataParallel sends, and what FSDP2 gathers, for 2 more bytes per parameter held where weights are not sharded. Under FSDP2 the shards are the
+masters, so that there it costs nothing to hold. What ranks say to agree does not count at any of these sizes.
+"""
+
+
+def fsdp(wire: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of FSDP2 under bf16-master."""
+    return next(row for row in wire if row["layout"] == "fsdp" and row["plan"] == "bf16-master")
+
+
+def name(row: dict[str, Any]) -> str:
+    """A row's layout and plan."""
+    sent = f", sent in {row['compressed']}" if row["compressed"] else ""
+    return f"{row['layout']}, {row['plan']}{sent}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
