@@ -1,0 +1,46 @@
+"""Colossal-AI's AMP and the frame around it, carried out by castwise.
+
+    from castwise.compat import colossalai
+
+    colossalai.launch_from_torch(config=dict(fp16=dict(mode=colossalai.amp.AMP_TYPE.TORCH), clip_grad_norm=1.0))
+    engine, train_dataloader, _, _ = colossalai.initialize(model, optimizer, criterion, train_dataloader)
+
+or, with the original import lines, after ``castwise.compat.install()``.
+
+``plans``: the modes' options as plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration and the
+process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and accumulation.
+``zero``: sharding. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``: what scripts import
+besides. ``serving``: the original import lines. ``coverage``: which names there are.
+"""
+
+from __future__ import annotations
+
+from castwise.compat.colossalai import amp, builder, context, core, engine, logging, nn, trainer, utils
+from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.compat.colossalai.initialize import (
+    get_default_parser,
+    initialize,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
+
+__all__ = [
+    "amp",
+    "builder",
+    "context",
+    "core",
+    "engine",
+    "get_default_parser",
+    "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "logging",
+    "nn",
+    "trainer",
+    "utils",
+]
+__getattr__ = missing_attribute("colossalai")

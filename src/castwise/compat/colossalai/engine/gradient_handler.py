@@ -1,0 +1,75 @@
+"""Gradients averaged over data parallel ranks, where DistributedDataParallel does not do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from castwise.compat.colossalai.context import ParallelMode
+from castwise.compat.colossalai.core import global_context as gpc
+from castwise.parallel.agreement import local_grad
+
+__all__ = ["DataParallelGradientHandler"]
+
+_BUCKET = 2**24
+"""Elements sent at once: 64 MiB of fp32, beside the gradients themselves."""
+
+
+class DataParallelGradientHandler:
+    """Averages the gradients of an optimizer over the data parallel ranks, once per step.
+
+    For stages of a pipeline and for tensor parallel weights. Gradients are still scaled then; those of masters are
+    sent in fp32, and what is not finite on one rank is so on all after it.
+
+    Args:
+        optimizer: Of torch, or a wrapper of one.
+        group: The ranks; by default the data parallel ones.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Any = None) -> None:
+        self._optimizer = optimizer
+        self._group = group
+
+    def handle_gradient(self) -> None:
+        """Average, in place. A parameter that has no gradient on a rank counts as zero there."""
+        group = self._group if self._group is not None else gpc.get_group(ParallelMode.DATA)
+        params = [p for each in self._optimizer.param_groups for p in each["params"] if p.requires_grad]
+        if not params or dist.get_world_size(group) == 1:
+            return
+        have = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+        dist.all_reduce(have, group=group)
+        grads: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, count in zip(params, have.tolist(), strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if count:
+                grad = local_grad(parameter)
+                assert grad is not None
+                grads.setdefault(grad.dtype, []).append(grad)
+        for some in grads.values():
+            for bucket in _buckets(some):
+                _average(bucket, group)
+
+
+def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = [[]]
+    size = 0
+    for grad in grads:
+        if size and size + grad.numel() > _BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(grad)
+        size += grad.numel()
+    return buckets
+
+
+def _average(grads: list[Tensor], group: Any) -> None:
+    # divided first: a sum of scaled fp16 gradients overflows where their mean does not
+    flat = torch.cat([grad.reshape(-1) for grad in grads]) / dist.get_world_size(group)
+    dist.all_reduce(flat, group=group)
+    for grad, values in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(values.view_as(grad))

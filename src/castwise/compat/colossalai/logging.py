@@ -1,0 +1,136 @@
+"""``colossalai.logging``: a logger that knows ranks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from castwise.compat.colossalai.context import ParallelMode
+from castwise.compat.colossalai.core import global_context as gpc
+
+__all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger"]
+
+_loggers: dict[str, DistributedLogger] = {}
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what ``sys.stderr`` is at the time, so that redirection is respected."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """Keep none."""
+
+
+class DistributedLogger:
+    """Logs on all ranks, or on those named.
+
+    Args:
+        name: The logger's name in :mod:`logging`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+        self._format = logging.Formatter("%(name)s - %(asctime)s %(levelname)s: %(message)s")
+        if not self._logger.handlers:
+            handler = _Stderr()
+            handler.setFormatter(self._format)
+            self._logger.addHandler(handler)
+            self._logger.setLevel(logging.INFO)
+            self._logger.propagate = False
+
+    @staticmethod
+    def get_instance(name: str) -> DistributedLogger:
+        """The logger of a name, made when it is first asked for."""
+        return get_dist_logger(name)
+
+    def set_level(self, level: str) -> None:
+        """Set the level by name: DEBUG, INFO, WARNING, ERROR."""
+        self._logger.setLevel(level)
+
+    def log_to_file(self, path: str, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
+        """Write to ``path/rank_<n>[_suffix].log`` as well.
+
+        Args:
+            path: A folder; it is made where it is missing.
+            mode: As in ``open``.
+            level: The file's own.
+            suffix: Of the file's name.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"rank_{gpc.get_global_rank()}" + (f"_{suffix}" if suffix else "")
+        handler = logging.FileHandler(folder / f"{name}.log", mode)
+        handler.setLevel(level)
+        handler.setFormatter(self._format)
+        self._logger.addHandler(handler)
+
+    def _log(self, level: int, message: str, mode: ParallelMode, ranks: Iterable[int] | None) -> None:
+        rank = gpc.get_global_rank() if mode is ParallelMode.GLOBAL else gpc.get_local_rank(mode)
+        if ranks is None or rank in ranks:
+            self._logger.log(level, message)
+
+    def info(
+        self,
+        message: str,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Log on the ranks of a group, by default on all."""
+        self._log(logging.INFO, message, parallel_mode, ranks)
+
+    def warning(
+        self,
+        message: str,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Log on the ranks of a group, by default on all."""
+        self._log(logging.WARNING, message, parallel_mode, ranks)
+
+    def debug(
+        self,
+        message: str,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Log on the ranks of a group, by default on all."""
+        self._log(logging.DEBUG, message, parallel_mode, ranks)
+
+    def error(
+        self,
+        message: str,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Log on the ranks of a group, by default on all."""
+        self._log(logging.ERROR, message, parallel_mode, ranks)
+
+
+def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
+    """The logger of a name; the same each time."""
+    if name not in _loggers:
+        _loggers[name] = DistributedLogger(name)
+    return _loggers[name]
+
+
+def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
+    """Raise the level of other libraries' loggers to WARNING.
+
+    Args:
+        include: These alone; by default all there are.
+        exclude: But not these; by default ``colossalai``.
+    """
+    kept = ["colossalai"] if exclude is None else exclude
+    for name in include if include is not None else list(logging.root.manager.loggerDict):
+        if name not in kept:
+            logging.getLogger(name).setLevel(logging.WARNING)

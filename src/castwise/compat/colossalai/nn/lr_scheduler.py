@@ -1,0 +1,58 @@
+"""``colossalai.nn.lr_scheduler``: ``LinearWarmupLR``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.errors import PlanError
+
+__all__ = ["LinearWarmupLR"]
+__getattr__ = missing_attribute("colossalai.nn.lr_scheduler")
+
+
+class LinearWarmupLR(LRScheduler):
+    """The rate rises linearly, then falls linearly to zero, where it stays.
+
+    With w warm-up steps and T in total, step e has (e+1)/(w+1) of the rate while e < w, then (T-e)/(T-w).
+
+    Args:
+        optimizer: Whose rates; groups may have rates of their own.
+        total_steps: T.
+        warmup_steps: w.
+        last_epoch: The last step made, to continue from; -1 to begin.
+        kwargs: Taken and ignored, as in the original.
+
+    Raises:
+        PlanError: Fewer steps in total than 1, or a negative warm-up.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        last_epoch: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        if total_steps < 1 or warmup_steps < 0:
+            raise PlanError(
+                f"LinearWarmupLR(total_steps={total_steps!r}, warmup_steps={warmup_steps!r}): needs total_steps >= 1 and "
+                "warmup_steps >= 0"
+            )
+        self.warmup_steps = warmup_steps
+        self.total_steps = total_steps
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_lr(self) -> list[Any]:
+        """The rates of this step, one per group."""
+        step, total, warmup = self.last_epoch, self.total_steps, self.warmup_steps
+        if step < warmup:
+            factor = (step + 1) / (warmup + 1)
+        else:
+            # the original divides by zero where all steps are warm-up, and goes below zero after the last
+            factor = max(0.0, (total - step) / (total - warmup)) if total > warmup else 0.0
+        return [factor * rate for rate in self.base_lrs]

@@ -1,0 +1,25 @@
+"""``colossalai.nn.metric``: ``Accuracy``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Accuracy"]
+
+
+class Accuracy(nn.Module):
+    """How many rows of the logits are largest at their label; for ``hooks.AccuracyHook``."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Count.
+
+        Args:
+            logits: ``[..., classes]``, any dtype.
+            targets: ``[...]``, integers.
+
+        Returns:
+            0-dim int64.
+        """
+        with torch.no_grad():
+            return (logits.argmax(-1) == targets).sum()

@@ -1,0 +1,222 @@
+"""Quantities gathered over batches, and over data parallel ranks when they are read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from castwise.compat.colossalai.context import ParallelMode
+from castwise.compat.colossalai.core import global_context as gpc
+from castwise.compat.colossalai.utils import get_current_device
+
+__all__ = [
+    "AccuracyMetric",
+    "LearningRateMetric",
+    "LossMetric",
+    "Metric",
+    "ThroughputMetric",
+    "over_data_ranks",
+]
+
+
+def over_data_ranks(*values: float | Tensor) -> list[float]:
+    """The sums of some numbers over the data parallel ranks, in one message. Synchronises."""
+    numbers = [torch.as_tensor(value, dtype=torch.float64).reshape(()).cpu() for value in values]
+    total = torch.stack(numbers)
+    if gpc.get_world_size(ParallelMode.DATA) > 1:
+        total = total.to(get_current_device(), torch.float32 if get_current_device().type == "mps" else None)
+        dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
+    return [float(value) for value in total]
+
+
+class Metric(ABC):
+    """A quantity.
+
+    Args:
+        epoch_only: It is read once an epoch, not at each batch.
+    """
+
+    def __init__(self, epoch_only: bool) -> None:
+        self.epoch_only = epoch_only
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin an epoch."""
+
+    @abstractmethod
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Take in a batch."""
+
+    @abstractmethod
+    def get_last_step_value(self) -> Any:
+        """The value of the last batch."""
+
+    @abstractmethod
+    def get_accumulated_value(self) -> Any:
+        """The value of the epoch; all data parallel ranks ask together."""
+
+    @staticmethod
+    def is_better(a: Any, b: Any) -> bool | None:
+        """Whether ``a`` is better than ``b``; None where neither is."""
+        return None
+
+
+class LossMetric(Metric):
+    """The mean loss."""
+
+    def __init__(self, epoch_only: bool) -> None:
+        super().__init__(epoch_only)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an epoch."""
+        self._last: Tensor | None = None
+        self._sum: Tensor | float = 0.0
+        self._count = 0
+
+    def update(self, loss: Tensor) -> None:
+        """Take in the loss of a batch, without waiting for the device."""
+        self._last = loss.detach().float()
+        self._sum = self._sum + self._last
+        self._count += 1
+
+    def get_last_step_value(self) -> float:
+        """This rank's loss of the last batch. Synchronises."""
+        return 0.0 if self._last is None else float(self._last)
+
+    def get_accumulated_value(self) -> float:
+        """The mean over batches and data parallel ranks. Synchronises."""
+        total, count = over_data_ranks(self._sum, self._count)
+        return total / count if count else 0.0
+
+    @staticmethod
+    def is_better(a: float, b: float) -> bool:
+        """Whether it is smaller."""
+        return a < b
+
+
+class LearningRateMetric(Metric):
+    """The rate of the optimizer's first group."""
+
+    def __init__(self, epoch_only: bool, initial_lr: float = 0.0) -> None:
+        super().__init__(epoch_only)
+        self.lr = initial_lr
+
+    def reset(self) -> None:
+        """Keep the rate."""
+
+    def update(self, lr: float) -> None:
+        """Take in a rate."""
+        self.lr = lr
+
+    def get_last_step_value(self) -> float:
+        """The rate."""
+        return self.lr
+
+    def get_accumulated_value(self) -> float:
+        """The rate."""
+        return self.lr
+
+
+class AccuracyMetric(Metric):
+    """The share of right answers.
+
+    Args:
+        epoch_only: As in :class:`Metric`.
+        accuracy_func: From outputs and targets to the number of right ones, such as ``colossalai.nn.metric.Accuracy``.
+    """
+
+    def __init__(self, epoch_only: bool, accuracy_func: Callable[[Any, Any], Any]) -> None:
+        super().__init__(epoch_only)
+        self.acc = accuracy_func
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an epoch."""
+        self._last = self._total = (0, torch.zeros(()))
+
+    def update(self, logits: Any, targets: Any, batch_size: int) -> None:
+        """Take in a batch; of several outputs or targets the first."""
+        logits = logits[0] if isinstance(logits, (list, tuple)) else logits
+        targets = targets[0] if isinstance(targets, (list, tuple)) else targets
+        correct = torch.as_tensor(self.acc(logits, targets))
+        self._last = (batch_size, correct)
+        self._total = (self._total[0] + batch_size, self._total[1].to(correct.device) + correct)
+
+    def _share(self, counted: tuple[int, Tensor]) -> float:
+        count, correct = over_data_ranks(*counted)
+        return correct / count if count else 0.0
+
+    def get_last_step_value(self) -> float:
+        """That of the last batch, over data parallel ranks."""
+        return self._share(self._last)
+
+    def get_accumulated_value(self) -> float:
+        """That of the epoch, over data parallel ranks."""
+        return self._share(self._total)
+
+    @staticmethod
+    def is_better(a: float, b: float) -> bool:
+        """Whether it is larger."""
+        return a > b
+
+
+class ThroughputMetric(Metric):
+    """Samples per second of all data parallel ranks together.
+
+    Args:
+        epoch_only: As in :class:`Metric`.
+        ignored_steps: The first of all batches, not of each epoch, that do not count.
+        tflop_per_step: 10^12 operations per batch, to say TFLOP/s as well.
+        use_local: Take this rank's numbers for all.
+    """
+
+    def __init__(
+        self, epoch_only: bool, ignored_steps: int = 0, tflop_per_step: float = 0, use_local: bool = False
+    ) -> None:
+        super().__init__(epoch_only)
+        self._ignored, self._seen = ignored_steps, 0
+        self._tflop, self._local = tflop_per_step, use_local
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an epoch."""
+        self._last = self._total = (0, 0.0)
+
+    def update(self, num_samples: int, time: float) -> None:
+        """Take in a batch.
+
+        Args:
+            num_samples: On this rank.
+            time: In seconds.
+        """
+        self._seen += 1
+        self._last = (num_samples, time)
+        if self._seen > self._ignored:
+            self._total = (self._total[0] + num_samples, self._total[1] + time)
+
+    def _rate(self, counted: tuple[int, float]) -> tuple[float, float]:
+        ranks = gpc.get_world_size(ParallelMode.DATA)
+        samples, time_s = (
+            (counted[0] * ranks, counted[1] * ranks) if self._local else over_data_ranks(*counted)
+        )
+        return samples / (time_s / ranks) if time_s else 0.0, time_s / ranks
+
+    def get_last_step_value(self) -> float:
+        """Samples per second of the last batch."""
+        return self._rate(self._last)[0]
+
+    def get_last_step_info(self) -> str:
+        """The same as text, with TFLOP/s where the operations are known."""
+        rate, time_s = self._rate(self._last)
+        more = f", {self._tflop / time_s:.4g} TFLOP/s" if self._tflop and time_s else ""
+        return f"{rate:.4g} samples/s{more}"
+
+    def get_accumulated_value(self) -> float:
+        """Samples per second of the epoch."""
+        return self._rate(self._total)[0]
