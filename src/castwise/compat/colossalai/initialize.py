@@ -25,8 +25,8 @@ from castwise.compat.colossalai.engine.schedule import (
 )
 from castwise.compat.colossalai.logging import get_dist_logger
 from castwise.compat.colossalai.plans import Recipe, fp32_recipe, recipe_of
+from castwise.compat.colossalai.sharding import shard, zero_recipe
 from castwise.compat.colossalai.utils import broadcast_from_first, get_current_device, is_using_ddp
-from castwise.compat.colossalai.zero import shard, zero_recipe
 from castwise.errors import StateError
 from castwise.session import Amp
 
@@ -104,12 +104,12 @@ def launch(
         )
 
 
-def _from_environment(names: Mapping[str, str], starter: str) -> dict[str, str]:
+def _from_environment(names: Mapping[str, str], call: str, starter: str) -> dict[str, str]:
     try:
         return {key: os.environ[name] for key, name in names.items()}
     except KeyError as error:
         raise StateError(
-            f"launch_from_{starter.split()[0]}: the environment has no {error.args[0]}; start the script with {starter}"
+            f"launch_from_{call}: the environment has no {error.args[0]}; start the script with {starter}"
         ) from None
 
 
@@ -134,7 +134,7 @@ def launch_from_torch(
         "host": "MASTER_ADDR",
         "port": "MASTER_PORT",
     }
-    said = _from_environment(names, "torchrun --nproc-per-node N script.py (from torch)")
+    said = _from_environment(names, "torch", "torchrun --nproc-per-node N script.py")
     host = said.pop("host")
     launch(config, host=host, backend=backend, seed=seed, verbose=verbose, **_numbers(said))
 
@@ -148,7 +148,7 @@ def launch_from_slurm(
     verbose: bool = True,
 ) -> None:
     """``launch`` by what SLURM says: SLURM_PROCID and SLURM_NPROCS."""
-    said = _from_environment({"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}, "slurm's srun")
+    said = _from_environment({"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}, "slurm", "srun")
     launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **_numbers(said))
 
 
@@ -166,7 +166,7 @@ def launch_from_openmpi(
         "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
         "world_size": "OMPI_COMM_WORLD_SIZE",
     }
-    said = _from_environment(names, "openmpi's mpirun")
+    said = _from_environment(names, "openmpi", "mpirun")
     launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **_numbers(said))
 
 

@@ -143,14 +143,18 @@ class PipelineSchedule(_Loads):
             for chunk, module in enumerate(modules)
         ]
 
+        parts = self.num_microbatches * divide_by
+
         def loss_fn(output: Any, target: Any) -> Tensor:
             loss: Tensor = criterion(output, target)
-            return loss / divide_by if divide_by > 1 else loss
+            return loss / parts
 
+        # torch would divide the gradients in the end, those of batches before this one once more
+        options: dict[str, Any] = {"loss_fn": loss_fn, "scale_grads": False}
         if len(stages) == 1:
-            schedule: Any = Schedule1F1B(stages[0], self.num_microbatches, loss_fn=loss_fn)
+            schedule: Any = Schedule1F1B(stages[0], self.num_microbatches, **options)
         else:
-            schedule = ScheduleInterleaved1F1B(list(stages), self.num_microbatches, loss_fn=loss_fn)
+            schedule = ScheduleInterleaved1F1B(list(stages), self.num_microbatches, **options)
         self._schedule = amp.pipeline(schedule)
 
     def forward_backward_step(
@@ -188,7 +192,7 @@ class PipelineSchedule(_Loads):
                 count()
         loss = None
         if last and return_loss and losses:
-            loss = torch.stack([part.detach().float() for part in losses]).mean() * self.divide_by
+            loss = torch.stack([part.detach().float() for part in losses]).sum() * self.divide_by
         return (output if last else None, label, loss) if return_output_label else (None, None, loss)
 
 
