@@ -1,1 +1,1 @@
-"""Drop-ins for other libraries."""
+"""Drop-ins."""

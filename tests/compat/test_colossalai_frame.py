@@ -18,7 +18,7 @@ from castwise.compat import colossalai
 from castwise.compat.colossalai.amp import AMP_TYPE, convert_to_amp
 from castwise.compat.colossalai.context import Config, ConfigException
 from castwise.compat.colossalai.core import global_context as gpc
-from castwise.compat.colossalai.coverage import COVERAGE
+from castwise.compat.colossalai.coverage import COVERED
 from castwise.compat.colossalai.engine import Engine
 from castwise.compat.colossalai.engine.gradient_accumulation import accumulate_gradient
 from castwise.compat.colossalai.logging import get_dist_logger
@@ -397,7 +397,7 @@ def test_the_original_import_lines(tmp_path: Path) -> None:
     """
     zero, linear, clip = run_python(textwrap.dedent(code), tmp_path).splitlines()
     assert "No module named 'colossalai.zero'" in zero
-    assert "use `zero = dict(level=3)` in the configuration" in zero
+    assert "use `zero = dict(level=3)` in the configuration" in zero, zero
     assert "parallelize_module" in linear
     assert "engine.amp.clip_grad_norm_(optimizer, max_norm)" in clip
 
@@ -426,9 +426,9 @@ def _resolve(name: str) -> Any:
 
 
 def test_the_coverage_says_what_there_is() -> None:
-    names = [row.name for row in COVERAGE]
+    names = [row.name for row in COVERED]
     assert len(set(names)) == len(names)
-    for row in COVERAGE:
+    for row in COVERED:
         if not row.name.startswith("colossalai.") or "(" in row.name or row.name == "colossalai.legacy":
             continue
         if row.status != "absent":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-__all__ = ["STATUSES", "Covered", "Status"]
+__all__ = ["STATUSES", "Covered", "Status", "absent_row"]
 
 Status = Literal["works", "differs", "absent"]
 STATUSES: Final[tuple[Status, ...]] = get_args(Status)
@@ -40,3 +41,12 @@ class Covered:
             )
         if "|" in self.note or "\n" in self.note:
             raise ValueError(f"Covered({self.name!r}): the note is a cell of a table: one line, no '|'")
+
+
+def absent_row(covered: Iterable[Covered], name: str) -> Covered | None:
+    """The nearest row that says that a name, or what it is in, is absent."""
+    rows = {row.name: row for row in covered if row.status == "absent"}
+    parts = name.split(".")
+    return next(
+        (rows[key] for end in range(len(parts), 0, -1) if (key := ".".join(parts[:end])) in rows), None
+    )

@@ -10,7 +10,7 @@ or, with the original import lines, after ``castwise.compat.install()``.
 ``plans``: the modes' options as plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration and the
 process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and accumulation.
 ``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``: what scripts import
-besides. ``serving``: the original import lines. ``coverage``: which names there are.
+besides. ``coverage``: which names there are.
 """
 
 from __future__ import annotations

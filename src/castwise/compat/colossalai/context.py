@@ -75,7 +75,7 @@ class Config(dict[str, Any]):
         Raises:
             ConfigException: No such file, or not Python.
         """
-        from castwise.compat.colossalai.serving import served
+        from castwise.compat.installing import serving
 
         path = Path(filename)
         if path.suffix != ".py" or not path.is_file():
@@ -83,7 +83,7 @@ class Config(dict[str, Any]):
                 f"config {str(filename)!r}: {'not a .py file' if path.is_file() else 'no such file'}; give the path of a "
                 "Python file, or a dict."
             )
-        with served():
+        with serving("colossalai"):
             names = runpy.run_path(str(path))
         return cls({
             key: value

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from castwise.compat.coverage import Covered
+from castwise.compat.coverage import Covered, absent_row
 
-__all__ = ["COVERAGE", "instead_of", "missing_attribute"]
+__all__ = ["COVERED", "missing_attribute"]
 
-COVERAGE: Final[tuple[Covered, ...]] = (
+COVERED: Final[tuple[Covered, ...]] = (
     # --- AMP
     Covered("colossalai.amp.AMP_TYPE", "works"),
     Covered(
@@ -235,29 +235,15 @@ COVERAGE: Final[tuple[Covered, ...]] = (
 )
 
 
-def _absent_row(name: str) -> Covered | None:
-    """The nearest row that says that a name, or what it is in, is absent."""
-    name = name.replace("colossalai.legacy.", "colossalai.", 1)
-    rows = {row.name: row for row in COVERAGE if row.status == "absent"}
-    parts = name.split(".")
-    return next(
-        (rows[key] for end in range(len(parts), 0, -1) if (key := ".".join(parts[:end])) in rows), None
-    )
-
-
-def instead_of(name: str) -> str:
-    """What to use in the place of a name that is not here."""
-    row = _absent_row(name)
-    return f"Instead: {row.note}." if row else "What it has is listed in castwise.compat.colossalai.coverage."
-
-
 def missing_attribute(module: str) -> Callable[[str], Any]:
     """A module's ``__getattr__``: an error that says what to use instead."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - it becomes one
-        whole = f"{module}.{name}"
-        message = f"{module!r} of castwise.compat has no {name!r}. {instead_of(whole)}"
-        # `from module import name` would put a text of its own in the place of an AttributeError's
-        raise (ImportError if _absent_row(whole) and name[0] != "_" else AttributeError)(message)
+        row = absent_row(COVERED, f"{module}.{name}")
+        message = f"{module!r} of castwise.compat has no {name!r}"
+        if row is not None and name[0] != "_":
+            # `from module import name` would put a text of its own in the place of an AttributeError's
+            raise ImportError(f"{message}. Instead: {row.note}.")
+        raise AttributeError(f"{message}; docs/compat.md lists what there is")
 
     return __getattr__
