@@ -61,7 +61,9 @@ def alone(mode: str) -> dict[str, Tensor]:
         wrapped.clip_grad_norm(model, NORM)
         wrapped.step()
         wrapped.zero_grad()
-    return {key: value.clone() for key, value in wrapped.amp.model_state_dict(model).items()}
+    weights = {key: value.clone() for key, value in wrapped.amp.model_state_dict(model).items()}
+    wrapped.amp.close()
+    return weights
 
 
 class Layout:
@@ -194,7 +196,7 @@ def averaged(rank: int, size: int) -> tuple[list[float], bool, float]:
     return params[0].grad.tolist(), params[2].grad is None, float(params[1].grad[0])
 
 
-def trainer_in_a_pipeline(rank: int, size: int, mode: str) -> dict[str, Any]:
+def trainer_in_a_pipeline(rank: int, size: int, mode: str, chunks: int) -> dict[str, Any]:
     """Two epochs by the trainer, and an evaluation after each."""
     from castwise.compat.colossalai.trainer import Trainer, hooks
 
@@ -202,7 +204,7 @@ def trainer_in_a_pipeline(rank: int, size: int, mode: str) -> dict[str, Any]:
     colossalai.launch(config(mode, parallel=parallel), 0, 1, "localhost", 0, verbose=False)
     whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     torch.manual_seed(0)
-    model = colossalai.builder.build_pipeline_model(whole)
+    model = colossalai.builder.build_pipeline_model(whole, num_chunks=chunks)
     batches = [batch(index) for index in range(3)]
     engine, train_loader, test_loader, _ = colossalai.initialize(
         model, optimizer_of(model), LOSS, batches, batches, verbose=False
@@ -215,7 +217,9 @@ def trainer_in_a_pipeline(rank: int, size: int, mode: str) -> dict[str, Any]:
         for name, metrics in trainer.states["metrics"].items()
     }
     engine.amp.close()
-    return {"metrics": said, "names": list(dict(model.named_children())), "steps": trainer.cur_step}
+    parts = [model] if chunks == 1 else list(model)
+    names = [name for part in parts for name, _ in part.named_children()]
+    return {"metrics": said, "names": names, "steps": trainer.cur_step}
 
 
 assert BLOCKS % 2 == 0
