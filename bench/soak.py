@@ -118,7 +118,12 @@ def killed(times: int, seed: int) -> dict[str, Any]:
         noisy.start()
         moments = []
         while len(moments) < times and noisy.running():
-            time.sleep(draw.uniform(1.0, 6.0))
+            before = noisy.steps_made()
+            if draw.random() < 0.8:  # else while it starts
+                deadline = time.monotonic() + 60
+                while noisy.running() and noisy.steps_made() in (0, before) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            time.sleep(draw.uniform(0.0, 1.5))
             moment = noisy.kill_one(draw)
             if moment is not None:
                 moments.append(moment)
