@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint bench gpu changelog clean
+.PHONY: demo test lint bench soak gpu changelog clean
 
 # Finds the plan for a job on this machine, and shows it beside fp32 and one-line torch.autocast. Writes pages under runs/.
 # Sized for two cores; a GPU has use for `make demo SINE=sine`, whose grid is that of the article it comes from.
@@ -28,6 +28,10 @@ lint: $(STAMP)
 # Every benchmark; each writes bench/results/<name>-<device>.json.
 bench: $(STAMP)
 	for script in bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+# Every plan on every layout, and twenty processes killed at random moments; some twenty minutes.
+soak: $(STAMP)
+	$(BIN)/python bench/soak.py
 
 # On a machine with a GPU and its own build of torch: PYTHON_GPU is the interpreter that has it.
 PYTHON_GPU ?= $(BIN)/python

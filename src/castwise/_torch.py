@@ -396,6 +396,12 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+@torch.no_grad()
+def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor in place by a 0-dim one on their device, in as few kernels as it can."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each tensor was written in place, as autograd counts; writes through ``.data`` are not seen."""
     return [tensor._version for tensor in tensors]

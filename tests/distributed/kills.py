@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 WORKLOAD = "gpt?layers=2&width=32&context=32&batch=8"
-STEPS = 400
+STEPS = 1000
 
 
 def environment() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from castwise import _torch, masters
 from castwise.errors import StateError
@@ -124,18 +124,21 @@ class Agreement:
         """
         infinite = math.isinf(norm_type)
         world = self.world_size if joined else 1
-        sizes: list[Tensor] = []
-        weights: list[float] = []
+        by_count: dict[int, list[Tensor]] = {}
         for parameter in params:
             grad = local_grad(parameter)
             if grad is not None and grad.numel():
-                sizes.append(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32))
-                weights.append(self.pieces.count(parameter) / world if joined else 1.0)
-        home = sizes[0].device if sizes else (flag.device if flag is not None else torch.device("cpu"))
+                grad = grad if grad.dtype is torch.float32 else grad.float()
+                by_count.setdefault(self.pieces.count(parameter) if joined else world, []).append(grad)
+        parts = []
+        for count, grads in by_count.items():
+            size = nn.utils.get_total_norm(grads, norm_type)
+            parts.append(size if infinite else size**norm_type * (count / world))
+        home = parts[0].device if parts else (flag.device if flag is not None else torch.device("cpu"))
         part = torch.zeros((), device=home)
-        if sizes:
-            each = torch.stack([size.to(home) for size in sizes])
-            part = each.amax() if infinite else (each**norm_type * torch.tensor(weights, device=home)).sum()
+        if parts:
+            each = torch.stack([one.to(home) for one in parts]) if len(parts) > 1 else parts[0]
+            part = each.amax() if infinite else each.sum()
         if joined:
             message = torch.stack([part, part.new_zeros(()) if flag is None else flag.to(home)])
             dist.all_reduce(message, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self.group)
@@ -166,8 +169,11 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 
 def clip_by_norm(params: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients in place, cut ones too, so that a norm of ``norm`` becomes ``max_norm`` at most."""
-    grads = [grad for parameter in params if (grad := local_grad(parameter)) is not None]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in params:
+        grad = local_grad(parameter)
+        if grad is not None:
+            by_device.setdefault(grad.device, []).append(grad)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    with torch.no_grad():
-        for grad in grads:
-            grad.mul_(factor.to(grad.device, grad.dtype))
+    for device, grads in by_device.items():
+        _torch.multiply_each(grads, factor.to(device))
