@@ -61,7 +61,10 @@ def _amp_name(view: View, node: cst.CSTNode) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One ``scale_loss`` block and the step after it."""
+    """One ``scale_loss`` block and the step after it.
+
+    ``looked_at``: other statements stand between them, which may look at gradients: those were unscaled there.
+    """
 
     block: cst.With
     loss: cst.BaseExpression
@@ -70,6 +73,7 @@ class _Step:
     optimizer: str
     clip: cst.SimpleStatementLine | None
     limit: cst.BaseExpression | None
+    looked_at: bool
 
 
 class _Loop:
@@ -202,11 +206,11 @@ class _Loop:
     def _look_after(self, block: cst.With, loss: cst.BaseExpression, backward: cst.Call) -> _Step:
         view, suite = self.view, self.view.suite(block)
         name = view.code(self.optimizer)
-        clip, limit = None, None
+        clip, limit, looked_at = None, None, False
         for line in [] if suite is None else suite.body[view.index(block) + 1 :]:
             call = only_call(line)
             if call is not None and view.code(call.func) == f"{name}.step" and not call.args:
-                return _Step(block, loss, backward, call, name, clip, limit)
+                return _Step(block, loss, backward, call, name, clip, limit, looked_at)
             if call is not None and view.origin(call.func) in CLIP and clip is None:
                 limit = self._limit(call)
                 if limit is not None:
@@ -219,6 +223,12 @@ class _Loop:
                 break
             if any(_amp_name(view, node) for node in inside(line)):
                 break
+            if self.level == "O2":
+                raise Undecided(
+                    line,
+                    "it stands between backward and step, and Apex's O2 has the model's gradients scaled there",
+                )
+            looked_at = True
         raise Undecided(
             block,
             f"{name}.step() does not follow this block: Apex moves the scale at every backward, castwise at every step",
@@ -311,6 +321,8 @@ class _Loop:
         edits.insert_before(self.line, statement(f'{amp} = castwise.Amp("{self.level}", device="cuda")'))
         for step in self.steps:
             edits.replace(step.block, _backward_line(step, amp))
+            if step.looked_at and self.level == "O1":
+                edits.insert_after(step.block, statement(f"{amp}.unscale_({optimizer})"))
             maximum = "" if step.limit is None else f", max_norm={view.code(step.limit)}"
             edits.replace(step.step, cst.parse_expression(f"{amp}.step({step.optimizer}{maximum})"))
             if step.clip is not None:
@@ -354,7 +366,7 @@ def _backward_line(step: _Step, amp: str) -> cst.SimpleStatementLine:
     lines = [*step.block.leading_lines]
     if step.block.body.header.comment is not None:
         lines.append(cst.EmptyLine(comment=step.block.body.header.comment))
-    lines += [*inner.leading_lines]
+    lines += [*inner.leading_lines, *(empty for empty in step.block.body.footer if empty.comment is not None)]
     return cst.SimpleStatementLine(
         [cst.Expr(call)], leading_lines=lines, trailing_whitespace=inner.trailing_whitespace
     )

@@ -14,9 +14,10 @@ from castwise.migrate.view import Undecided, View, only_call
 
 __all__ = ["rewrite_colossalai"]
 
-_PLANS: Mapping[str, str] = {"TORCH": "fp16-mixed", "NAIVE": "naive", "APEX": "O1"}
-_CONVERT = {"colossalai.amp.convert_to_amp", "colossalai.amp.amp.convert_to_amp"}
-_TYPE = {"colossalai.amp.AMP_TYPE", "colossalai.amp.amp_type.AMP_TYPE"}
+_PLANS: Mapping[str, str] = {"TORCH": "fp16-mixed", "NAIVE": "naive"}
+"""Plans of the modes. The Apex mode unscales gradients at every backward, which a session does at the step."""
+_CONVERT = {"colossalai.amp.convert_to_amp", "colossalai.legacy.amp.convert_to_amp"}
+_TYPE = {"colossalai.amp.AMP_TYPE", "colossalai.amp.amp_type.AMP_TYPE", "colossalai.legacy.amp.AMP_TYPE"}
 
 
 def rewrite_colossalai(edits: Edits, *, alone: bool) -> None:
@@ -114,7 +115,7 @@ class _Loop:
             or view.origin(mode.value) not in _TYPE
             or mode.attr.value not in _PLANS
         ):
-            raise Undecided(call, "the mode is known only when it runs")
+            raise Undecided(call, "the mode is APEX, which unscales gradients at every backward, or known only when it runs")
         self.mode, self.mode_node = mode.attr.value, mode
         config = given.get("amp_config")
         if config is not None and view.code(config) not in ("None", "{}", "dict()"):

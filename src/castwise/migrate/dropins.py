@@ -12,7 +12,7 @@ from castwise.migrate.view import View
 __all__ = ["DROP_INS", "rewrite_imports", "uses"]
 
 DROP_INS: Mapping[str, frozenset[str]] = {
-    "apex": frozenset({"amp", "parallel", "optimizers", "normalization"}),
+    "apex": frozenset({"amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"}),
     "colossalai": frozenset({
         "amp",
         "builder",
@@ -75,8 +75,13 @@ def rewrite_imports(edits: Edits, library: str, gone: frozenset[str] = frozenset
             _rewrite_plain(edits, node, library)
 
 
+def _now(dotted: str) -> str:
+    """A name as it was before version 0.3 of Colossal-AI moved it."""
+    return dotted.replace("colossalai.legacy", "colossalai", 1)
+
+
 def _serves(dotted: str) -> bool:
-    library, _, rest = dotted.partition(".")
+    library, _, rest = _now(dotted).partition(".")
     return not rest or rest.partition(".")[0] in DROP_INS[library]
 
 
@@ -96,7 +101,7 @@ def _rewrite_from(edits: Edits, node: cst.ImportFrom, library: str, gone: frozen
         served = "; import what it serves by a line of its own" if len(absent) < len(names) else ""
         edits.left(node, f"castwise.compat.{library} has no {', '.join(absent)}{served}")
         return
-    dotted = cst.parse_expression(f"castwise.compat.{module}")
+    dotted = cst.parse_expression(f"castwise.compat.{_now(module)}")
     edits.replace(node, lambda updated: updated.with_changes(module=dotted))
 
 
@@ -112,13 +117,13 @@ def _rewrite_plain(edits: Edits, node: cst.Import, library: str) -> None:
     if not _serves(name):
         edits.left(node, f"castwise.compat.{library} has no {name}")
     elif alias.evaluated_alias is not None:
-        outer, _, inner = f"castwise.compat.{name}".rpartition(".")
+        outer, _, inner = f"castwise.compat.{_now(name)}".rpartition(".")
         edits.replace(node, _small(f"from {outer} import {inner} as {alias.evaluated_alias}"))
     elif isinstance(line, cst.SimpleStatementLine):
         # Binds the library's own name, as `import apex.amp` does.
         edits.replace(node, _small(f"from castwise.compat import {library}"))
         if "." in name:  # loads a part of it besides
-            edits.insert_after(line, statement(f"import castwise.compat.{name}"))
+            edits.insert_after(line, statement(f"import castwise.compat.{_now(name)}"))
         for absent in _absent_attributes(view, library):
             edits.left(absent, f"castwise.compat.{library} has no {view.code(absent)}")
 

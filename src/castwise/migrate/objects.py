@@ -16,7 +16,7 @@ __all__ = ["Thing", "models_of", "only_wrapped_later", "references", "session_na
 _WRAPPER = re.compile(r"DataParallel|^DDP$|^DP$|^FSDP$|fully_shard|compile$|parallelize|Engine")
 _HARMLESS = {
     "train", "eval", "parameters", "named_parameters", "zero_grad", "state_dict", "load_state_dict", "modules",
-    "named_modules", "children", "named_children", "buffers", "named_buffers", "requires_grad_", "training",
+    "named_modules", "children", "named_children", "buffers", "named_buffers", "requires_grad_", "training", "no_sync",
 }  # fmt: skip
 """What may be asked of a model without running it."""
 

@@ -73,6 +73,12 @@ class Session:
             self._look_at_use(use)
         if not any(event.kind == "step" for event in self.events):
             raise Undecided(self.made, "no optimizer is stepped by it here")
+        for event in self.events:
+            function = self.view.function(event.node)
+            if isinstance(function, cst.FunctionDef) and function.decorators:
+                raise Undecided(
+                    event.node, "it stands in a function with a decorator, as torch.compile may be one"
+                )
         check_windows(self.view, self.events)
         last = self.home
         for name in sorted(self.optimizers):
@@ -283,7 +289,7 @@ class Session:
                     if isinstance(call, cst.Call) and view.origin(call.func) in AUTOCAST:
                         return self._is_own(call)
                 return False
-            elif isinstance(outer, (cst.Lambda, cst.ClassDef)):
+            elif isinstance(outer, (cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
                 return False
         return False
 
