@@ -115,7 +115,10 @@ class _Loop:
             or view.origin(mode.value) not in _TYPE
             or mode.attr.value not in _PLANS
         ):
-            raise Undecided(call, "the mode is APEX, which unscales gradients at every backward, or known only when it runs")
+            raise Undecided(
+                call,
+                "the mode is APEX, which unscales gradients at every backward, or known only when it runs",
+            )
         self.mode, self.mode_node = mode.attr.value, mode
         config = given.get("amp_config")
         if config is not None and view.code(config) not in ("None", "{}", "dict()"):

@@ -17,7 +17,7 @@ from castwise.migrate.rewriting import exports_used, rewrite
 
 __all__ = ["migrate_files"]
 
-_CONCERNS = re.compile(rb"apex|colossalai|autocast|GradScaler|custom_fwd|custom_bwd|\bamp\b")
+_CONCERNS = re.compile(rb"\bapex\b|colossalai|autocast|GradScaler|custom_fwd|custom_bwd")
 """What a file must hold to be parsed at all: one of Python 2 beside the scripts is none of our business."""
 _PASSED_OVER = {"__pycache__", "node_modules", "site-packages"}
 
@@ -59,6 +59,8 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
 def _one(file: Path, text: str, exported: frozenset[str]) -> FileResult:
     try:
         after, findings = rewrite(text, exported=exported)
+    except RecursionError:
+        return FileResult(file, text, text, problem="is nested too deep to be looked at")
     except SyntaxError as error:
         return FileResult(file, text, text, problem=f"is not Python that can be parsed: {_reason(error)}")
     return FileResult(file, text, after, tuple(findings))
