@@ -28,7 +28,7 @@ from tests.distributed.model import Options, Trace
 from tests.distributed.test_layouts import LOSS_SCALE, REGIONS, tolerance
 from tests.distributed.world import World
 
-from castwise.plan import PRESETS
+from castwise.plan import PRESETS, Plan
 from common import write
 
 LAYOUTS = {
@@ -88,7 +88,7 @@ def layouts() -> Iterator[dict[str, Any]]:
             if not fits(layout, plan, variant, size) or plan == "tf32":
                 continue
             full = plan
-            if model.Plan.parse(plan).loss_scale is not None and model.Plan.parse(plan).loss_scale.dynamic:
+            if Plan.parse(plan).loss_scale is not None and Plan.parse(plan).loss_scale.dynamic:
                 full += LOSS_SCALE
             options = Options(steps=STEPS, **VARIANTS[variant])
             key = (full, options.max_norm, options.accumulate)

@@ -387,8 +387,7 @@ class Amp:
             self._agreement.pieces.mark_stage(inner, stage.group or world_group("pipeline"))
         if self._agreement.world_size > 1:
             check_patterns(self.plan, self._patterns, self._agreement.group)
-        scaled = self.scaler is not None and self.scaler.is_enabled()
-        pipeline.adapt(schedule, self._scale_on_device, self._enter_schedule, scaled=scaled)
+        pipeline.adapt(schedule, self._scale_on_device, self._enter_schedule)
         self._agreement.forget()
         return schedule
 
