@@ -44,7 +44,7 @@ class DeviceError(CastwiseError, RuntimeError):
     """The device lacks what the plan asks for."""
 
 
-class BannedOperatorError(CastwiseError, RuntimeError):
+class BannedOperatorError(CastwiseError, NotImplementedError):
     """An operator ran that the plan's rules ban, as binary_cross_entropy in fp16."""
 
 

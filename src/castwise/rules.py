@@ -70,6 +70,7 @@ class Row:
         opaque: The rule also holds inside an operator that is made of others, as in torch.autocast. False
             only in `overrides`, for an operator that the device's native list casts and CUDA's table does not
             list: it gets no cast of its own, and its parts are looked up one by one, as on CUDA.
+        message: What the error of a ban says instead of castwise's own words; for rules that another library made.
     """
 
     op: str
@@ -77,6 +78,7 @@ class Row:
     reason: str
     only_low: bool = False
     opaque: bool = True
+    message: str = ""
 
 
 @cache

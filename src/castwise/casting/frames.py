@@ -212,6 +212,13 @@ def left_region() -> Frame | None:
     return found
 
 
+ambient: dict[str, Frame] = {}
+"""Frames in force for the whole process, by device type: those of a drop-in whose casting ends when it is told to.
+
+The thread that entered one has it on its stack. Other threads find it here where torch has handed them the state of
+autocast alone: in the replicas of DataParallel, and where a device's thread recomputes a checkpointed forward."""
+
+
 def depth() -> int:
     """How many frames are on this thread's stack."""
     return len(thread.state.saved)

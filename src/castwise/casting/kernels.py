@@ -130,6 +130,8 @@ def _banned(row: Row) -> Action:
         _floating_dtypes(kwargs.values(), device, found)
         if row.only_low and not any(dtype in _LOW for dtype in found):
             return _as_is(op, device, args, kwargs)
+        if row.message:
+            raise BannedOperatorError(row.message)
         inputs = ", ".join(sorted(str(dtype) for dtype in found)) or "no floating tensors"
         raise BannedOperatorError(
             f"{op.name()} was called with {inputs} under a plan that bans it: {row.reason}. "
@@ -187,7 +189,7 @@ def frame_of(
     rows = {} if dtype is None or rows is None else dict(rows)
     surrounding = surrounding or dtype or torch.float32
     content: list[object] = [device_type, str(dtype), str(surrounding), cache]
-    content += sorted([row.op, row.rule, row.only_low, row.opaque] for row in rows.values())
+    content += sorted([row.op, row.rule, row.only_low, row.opaque, row.message] for row in rows.values())
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     frame = Frame(
         device_type,
@@ -217,13 +219,13 @@ def rebuild_frame(
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)
-    current, left_region = frames.current_frame, frames.left_region
+    current, left_region, ambient = frames.current_frame, frames.left_region, frames.ambient
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         state = thread.state
         frame = state.frame if state.backward is None else current()
         if frame is None:
-            frame = left_region()
+            frame = left_region() or ambient.get(device_type)
         if frame is not None:
             action = frame.overrides.get(name)
             if action is _parts:

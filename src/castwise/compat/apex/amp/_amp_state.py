@@ -1,0 +1,71 @@
+"""The state of the drop-in: one for the process, as Apex has it, because scripts read it and write to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["AmpState", "master_params", "maybe_print", "warn_or_err"]
+
+
+class AmpState:
+    """What :func:`~castwise.compat.apex.amp.initialize` decided.
+
+    Attributes:
+        opt_properties: The options in force; missing until the first ``initialize``, which scripts ask with hasattr.
+        loss_scalers: One per ``loss_id``.
+        handle: Of the casts of O1; None where there are none.
+        verbosity: 0 prints nothing.
+        hard_override: Print contradictions in the arguments as warnings instead of raising.
+        allow_incoming_model_not_fp32: Take models that are stored in half already.
+        min_loss_scale: Floor of dynamic scales, or None.
+        max_loss_scale: Ceiling of dynamic scales.
+    """
+
+    opt_properties: Any
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+        self.loss_scalers: list[Any] = []
+        self.handle: Any = None
+        self.min_loss_scale: float | None = None
+        self.max_loss_scale: float | None = 2.0**24
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise RuntimeError, or print where ``_amp_state.hard_override`` is set."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    print("Warning:  " + msg)
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print unless verbosity is 0.
+
+    Args:
+        msg: What to print.
+        rank0: On the first rank alone.
+    """
+    if _amp_state.verbosity <= 0:
+        return
+    dist = torch.distributed
+    if rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return
+    print(msg)
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The parameters that an optimizer updates, group by group: the fp32 masters where there are any.
+
+    Args:
+        optimizer: As ``initialize`` returned it.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,208 @@
+"""The casts of O1: in force from ``initialize`` until the handle is deactivated, in all code.
+
+They run as castwise's override kernels below Python, except for what is no operator of ATen: ``Tensor.cpu``, ``**=`` and
+the in-place matrix products, which are methods patched while the casts are in force.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise import rules
+from castwise.casting import frames, kernels
+from castwise.casting.context import override_rows
+from castwise.errors import StateError
+from castwise.plan import Plan
+
+__all__ = ["Ambient", "WeightCache"]
+
+_BCE = (
+    "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
+    "It requires that the output of the previous function be already a FloatTensor. \n\n"
+    "Most models have a Sigmoid right before BCELoss. In that case, you can use\n"
+    "    torch.nn.BCEWithLogitsLoss\nto combine Sigmoid+BCELoss into a single layer "
+    "that is compatible with amp.\nAnother option is to add\n"
+    "    amp.register_float_function(torch, 'sigmoid')\nbefore calling `amp.init()`.\n"
+    "If you _really_ know what you are doing, you can disable this warning by passing "
+    "allow_banned=True to `amp.init()`."
+)
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_LOW = tuple(_FORMATS)
+
+
+def _rows(dtype: torch.dtype, device_type: str, allow_banned: bool) -> dict[str, rules.Row]:
+    """Apex's lists where they differ from torch's own on this device, with Apex's words for what is banned."""
+    rows = dict(override_rows(Plan(compute=_FORMATS[dtype], rules="apex"), device_type))
+    for name, row in rows.items():
+        if row.rule != "banned":
+            continue
+        if name != "binary_cross_entropy":
+            rows[name] = dataclasses.replace(
+                row, message=f"Cannot call in-place method {name} on fp16 Tensors."
+            )
+        elif allow_banned:
+            rows[name] = dataclasses.replace(row, rule="fp32", only_low=False)
+        else:
+            rows[name] = dataclasses.replace(row, message=_BCE)
+    return rows
+
+
+class Ambient:
+    """Apex's casts on one device type, for the whole process.
+
+    Args:
+        device_type: Whose tensors are cast.
+        dtype: fp16, as Apex has it, or bf16.
+        allow_banned: Run binary_cross_entropy in fp32 instead of raising.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> None:
+        rows = _rows(dtype, device_type, allow_banned)
+        self.device_type = device_type
+        self.frame = kernels.frame_of(device_type, dtype, rows, cache=False)
+        self._lease = kernels.Lease(rows, device_type)
+        self._thread = 0
+        self._depth = -1
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def entered(self) -> bool:
+        """Whether the casts are in force, be they suspended or not."""
+        return self._depth >= 0
+
+    def enter(self) -> None:
+        """Put the casts in force."""
+        frames.get_ready_for_compile()
+        _forget_in_children()
+        self._thread, self._depth = threading.get_ident(), frames.depth()
+        frames.push_region(self.frame)
+        frames.ambient[self.device_type] = self.frame
+        for name, make in _METHODS.items():
+            self._undo.append(_patch_method(name, make, self.device_type))
+
+    def leave(self) -> None:
+        """End the casts; nothing of them stays.
+
+        Raises:
+            StateError: From another thread than they began on, or inside a region that was entered after them.
+        """
+        if not self.entered:
+            return
+        if self._thread != threading.get_ident() or frames.depth() != self._depth + 1:
+            raise StateError(
+                "handle._deactivate(): the casts of O1 end on the thread that they began on, and outside of any "
+                "castwise.autocast or forward that was entered after them; leave those first"
+            )
+        frames.pop_region()
+        frames.ambient.pop(self.device_type, None)
+        self._depth = -1
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._lease.close()
+
+
+class WeightCache:
+    """Forward hooks of a model: inside one call a weight is cast once.
+
+    Between calls nothing is kept, so that weights may change by any means: a copy that outlived its weight's change was
+    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph.
+    """
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and frames.ambient:
+            torch.set_autocast_cache_enabled(True)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook; runs after an exception too."""
+        if not torch.compiler.is_compiling() and frames.ambient:
+            torch.set_autocast_cache_enabled(False)
+            frames.clear_weight_cache()
+
+
+# --- children -----------------------------------------------------------------------------------------------
+
+
+def _leave_in_child() -> None:
+    """A forked worker of a DataLoader prepares data: casts belong to the training process."""
+    for device_type in frames.ambient:
+        torch.set_autocast_enabled(device_type, False)
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_in_child)
+
+
+# --- methods ------------------------------------------------------------------------------------------------
+
+
+def _patch_method(
+    name: str, make: Callable[[Callable[..., Any], str], Callable[..., Any]], device_type: str
+) -> Callable[[], None]:
+    """Replace a method of Tensor; returns what puts it back."""
+    own = vars(torch.Tensor).get(name)
+    original = getattr(torch.Tensor, name)
+    setattr(torch.Tensor, name, functools.wraps(original)(make(original, device_type)))
+
+    def undo() -> None:
+        if own is None:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, own)
+
+    return undo
+
+
+def _is_cast(tensor: torch.Tensor, device_type: str) -> bool:
+    return (
+        tensor.dtype in _LOW
+        and tensor.device.type == device_type
+        and torch.is_autocast_enabled(device_type)
+    )
+
+
+def _cpu(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        source = self.float() if _is_cast(self, device_type) else self
+        moved: torch.Tensor = original(source, *args, **kwargs)
+        return moved
+
+    return cpu
+
+
+def _ipow(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def ipow(self: torch.Tensor, other: Any) -> Any:
+        return self.float().pow(other) if _is_cast(self, device_type) else original(self, other)
+
+    return ipow
+
+
+def _match_self(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def match(value: Any, dtype: torch.dtype) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.is_floating_point() and torch.is_autocast_enabled(device_type):
+            args = tuple(match(value, self.dtype) for value in args)
+            kwargs = {name: match(value, self.dtype) for name, value in kwargs.items()}
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+_METHODS: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
+    "cpu": _cpu,
+    "__ipow__": _ipow,
+    **dict.fromkeys(("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"), _match_self),
+}

@@ -1,0 +1,262 @@
+"""``initialize``, ``init`` and the state dict."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.compat.apex.amp import models as casting
+from castwise.compat.apex.amp import stash
+from castwise.compat.apex.amp._amp_state import _amp_state, maybe_print
+from castwise.compat.apex.amp.ambient import Ambient, WeightCache
+from castwise.compat.apex.amp.functions import patch_registered
+from castwise.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from castwise.compat.apex.amp.properties import LEVELS, Properties
+from castwise.compat.apex.amp.scaler import LossScaler
+
+__all__ = ["init", "initialize", "load_state_dict", "state_dict"]
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """Make models and optimizers train by an optimization level, in place.
+
+    Args:
+        models: A module, or a list of them.
+        optimizers: An optimizer, a list of them, or None for inference.
+        enabled: False makes everything in ``amp`` do nothing.
+        opt_level: ``O0`` fp32; ``O1`` casts around operators, everywhere; ``O2`` half with fp32 masters; ``O3`` half.
+        cast_model_type: What models are stored in: fp16, bf16, fp32, or False for no cast.
+        patch_torch_functions: False leaves the casts of O1 out.
+        keep_batchnorm_fp32: Keep BatchNorm with weights in fp32; ``"True"`` and ``"False"`` are taken too.
+        master_weights: Keep fp32 masters in the optimizers.
+        loss_scale: ``"dynamic"`` or a number, also as text.
+        cast_model_outputs: Dtype of the models' floating outputs.
+        num_losses: How many loss scales; ``scale_loss(loss_id=...)`` names one.
+        verbosity: 0 prints nothing.
+        min_loss_scale: Floor of dynamic scales.
+        max_loss_scale: Ceiling of dynamic scales.
+        patch_torch_functions_type: bf16 for the casts of O1, as in AMD's Apex; fp16 if None.
+
+    Returns:
+        ``models``, or ``models, optimizers``; lists where lists were given.
+
+    Raises:
+        RuntimeError: A level that does not exist, options that contradict each other, models in half or wrapped already,
+            an optimizer given twice.
+        TypeError: Containers other than lists, or parameters that are neither fp32 nor half.
+    """
+    _amp_state.opt_properties = properties = Properties()
+    _amp_state.verbosity = verbosity
+    _amp_state.loss_scalers = []
+    _end_casts()
+    if not enabled:
+        return models if optimizers is None else (models, optimizers)
+    if opt_level not in LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in `O0`, `O1`, etc., "
+            "the prefix O is the letter O, not the number zero."
+        )
+    LEVELS[opt_level](properties)
+    maybe_print(f"Selected optimization level {LEVELS[opt_level].brief}", True)
+    _print_options("Defaults for this optimization level are:", properties)
+    _amp_state.min_loss_scale = min_loss_scale
+    _amp_state.max_loss_scale = max_loss_scale
+    maybe_print("Processing user overrides (additional kwargs that are not None)...", True)
+    for name, value in (
+        ("cast_model_type", cast_model_type),
+        ("patch_torch_functions", patch_torch_functions),
+        ("keep_batchnorm_fp32", keep_batchnorm_fp32),
+        ("master_weights", master_weights),
+        ("loss_scale", loss_scale),
+    ):
+        if value is not None:
+            setattr(properties, name, value)
+    _print_options("After processing overrides, optimization options are:", properties)
+    return _apply(models, optimizers, properties, num_losses, cast_model_outputs, patch_torch_functions_type)
+
+
+def _print_options(title: str, properties: Properties) -> None:
+    maybe_print(title, True)
+    for name, value in properties.options.items():
+        maybe_print(f"{name:22} : {value}", True)
+
+
+def _as_list(value: Any, kind: type | tuple[type, ...], message: str) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, kind):
+        return [value]
+    if isinstance(value, list):
+        return value
+    raise TypeError(message)
+
+
+def _apply(
+    models: Any,
+    optimizers: Any,
+    properties: Properties,
+    num_losses: int,
+    outputs: torch.dtype | None,
+    half: torch.dtype | None,
+) -> Any:
+    from castwise.compat.apex.parallel import LARC
+
+    all_optimizers = _as_list(
+        optimizers,
+        (torch.optim.Optimizer, LARC),
+        "optimizers must be either a single optimizer or a list of optimizers.",
+    )
+    all_models = _as_list(models, nn.Module, "models must be either a single model or a list of models.")
+    casting.check_models(all_models)
+    if not _amp_state.allow_incoming_model_not_fp32:
+        casting.check_params_fp32(all_models)
+    casting.check_optimizers(all_optimizers)
+    if properties.cast_model_type:
+        casting.cast_models(all_models, all_optimizers, properties, outputs)
+    elif outputs is not None:
+        casting.cast_outputs(all_models, outputs)
+    for optimizer in all_optimizers:
+        stash.equip(optimizer, bool(properties.master_weights))
+    _amp_state.loss_scalers = [
+        LossScaler(
+            properties.loss_scale,
+            min_loss_scale=_amp_state.min_loss_scale,
+            max_loss_scale=_amp_state.max_loss_scale,
+        )
+        for _ in range(num_losses)
+    ]
+    if properties.patch_torch_functions:
+        _begin_casts(casting.device_type_of(all_models), half or torch.float16, all_models, properties.loss_scale)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _end_casts() -> None:
+    """The casts of an earlier ``initialize`` end when another one begins; Apex would stack them."""
+    if _amp_state.handle is not None:
+        _amp_state.handle._deactivate()
+
+
+def _begin_casts(
+    device_type: str,
+    half: torch.dtype,
+    models: Sequence[nn.Module] = (),
+    loss_scale: float | str = "dynamic",
+    *,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle:
+    if half not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(
+            f"patch_torch_functions_type was {half}; allowed: torch.float16, torch.bfloat16. For fp32 use opt_level='O0'."
+        )
+    ambient = Ambient(device_type, half, allow_banned)
+    handle = AmpHandle(ambient, half, loss_scale, enable_caching, verbose or _amp_state.verbosity == 2)
+    patch_registered(handle._save_func)
+    if enable_caching:
+        cache = WeightCache()
+        for model in models:
+            handle.on_deactivate(model.register_forward_pre_hook(cache.enter).remove)
+            handle.on_deactivate(model.register_forward_hook(cache.leave, always_call=True).remove)
+    ambient.enter()
+    _amp_state.handle = handle
+    return handle
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> Any:
+    """Put the casts of O1 in force, as Apex's first API did.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: Of ``handle.scale_loss``.
+        enable_caching: Kept by the handle; without ``initialize`` there is no model to keep copies for.
+        verbose: Kept by the handle.
+        allow_banned: Run ``binary_cross_entropy`` in fp32 instead of refusing it.
+
+    Returns:
+        The handle.
+    """
+    _end_casts()
+    if not enabled:
+        _amp_state.handle = NoOpHandle()
+        return _amp_state.handle
+    return _begin_casts(
+        casting.device_type_of([]),
+        torch.float16,
+        loss_scale=loss_scale,
+        enable_caching=enable_caching,
+        verbose=verbose,
+        allow_banned=allow_banned,
+    )
+
+
+# --- state --------------------------------------------------------------------------------------------------
+
+
+def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
+    """The loss scales, in Apex's structure.
+
+    Args:
+        destination: Written to, if given.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; nothing where ``amp`` is disabled.
+    """
+    destination = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(_amp_state.loss_scalers):
+        destination[f"loss_scaler{index}"] = {
+            "loss_scale": scaler.loss_scale(),
+            "unskipped": scaler._unskipped,
+        }
+    return destination
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Continue with saved loss scales, those of real Apex too.
+
+    Args:
+        state_dict: From :func:`state_dict`. Where it has more or fewer scales than there are, the first ones count.
+
+    Raises:
+        RuntimeError: A key that is no loss scale's.
+    """
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        print(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    saved = [value for key, value in state_dict.items() if "loss_scaler" in key]
+    if len(saved) > len(scalers):
+        print(f"Skipping loss_scaler[{len(scalers)}], since num_losses was set to {len(scalers)}")
+    for scaler, entry in zip(scalers, saved, strict=False):
+        scaler._loss_scale = float(entry["loss_scale"])
+        scaler._unskipped = int(entry["unskipped"])
+    if unexpected:
+        keys = ", ".join(f'"{key}"' for key in unexpected)
+        raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}. ")

@@ -1,0 +1,261 @@
+"""Models and optimizers under the levels that cast: O0, O2, O3."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from castwise import masters
+from castwise.casting.context import DEVICE_TYPES, default_device_type
+from castwise.compat.apex.amp._amp_state import warn_or_err
+from castwise.plan import Plan, Region
+from castwise.session import Amp
+
+__all__ = [
+    "base_of",
+    "cast_models",
+    "cast_outputs",
+    "check_models",
+    "check_optimizers",
+    "check_params_fp32",
+    "device_type_of",
+]
+
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def base_of(optimizer: Any) -> Any:
+    """The torch optimizer inside LARC; any other is it itself."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def device_type_of(models: Sequence[nn.Module]) -> str:
+    """The device type that models are on; where they have no tensors, the accelerator at hand, else the CPU."""
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type in DEVICE_TYPES:
+                return tensor.device.type
+    return default_device_type()
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def check_models(models: Sequence[nn.Module]) -> None:
+    """Refuse models that are wrapped for data parallelism already.
+
+    Raises:
+        RuntimeError: In Apex's words.
+    """
+    from castwise.compat.apex.parallel import DistributedDataParallel
+
+    for model in models:
+        for kind, name in (
+            (DistributedDataParallel, "apex.parallel.DistributedDataParallel"),
+            (nn.parallel.DistributedDataParallel, "torch.nn.parallel.DistributedDataParallel"),
+            (nn.parallel.DataParallel, "torch.nn.parallel.DataParallel"),
+        ):
+            if isinstance(model, kind):
+                raise RuntimeError(
+                    f"Incoming model is an instance of {name}. Parallel wrappers should only be applied to the model(s) "
+                    "AFTER \nthe model(s) have been returned from amp.initialize."
+                )
+
+
+def check_params_fp32(models: Sequence[nn.Module]) -> None:
+    """Refuse models that are stored in half already.
+
+    Raises:
+        RuntimeError: In Apex's words.
+    """
+    for model in models:
+        for what, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in tensors:
+                if tensor.dtype in _FORMATS:
+                    wanted = "torch.cuda.FloatTensor" if tensor.is_cuda else "torch.FloatTensor"
+                    warn_or_err(
+                        f"Found {what} {name} with type {tensor.type()}, expected {wanted}.\n"
+                        "When using amp.initialize, you do not need to call .half() on your model\n"
+                        "before passing it, no matter what optimization level you choose."
+                    )
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Refuse optimizers given twice, and parameters that are neither fp32 nor half.
+
+    Raises:
+        RuntimeError: An optimizer that ``initialize`` has seen.
+        TypeError: Something that is no optimizer, or parameters of other types.
+    """
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if not isinstance(base_of(optimizer), torch.optim.Optimizer):
+            raise TypeError("optimizers must be either a single optimizer or a list of optimizers.")
+        if hasattr(optimizer, "_amp_stash") or id(optimizer) in seen:
+            raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+        seen.add(id(optimizer))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype not in (torch.float32, *_FORMATS):
+                    raise TypeError(
+                        "Optimizer's parameters must be either torch.cuda.FloatTensor or torch.cuda.HalfTensor. "
+                        f"Received {parameter.type()}"
+                    )
+
+
+# --- casting ------------------------------------------------------------------------------------------------
+
+
+def _batch_norm_regions(model: nn.Module, keep: bool, low: str) -> tuple[Region, ...]:
+    """Only BatchNorm with weights of its own stays fp32."""
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not keep or not norms:
+        return ()
+    plain = [Region(name, params=low) for name, module in norms if name and not module.affine]
+    return (Region("type:_BatchNorm", params="fp32"), *plain)
+
+
+def cast_models(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    properties: Any,
+    outputs: torch.dtype | None,
+) -> None:
+    """Store models in ``properties.cast_model_type``, cast what goes in and out, and give optimizers their masters.
+
+    Args:
+        models: Changed in place.
+        optimizers: Those that update them.
+        properties: The options in force.
+        outputs: Of the models; fp32 if None.
+
+    Raises:
+        RuntimeError: A type that models cannot be cast to.
+    """
+    dtype = properties.cast_model_type
+    if dtype is torch.float32:
+        for model in models:
+            model.to(torch.float32)
+    elif dtype in _FORMATS:
+        low = _FORMATS[dtype]
+        for model in models:
+            plan = Plan(
+                compute=low,
+                params="compute",
+                master="fp32" if properties.master_weights else "none",
+                rules="none",
+                regions=_batch_norm_regions(model, bool(properties.keep_batchnorm_fp32), low),
+                output="fp32" if outputs is None else "as_is",
+            )
+            own = {id(parameter) for parameter in model.parameters()}
+            mine = [o for o in map(base_of, optimizers) if any(id(p) in own for p in _held(o))]
+            Amp(plan, device=device_type_of([model])).prepare(model, *mine)
+    else:
+        raise RuntimeError(
+            f"cast_model_type was {dtype}; allowed: torch.float16, torch.bfloat16, torch.float32, or False for no cast."
+        )
+    for model in models:
+        _install(model, Casts(dtype, torch.float32 if outputs is None else outputs))
+        for module in model.modules():
+            module.register_state_dict_post_hook(StateDictInFp32())
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [masters.model_param_of(p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def cast_outputs(models: Sequence[nn.Module], outputs: torch.dtype) -> None:
+    """Cast what models return, and nothing else."""
+    for model in models:
+        _install(model, Casts(None, outputs))
+
+
+def _install(model: nn.Module, casts: Casts) -> None:
+    if casts.inputs is not None:
+        model.register_forward_pre_hook(casts.enter, with_kwargs=True, prepend=True)
+    model.register_forward_hook(casts.leave)
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """Forward hooks that cast as Apex does: containers of any kind, and whatever has a method ``to``.
+
+    Attributes:
+        inputs: Dtype of floating inputs, or None to leave them.
+        outputs: Dtype of floating outputs.
+    """
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Forward pre-hook."""
+        assert self.inputs is not None
+        return tuple(apply_cast(arg, self.inputs) for arg in args), {
+            name: apply_cast(value, self.inputs) for name, value in kwargs.items()
+        }
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook."""
+        return apply_cast(output, self.outputs)
+
+
+def apply_cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating tensors in a value.
+
+    Args:
+        value: A tensor; a container, which is rebuilt with its own type, named tuples and dataclasses too; an object of
+            the user's own with ``to(dtype)``. Anything else passes.
+        dtype: Of floating tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
+    if value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
+        return value
+    if isinstance(value, Mapping):
+        return _rebuilt_mapping(value, lambda item: apply_cast(item, dtype))
+    if isinstance(value, (tuple, list, set, frozenset)) and not isinstance(value, PackedSequence):
+        items = [apply_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if callable(getattr(value, "to", None)):
+        return value.to(dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: apply_cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _rebuilt_mapping(value: Mapping[Any, Any], cast: Callable[[Any], Any]) -> Any:
+    changed = {key: new for key, item in value.items() if (new := cast(item)) is not item}
+    if not changed:
+        return value
+    rebuilt: Any = copy.copy(value)
+    for key, item in changed.items():
+        rebuilt[key] = item
+    return rebuilt
+
+
+class StateDictInFp32:
+    """Hook of a module: nothing in its state dict is stored low. It holds nothing, so models still pickle and copy.
+
+    Apex rounds weights to half and widens them again; here a weight comes with its master's full value, so that a
+    training that resumes from it goes on where it was.
+    """
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Replace what is stored low among the module's own tensors."""
+        own = (*module.named_parameters(recurse=False, remove_duplicate=False), *module.named_buffers(recurse=False))
+        for name, tensor in own:
+            held = state_dict.get(prefix + name)
+            if not isinstance(held, torch.Tensor) or held.dtype not in _FORMATS:
+                continue
+            masters.refresh_master(tensor)
+            master = masters.master_of(tensor)
+            state_dict[prefix + name] = held.float() if master is None else master.detach().as_subclass(torch.Tensor)

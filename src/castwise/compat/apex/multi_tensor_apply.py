@@ -1,0 +1,35 @@
+"""``apex.multi_tensor_apply``: imported by many scripts, used by few."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+__all__ = ["MultiTensorApply", "multi_tensor_applier"]
+
+
+class MultiTensorApply:
+    """Says that Apex's own kernels are not there.
+
+    Args:
+        chunk_size: Ignored.
+    """
+
+    available = False
+    import_err = ImportError("Apex's CUDA extension amp_C is not part of castwise")
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            RuntimeError: Always: there is no ``op`` to call.
+        """
+        raise RuntimeError(
+            "multi_tensor_applier: Apex's kernels are not there; use torch.nn.utils.get_total_norm for norms and "
+            "optimizers of torch.optim for updates"
+        )
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,0 +1,96 @@
+"""``import apex`` from castwise, where the real package is missing or has lost its amp."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+__all__ = ["install", "uninstall"]
+
+_HOME = "castwise.compat"
+_PACKAGES = ("apex",)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds ``apex`` and what is in it under ``castwise.compat``."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = tuple(packages)
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The import system's question."""
+        if fullname.partition(".")[0] not in self.packages:
+            return None
+        home = f"{_HOME}.{fullname}"
+        if importlib.util.find_spec(home) is None:
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: castwise serves {', '.join(self.packages)} here and has no such part; "
+                "docs/compat.md lists what it has and what to use instead",
+                name=fullname,
+            )
+        return importlib.machinery.ModuleSpec(fullname, _Loader(home), is_package=True)
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives the module under ``castwise.compat`` itself, so that each exists once."""
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The module."""
+        return importlib.import_module(self.home)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run already."""
+
+
+def install(*packages: str) -> tuple[str, ...]:
+    """Let ``import apex`` find castwise's drop-in in this process.
+
+    A real package stays: only where it is missing, or where it is an Apex without ``amp``, is it served from here.
+
+    Args:
+        packages: Which to serve; all that castwise has if none is named.
+
+    Returns:
+        Those that are served from castwise now.
+
+    Raises:
+        ValueError: A package that castwise has no drop-in for.
+    """
+    unknown = [name for name in packages if name not in _PACKAGES]
+    if unknown:
+        raise ValueError(f"install({unknown[0]!r}): allowed: {', '.join(_PACKAGES)}")
+    served = {name for finder in sys.meta_path if isinstance(finder, _Finder) for name in finder.packages}
+    wanted = [name for name in packages or _PACKAGES if name in served or not _is_real(name)]
+    uninstall()
+    if wanted:
+        sys.meta_path.insert(0, _Finder(wanted))
+    return tuple(wanted)
+
+
+def _is_real(package: str) -> bool:
+    """Whether an installed package is there and whole."""
+    try:
+        if importlib.util.find_spec(package) is None:
+            return False
+        return package != "apex" or importlib.util.find_spec("apex.amp") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: modules that were imported meanwhile are forgotten under their short names."""
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
+    for finder in finders:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
+            del sys.modules[name]
