@@ -126,6 +126,35 @@ def backward_of_scalar(loss: torch.Tensor) -> None:
     )
 
 
+def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Call ``enter`` before, and what it returns after, the backward of each autograd Function written in Python.
+
+    Functions of torch itself and of castwise are left out: they set up by themselves what they run in. The engine looks
+    ``apply`` up on the class of the node each time.
+
+    Returns:
+        What undoes it.
+    """
+    base: Any = torch.autograd.function.BackwardCFunction
+    original = base.apply
+
+    def apply(node: Any, *args: Any) -> Any:
+        if getattr(node, "_forward_cls", base).__module__.partition(".")[0] in ("torch", "castwise"):
+            return original(node, *args)
+        leave = enter()
+        try:
+            return original(node, *args)
+        finally:
+            leave()
+
+    base.apply = apply
+
+    def undo() -> None:
+        base.apply = original
+
+    return undo
+
+
 def on_graph_task_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that is running now has finished (not when it fails)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -35,6 +35,8 @@ class Covered:
         if self.status not in STATUSES:
             raise ValueError(f"Covered({self.name!r}, {self.status!r}): allowed: {', '.join(STATUSES)}")
         if self.status != "works" and not self.note:
-            raise ValueError(f"Covered({self.name!r}, {self.status!r}): say in the note what to expect instead")
+            raise ValueError(
+                f"Covered({self.name!r}, {self.status!r}): say in the note what to expect instead"
+            )
         if "|" in self.note or "\n" in self.note:
             raise ValueError(f"Covered({self.name!r}): the note is a cell of a table: one line, no '|'")

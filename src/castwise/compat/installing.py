@@ -43,13 +43,20 @@ class _Loader(importlib.abc.Loader):
 
     def __init__(self, home: str) -> None:
         self.home = home
+        self._spec: object = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module."""
-        return importlib.import_module(self.home)
+        """The module. What it has imported of its own parts gets its short name too, before anyone asks."""
+        module = importlib.import_module(self.home)
+        self._spec = module.__spec__
+        for name, part in list(sys.modules.items()):
+            if name.startswith(self.home + "."):
+                sys.modules.setdefault(name.removeprefix(f"{_HOME}."), part)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already."""
+        """It has run already; it keeps its own spec."""
+        module.__spec__ = self._spec  # type: ignore[assignment]
 
 
 def install(*packages: str) -> tuple[str, ...]:

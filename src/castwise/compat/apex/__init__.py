@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Final
 
-__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
+PARTS: Final = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+"""The modules that there are, each imported when it is first used."""
 
 
 def __getattr__(name: str) -> ModuleType:
     """Import a part of Apex when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name not in PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(PARTS)}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -89,7 +89,9 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise."""
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        return mixed_dtype_fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps
+        )
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):

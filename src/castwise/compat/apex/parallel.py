@@ -92,7 +92,7 @@ class _Reduction:
         self._average, self._in_fp32 = average, in_fp32
         self.__name__ = type(self).__name__
 
-    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def __call__(self, group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         sent = buffer.float() if self._in_fp32 else buffer.clone()
         if self._average:
@@ -100,16 +100,17 @@ class _Reduction:
         future: Any = dist.all_reduce(sent, group=group, async_op=True)
 
         def take(done: Any) -> torch.Tensor:
-            return buffer.copy_(done.value()[0])
+            buffer.copy_(done.value()[0])
+            return buffer  # type: ignore[no-any-return]
 
         result: torch.futures.Future[torch.Tensor] = future.get_future().then(take)
         return result
 
 
-# DistributedDataParallel compares the annotations themselves, not their texts.
-_Reduction.__call__.__annotations__.update(
-    {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]} if dist.is_available() else {}
-)
+if dist.is_available():  # DistributedDataParallel compares the annotations themselves, not their texts
+    _Reduction.__call__.__annotations__.update(
+        {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}  # type: ignore[attr-defined]
+    )
 
 
 class Reducer:
@@ -128,7 +129,11 @@ class Reducer:
 
     def reduce(self) -> None:
         """Average the gradients, in place. All ranks must have the same ones."""
-        grads = self.grads if self.module is None else [p.grad for p in self.module.parameters() if p.grad is not None]
+        grads = (
+            self.grads
+            if self.module is None
+            else [p.grad for p in self.module.parameters() if p.grad is not None]
+        )
         for grad in grads:
             dist.all_reduce(grad.div_(dist.get_world_size()))
 
@@ -166,7 +171,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
 
 
-def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
     """Replace every BatchNorm by torch's SyncBatchNorm.
 
     Args:
@@ -219,7 +226,11 @@ class LARC:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
     ) -> None:
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise import rules
+from castwise import _torch, rules
 from castwise.casting import frames, kernels
 from castwise.casting.context import override_rows
 from castwise.errors import StateError
@@ -68,7 +68,7 @@ class Ambient:
         rows = _rows(dtype, device_type, allow_banned)
         self.device_type = device_type
         self.frame = kernels.frame_of(device_type, dtype, rows, cache=False)
-        self._lease = kernels.Lease(rows, device_type)
+        self._lease: kernels.Lease | None = None
         self._thread = 0
         self._depth = -1
         self._undo: list[Callable[[], None]] = []
@@ -79,14 +79,30 @@ class Ambient:
         return self._depth >= 0
 
     def enter(self) -> None:
-        """Put the casts in force."""
+        """Put the casts in force; again after :meth:`leave`."""
         frames.get_ready_for_compile()
         _forget_in_children()
+        self._lease = kernels.Lease(self.frame.rows, self.device_type)
         self._thread, self._depth = threading.get_ident(), frames.depth()
         frames.push_region(self.frame)
         frames.ambient[self.device_type] = self.frame
         for name, make in _METHODS.items():
             self._undo.append(_patch_method(name, make, self.device_type))
+        self._undo.append(_torch.around_python_backward(self._enter_python_backward))
+
+    def _enter_python_backward(self) -> Callable[[], None]:
+        """The casts rest during backward, but a Function's own Python is code as any other, which Apex casts too."""
+        device_type = self.device_type
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        assert self.frame.dtype is not None
+        torch.set_autocast_dtype(device_type, self.frame.dtype)
+        torch.set_autocast_enabled(device_type, True)
+
+        def leave() -> None:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+
+        return leave
 
     def leave(self) -> None:
         """End the casts; nothing of them stays.
@@ -107,7 +123,9 @@ class Ambient:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self._lease.close()
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
 
 class WeightCache:
@@ -166,9 +184,7 @@ def _patch_method(
 
 def _is_cast(tensor: torch.Tensor, device_type: str) -> bool:
     return (
-        tensor.dtype in _LOW
-        and tensor.device.type == device_type
-        and torch.is_autocast_enabled(device_type)
+        tensor.dtype in _LOW and tensor.device.type == device_type and torch.is_autocast_enabled(device_type)
     )
 
 

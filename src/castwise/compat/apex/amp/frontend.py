@@ -147,7 +147,9 @@ def _apply(
         for _ in range(num_losses)
     ]
     if properties.patch_torch_functions:
-        _begin_casts(casting.device_type_of(all_models), half or torch.float16, all_models, properties.loss_scale)
+        _begin_casts(
+            casting.device_type_of(all_models), half or torch.float16, all_models, properties.loss_scale
+        )
     return models if optimizers is None else (models, optimizers)
 
 
@@ -249,7 +251,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):
-        print(f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used")
+        print(
+            f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used"
+        )
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     saved = [value for key, value in state_dict.items() if "loss_scaler" in key]
     if len(saved) > len(scalers):

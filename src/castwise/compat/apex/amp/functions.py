@@ -141,4 +141,6 @@ def patch_registered(save: Callable[[Any, str, Any], None]) -> None:
         own = vars(module).get(name)
         save(module, name, own)
         wrapped = decorator(getattr(module, name))
-        setattr(module, name, staticmethod(wrapped) if isinstance(own, (staticmethod, classmethod)) else wrapped)
+        setattr(
+            module, name, staticmethod(wrapped) if isinstance(own, (staticmethod, classmethod)) else wrapped
+        )

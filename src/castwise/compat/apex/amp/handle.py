@@ -48,7 +48,17 @@ class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
         LossScaleError: Gradients overflow although the scale is at fp32's smallest number.
     """
 
-    __slots__ = ("_aside", "_delay", "_handle", "_loss", "_optimizers", "_scaler", "_trivial", "_unchecked", "_which")
+    __slots__ = (
+        "_aside",
+        "_delay",
+        "_handle",
+        "_loss",
+        "_optimizers",
+        "_scaler",
+        "_trivial",
+        "_unchecked",
+        "_which",
+    )
 
     def __init__(
         self,

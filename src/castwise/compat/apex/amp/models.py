@@ -227,7 +227,9 @@ def apply_cast(value: Any, dtype: torch.dtype) -> Any:
     if callable(getattr(value, "to", None)):
         return value.to(dtype)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: apply_cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
+        fields = {
+            f.name: apply_cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init
+        }
         return dataclasses.replace(value, **fields)
     return value
 
@@ -249,13 +251,19 @@ class StateDictInFp32:
     training that resumes from it goes on where it was.
     """
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
         """Replace what is stored low among the module's own tensors."""
-        own = (*module.named_parameters(recurse=False, remove_duplicate=False), *module.named_buffers(recurse=False))
+        own = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False),
+        )
         for name, tensor in own:
             held = state_dict.get(prefix + name)
             if not isinstance(held, torch.Tensor) or held.dtype not in _FORMATS:
                 continue
-            masters.refresh_master(tensor)
             master = masters.master_of(tensor)
-            state_dict[prefix + name] = held.float() if master is None else master.detach().as_subclass(torch.Tensor)
+            if isinstance(tensor, nn.Parameter):
+                masters.refresh_master(tensor)  # its values may have been changed by hand
+            state_dict[prefix + name] = held.float() if master is None else master.data

@@ -59,7 +59,9 @@ class Stash:
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The model's parameters in half: those that have masters, or those in the optimizer itself."""
-        return [masters.model_param_of(p) for p in self._params() if masters.is_low(masters.model_param_of(p))]
+        return [
+            masters.model_param_of(p) for p in self._params() if masters.is_low(masters.model_param_of(p))
+        ]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
