@@ -52,7 +52,12 @@ class Run:
 
 
 def train_with_masters(
-    model: nn.Module, low: torch.dtype, batches: list[Any], loss_of: Callable[..., Tensor], rate: float, momentum: float
+    model: nn.Module,
+    low: torch.dtype,
+    batches: list[Any],
+    loss_of: Callable[..., Tensor],
+    rate: float,
+    momentum: float,
 ) -> Run:
     """O2 by hand: weights stored low, fp32 masters, SGD with momentum.
 
@@ -90,7 +95,12 @@ def train_with_masters(
 
 
 def train_in(
-    dtype: torch.dtype, model: nn.Module, batches: list[Any], loss_of: Callable[..., Tensor], optimizer: Any, skips: list[bool]
+    dtype: torch.dtype,
+    model: nn.Module,
+    batches: list[Any],
+    loss_of: Callable[..., Tensor],
+    optimizer: Any,
+    skips: list[bool],
 ) -> list[Tensor]:
     """A plain loop in one format, which leaves out the steps that ``skips`` says.
 

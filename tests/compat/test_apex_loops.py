@@ -74,7 +74,9 @@ def imagenet(level: str, batches: list[Any], capsys: Any = None, **options: Any)
 
 
 @pytest.mark.parametrize("low", CPU_HALF)
-def test_imagenet_o2_does_what_a_loop_by_hand_does(low: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_imagenet_o2_does_what_a_loop_by_hand_does(
+    low: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     batches = images(8)
     got, model = imagenet("O2", batches, cast_model_type=low)
     want = train_with_masters(convnet(), low, batches, classify, 0.1, 0.9)
@@ -84,8 +86,12 @@ def test_imagenet_o2_does_what_a_loop_by_hand_does(low: torch.dtype, capsys: pyt
     assert {p.dtype for p in model.parameters()} == {low, torch.float32}
     assert model[1].weight.dtype is model[1].running_mean.dtype is torch.float32
     printed = capsys.readouterr().out.splitlines()
-    assert printed.count("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0") == any(got.skips)
-    assert printed.count("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0") == any(got.skips)
+    assert printed.count(
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    ) == any(got.skips)
+    assert printed.count(
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0"
+    ) == any(got.skips)
 
 
 @pytest.mark.parametrize("low", CPU_HALF)
@@ -102,16 +108,28 @@ def test_imagenet_o1_stays_near_fp64(low: torch.dtype) -> None:
         batches = [(x, y, 1.0) for x, y, _ in batches]
         got, _ = imagenet("O1", batches, patch_torch_functions_type=low)
     want = train_in(
-        torch.float64, convnet(), batches, classify, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), got.skips
+        torch.float64,
+        convnet(),
+        batches,
+        classify,
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        got.skips,
     )
-    close(got.weights, want, 10 * FROM_FP64[low])  # eight steps at a rate of 0.1 with momentum multiply what is lost
+    close(
+        got.weights, want, 10 * FROM_FP64[low]
+    )  # eight steps at a rate of 0.1 with momentum multiply what is lost
 
 
 def test_o0_is_fp32_training_bit_for_bit() -> None:
     batches = images(3)
     got, _ = imagenet("O0", batches)
     want = train_in(
-        torch.float32, convnet(), batches, classify, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), [False] * 3
+        torch.float32,
+        convnet(),
+        batches,
+        classify,
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        [False] * 3,
     )
     assert all(torch.equal(a, b) for a, b in zip(got.weights, want, strict=True))
     assert got.scales == [1.0] * 3
@@ -210,7 +228,9 @@ def accumulate(level: str, delay: bool, batches: list[Any], every: int) -> list[
             optimizer.step()
             optimizer.zero_grad()
     expected = 0 if level == "O0" else len(batches) // every if delay else len(batches)
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == expected  # a pass with delay_unscale does not count
+    assert (
+        amp.state_dict()["loss_scaler0"]["unskipped"] == expected
+    )  # a pass with delay_unscale does not count
     return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 

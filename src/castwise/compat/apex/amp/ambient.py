@@ -1,7 +1,7 @@
 """The casts of O1: in force from ``initialize`` until the handle is deactivated, in all code.
 
-They run as castwise's override kernels below Python, except for what is no operator of ATen: ``Tensor.cpu``, ``**=`` and
-the in-place matrix products, which are methods patched while the casts are in force.
+They run as castwise's override kernels below Python, except for what is no operator of ATen or takes no cast there:
+``Tensor.cpu``, ``**=``, the in-place matrix products and ``local_response_norm`` are patched while the casts are in force.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Ambient:
         self._thread, self._depth = threading.get_ident(), frames.depth()
         frames.push_region(self.frame)
         frames.ambient[self.device_type] = self.frame
-        for name, make in _METHODS.items():
-            self._undo.append(_patch_method(name, make, self.device_type))
+        for (owner, name), make in _PATCHES.items():
+            self._undo.append(_patch(owner, name, make, self.device_type))
         self._undo.append(_torch.around_python_backward(self._enter_python_backward))
 
     def _enter_python_backward(self) -> Callable[[], None]:
@@ -162,22 +162,22 @@ def _forget_in_children() -> None:
         os.register_at_fork(after_in_child=_leave_in_child)
 
 
-# --- methods ------------------------------------------------------------------------------------------------
+# --- patches ------------------------------------------------------------------------------------------------
 
 
-def _patch_method(
-    name: str, make: Callable[[Callable[..., Any], str], Callable[..., Any]], device_type: str
+def _patch(
+    owner: Any, name: str, make: Callable[[Callable[..., Any], str], Callable[..., Any]], device_type: str
 ) -> Callable[[], None]:
-    """Replace a method of Tensor; returns what puts it back."""
-    own = vars(torch.Tensor).get(name)
-    original = getattr(torch.Tensor, name)
-    setattr(torch.Tensor, name, functools.wraps(original)(make(original, device_type)))
+    """Replace a method or a function; returns what puts it back."""
+    own = vars(owner).get(name)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original, device_type)))
 
     def undo() -> None:
         if own is None:
-            delattr(torch.Tensor, name)
+            delattr(owner, name)
         else:
-            setattr(torch.Tensor, name, own)
+            setattr(owner, name, own)
 
     return undo
 
@@ -186,6 +186,13 @@ def _is_cast(tensor: torch.Tensor, device_type: str) -> bool:
     return (
         tensor.dtype in _LOW and tensor.device.type == device_type and torch.is_autocast_enabled(device_type)
     )
+
+
+def _in_fp32(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def function(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(input.float() if _is_cast(input, device_type) else input, *args, **kwargs)
+
+    return function
 
 
 def _cpu(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
@@ -217,8 +224,9 @@ def _match_self(original: Callable[..., Any], device_type: str) -> Callable[...,
     return method
 
 
-_METHODS: dict[str, Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
-    "cpu": _cpu,
-    "__ipow__": _ipow,
-    **dict.fromkeys(("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"), _match_self),
+_PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
+    (torch.Tensor, "cpu"): _cpu,
+    (torch.Tensor, "__ipow__"): _ipow,
+    **{(torch.Tensor, name): _match_self for name in ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")},
+    (nn.functional, "local_response_norm"): _in_fp32,
 }
