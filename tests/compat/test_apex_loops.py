@@ -442,8 +442,9 @@ def test_o1_covers_the_loss_and_ends_with_the_handle() -> None:
     handle, x = amp._amp_state.handle, torch.randn(4, 4)
     assert handle.is_active()
     assert (x @ x).dtype is torch.float16
-    with pytest.raises(KeyError), amp.disable_casts():
+    with amp.disable_casts():
         assert not handle.is_active()
+    with pytest.raises(KeyError), amp.disable_casts():
         raise KeyError
     assert handle.is_active()  # Apex left the casts off after an exception
     handle._deactivate()

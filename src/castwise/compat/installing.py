@@ -30,12 +30,17 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         home = f"{_HOME}.{fullname}"
         if importlib.util.find_spec(home) is None:
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}: castwise serves {', '.join(self.packages)} here and has no such part; "
-                "docs/compat.md lists what it has and what to use instead",
-                name=fullname,
-            )
+            raise ModuleNotFoundError(f"No module named {fullname!r}: {_instead(fullname)}", name=fullname)
         return importlib.machinery.ModuleSpec(fullname, _Loader(home), is_package=True)
+
+
+def _instead(name: str) -> str:
+    """What to use in the place of a module that a drop-in has not."""
+    coverage = importlib.import_module(f"{_HOME}.{name.partition('.')[0]}.coverage")
+    for entry in coverage.COVERED:
+        if entry.status == "absent" and f"{entry.name}.".startswith(f"{name}."):
+            return f"castwise, which serves it here, has no such part; {entry.note.replace('`', '')}"
+    return "castwise, which serves it here, has no such part; docs/compat.md lists those that it has"
 
 
 class _Loader(importlib.abc.Loader):
