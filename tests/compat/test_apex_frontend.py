@@ -59,6 +59,14 @@ def test_levels_have_apex_s_defaults_and_say_so(level: str, capsys: pytest.Captu
     assert printed.endswith(options)
 
 
+def test_a_second_call_says_that_the_first_one_s_casts_end(capsys: pytest.CaptureFixture[str]) -> None:
+    init("O1")
+    assert capsys.readouterr().out == ""
+    amp.initialize(nn.Linear(2, 2), opt_level="O2")
+    assert amp._amp_state.handle is None
+    assert capsys.readouterr().out.startswith("amp.initialize was called again: the casts")
+
+
 def test_verbosity_0_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     init("O2")
     assert capsys.readouterr().out == ""
