@@ -28,7 +28,7 @@ from tests.distributed.model import Options, Trace
 from tests.distributed.test_layouts import LOSS_SCALE, REGIONS, tolerance
 from tests.distributed.world import World
 
-from castwise.plan import PRESETS
+from castwise.plan import PRESETS, Plan
 from common import write
 
 LAYOUTS = {
@@ -88,7 +88,7 @@ def layouts() -> Iterator[dict[str, Any]]:
             if not fits(layout, plan, variant, size) or plan == "tf32":
                 continue
             full = plan
-            if model.Plan.parse(plan).loss_scale is not None and model.Plan.parse(plan).loss_scale.dynamic:
+            if Plan.parse(plan).loss_scale is not None and Plan.parse(plan).loss_scale.dynamic:
                 full += LOSS_SCALE
             options = Options(steps=STEPS, **VARIANTS[variant])
             key = (full, options.max_norm, options.accumulate)
@@ -137,22 +137,19 @@ def killed(times: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all of it and write ``results/soak-cpu.json``."""
+    """Run all of it and write ``results/soak-kills-cpu.json`` and ``results/soak-layouts-cpu.json``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=["layouts", "kills"], default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    if options.part != "layouts":
-        rows.append(killed(options.kills, options.seed))
-    if options.part != "kills":
-        rows += layouts()
-    name = "soak" if options.part is None else f"soak-{options.part}"
-    write(name, torch.device("cpu"), __doc__, rows)
-    failed = [row for row in rows if not row["ok"]]
-    print(f"{len(rows)} cases, {len(failed)} failed")
+    failed = 0
+    for part in ("kills", "layouts") if options.part is None else (options.part,):
+        rows = [killed(options.kills, options.seed)] if part == "kills" else list(layouts())
+        write(f"soak-{part}", torch.device("cpu"), __doc__, rows)
+        failed += sum(not row["ok"] for row in rows)
+        print(f"{part}: {len(rows)} cases, {failed} failed so far")
     sys.exit(bool(failed))
 
 

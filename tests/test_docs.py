@@ -99,6 +99,11 @@ def test_the_page_of_the_api_is_current() -> None:
     assert read("docs/api.md") == page(), "run python scripts/api_page.py"
 
 
+def test_the_page_of_drop_ins_is_current() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "compat_page.py"))["page"]
+    assert read("docs/compat.md") == page(), "run python scripts/compat_page.py"
+
+
 # --- tables written by hand ---------------------------------------------------------------------------------
 
 

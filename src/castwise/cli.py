@@ -274,6 +274,25 @@ def doctor(
             _wrote([json])
 
 
+@app.command()
+def migrate(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A script, or a folder of them.", show_default=False)
+    ],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the files; without it they are shown and left alone.")
+    ] = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Rewrite scripts that use Apex amp, Colossal-AI AMP or torch.amp; show the change, and list what is left to you."""
+    with _errors(show_traceback):
+        from castwise import migrate as room
+
+        result = room.migrate(path, write=write)
+        result.show(_console())
+        result.check()
+
+
 # --- what goes to the terminal --------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "DeviceError",
     "DtypeMismatchError",
     "LossScaleError",
+    "MigrateError",
     "NonFiniteError",
     "PatternError",
     "PlanError",
@@ -77,6 +78,10 @@ class NonFiniteError(CastwiseError, ArithmeticError):
 
 class WorkloadError(CastwiseError, ValueError):
     """A workload that cannot be found, imported or run as given."""
+
+
+class MigrateError(CastwiseError, ValueError):
+    """A script or folder that cannot be migrated as asked."""
 
 
 class CheckpointError(CastwiseError, ValueError):

@@ -59,6 +59,14 @@ def test_levels_have_apex_s_defaults_and_say_so(level: str, capsys: pytest.Captu
     assert printed.endswith(options)
 
 
+def test_a_second_call_says_that_the_first_one_s_casts_end(capsys: pytest.CaptureFixture[str]) -> None:
+    init("O1")
+    assert capsys.readouterr().out == ""
+    amp.initialize(nn.Linear(2, 2), opt_level="O2")
+    assert amp._amp_state.handle is None
+    assert capsys.readouterr().out.startswith("amp.initialize was called again: the casts")
+
+
 def test_verbosity_0_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     init("O2")
     assert capsys.readouterr().out == ""
@@ -188,7 +196,7 @@ def test_models_that_cannot_be_taken(level: str) -> None:
         amp.initialize(half, opt_level=level, verbosity=0)
     buffered = nn.BatchNorm1d(2)
     buffered.running_mean = buffered.running_mean.half()
-    with pytest.raises(RuntimeError, match="Found buffer running_mean with type torch.HalfTensor"):
+    with pytest.raises(RuntimeError, match=r"Found buffer running_mean with type torch\.HalfTensor"):
         amp.initialize(buffered, opt_level=level, verbosity=0)
     amp._amp_state.allow_incoming_model_not_fp32 = True
     amp.initialize(half, opt_level=level, verbosity=0)
@@ -203,7 +211,7 @@ def test_containers_and_optimizers_that_cannot_be_taken(level: str) -> None:
         amp.initialize(model, (optimizer,), opt_level=level, verbosity=0)
     with pytest.raises(TypeError, match="models must be either a single model or a list of models"):
         amp.initialize((model,), optimizer, opt_level=level, verbosity=0)
-    with pytest.raises(RuntimeError, match="should only be passed through amp.initialize once"):
+    with pytest.raises(RuntimeError, match=r"should only be passed through amp\.initialize once"):
         amp.initialize(model, [optimizer, optimizer], opt_level=level, verbosity=0)
     double = nn.Linear(2, 2).double()
     with pytest.raises(
@@ -211,7 +219,7 @@ def test_containers_and_optimizers_that_cannot_be_taken(level: str) -> None:
     ):
         amp.initialize(model, torch.optim.SGD(double.parameters(), 0.1), opt_level=level, verbosity=0)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with pytest.raises(RuntimeError, match="should only be passed through amp.initialize once"):
+    with pytest.raises(RuntimeError, match=r"should only be passed through amp\.initialize once"):
         amp.initialize(nn.Linear(2, 2), optimizer, opt_level=level, verbosity=0)
 
 
@@ -227,7 +235,7 @@ def test_scale_loss_says_what_is_missing() -> None:
     with pytest.raises(IndexError), amp.scale_loss(loss, optimizer, loss_id=2):
         pass
     other = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(RuntimeError, match="did not come from amp.initialize"), amp.scale_loss(loss, other):
+    with pytest.raises(RuntimeError, match=r"did not come from amp\.initialize"), amp.scale_loss(loss, other):
         pass
 
 
@@ -267,10 +275,8 @@ def test_the_scale_grows_after_2000_passes_and_not_above_its_ceiling() -> None:
         assert run_passes(optimizer, model.weight, [1.0])[-1] == scaler._loss_scale
         assert run_passes(optimizer, model.weight, [1.0]) == [expected]
         assert scaler._unskipped == 0
-    assert (
-        lone(loss_scale="dynamic", max_loss_scale=2.0**10)
-        and amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**10
-    )
+    assert lone(loss_scale="dynamic", max_loss_scale=2.0**10)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**10
 
 
 def test_the_floor_holds_and_without_one_the_scale_never_reaches_zero() -> None:

@@ -442,8 +442,9 @@ def test_o1_covers_the_loss_and_ends_with_the_handle() -> None:
     handle, x = amp._amp_state.handle, torch.randn(4, 4)
     assert handle.is_active()
     assert (x @ x).dtype is torch.float16
-    with pytest.raises(KeyError), amp.disable_casts():
+    with amp.disable_casts():
         assert not handle.is_active()
+    with pytest.raises(KeyError), amp.disable_casts():
         raise KeyError
     assert handle.is_active()  # Apex left the casts off after an exception
     handle._deactivate()
@@ -460,3 +461,58 @@ def test_copies_of_models_train_on_their_own() -> None:
     model.eval(), average.eval()
     assert not torch.equal(model(x), average(x))
     assert average(x).dtype is torch.float32
+
+
+def critic(level: str | None) -> list[Tensor]:
+    """The loop of WGAN-GP: a penalty on gradients that are taken outside of ``scale_loss``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Softplus(), nn.Linear(32, 1))
+    dtype = torch.float64 if level is None else torch.float32
+    model.to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        real, fake = (torch.randn(16, 6, generator=draw).to(dtype) for _ in range(2))
+        mixed = ((real + fake) / 2).requires_grad_()
+        out = model(mixed)
+        (slope,) = torch.autograd.grad(out, mixed, torch.ones_like(out), create_graph=True)
+        loss = model(fake).mean() - model(real).mean() + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
+        optimizer.zero_grad()
+        if level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+    return [p.detach() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_gradient_penalty_stays_near_fp64(level: str) -> None:
+    close(critic(level), critic(None), 5 * FROM_FP64[torch.float32 if level == "O0" else torch.float16])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_trains_as_in_eager_mode(level: str) -> None:
+    def losses(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        found = []
+        for step in range(3):
+            x = torch.full((4, 8), step / 4)
+            loss = functional.mse_loss(run(x), torch.ones(4, 4))
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        return found
+
+    want = losses(False)
+    torch._dynamo.reset()
+    assert losses(True) == want

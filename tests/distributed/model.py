@@ -200,10 +200,15 @@ class Run:
         """One pass over this rank's part of a global batch; the mean loss over ranks, on the last stage."""
         x, y = self.mine(x), self.mine(y)
         if self.schedule is not None:
-            losses: list[Tensor] = []
-            args = (x,) if self.pp[0] == 0 else ()
-            self.schedule.step(*args, target=y if self.last else None, losses=losses if self.last else None)
-            loss = torch.stack(losses).mean().detach() if self.last else None
+            every: list[Tensor] = []
+            for a, b in zip(x.chunk(self.options.accumulate), y.chunk(self.options.accumulate), strict=True):
+                losses: list[Tensor] = []
+                args = (a,) if self.pp[0] == 0 else ()
+                self.schedule.step(
+                    *args, target=b if self.last else None, losses=losses if self.last else None
+                )
+                every += losses
+            loss = torch.stack(every).mean().detach() * self.options.accumulate if self.last else None
         else:
             parts = list(zip(x.chunk(self.options.accumulate), y.chunk(self.options.accumulate), strict=True))
             total = 0.0
@@ -382,10 +387,14 @@ def schedule_of(calls: list[Any], mine: list[int], stages: int, group: Any, opti
         PipelineStage(call, index, stages, torch.device("cpu"), group=group)
         for call, index in zip(calls, mine, strict=True)
     ]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return LOSS(output, target) / options.accumulate
+
     if options.schedule == "interleaved":
-        return ScheduleInterleaved1F1B(held, options.microbatches, loss_fn=LOSS)
+        return ScheduleInterleaved1F1B(held, options.microbatches, loss_fn=loss)
     kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[options.schedule]
-    return kind(held[0], options.microbatches, loss_fn=LOSS)
+    return kind(held[0], options.microbatches, loss_fn=loss)
 
 
 def train(rank: int, size: int, layout: str, plan: Any, options: Options) -> Trace:

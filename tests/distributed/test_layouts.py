@@ -115,8 +115,8 @@ def test_activation_checkpointing(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, checkpointed=True))
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "hand"])
-@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master", "bf16-master"])
+@pytest.mark.parametrize("layout", ONE)
+@pytest.mark.parametrize("plan", ["fp32", "fp16-mixed", "fp16-master", "bf16-master"])
 def test_accumulation(two: World, layout: str, plan: str) -> None:
     """Under DDP within no_sync; zero_grad with and without set_to_none by turns."""
     check(two, layout, plan, Options(steps=12, accumulate=2))

@@ -35,11 +35,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         home = _home_of(fullname)
         if importlib.util.find_spec(home) is None:
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}: castwise serves {', '.join(self.packages)} here and has no such part; "
-                f"docs/compat.md lists what it has and what to use instead{_instead_of(fullname)}",
-                name=fullname,
-            )
+            raise ModuleNotFoundError(f"No module named {fullname!r}: {_instead(fullname)}", name=fullname)
         return importlib.machinery.ModuleSpec(fullname, _Loader(home), is_package=True)
 
 
@@ -50,10 +46,15 @@ def _home_of(fullname: str) -> str:
     return f"{_HOME}.{fullname}"
 
 
-def _instead_of(fullname: str) -> str:
-    covered = importlib.import_module(f"{_HOME}.{fullname.partition('.')[0]}.coverage").COVERED
-    row = absent_row(covered, _home_of(fullname).removeprefix(f"{_HOME}."))
-    return "" if row is None else f": {row.note}"
+def _instead(fullname: str) -> str:
+    """What to use in the place of a module that a drop-in has not."""
+    name = _home_of(fullname).removeprefix(f"{_HOME}.")
+    covered = importlib.import_module(f"{_HOME}.{name.partition('.')[0]}.coverage").COVERED
+    inside = [row for row in covered if row.status == "absent" and f"{row.name}.".startswith(f"{name}.")]
+    row = absent_row(covered, name) or next(iter(inside), None)
+    if row is not None:
+        return f"castwise, which serves it here, has no such part; {row.note.replace('`', '')}"
+    return "castwise, which serves it here, has no such part; docs/compat.md lists those that it has"
 
 
 class _Loader(importlib.abc.Loader):

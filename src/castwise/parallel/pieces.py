@@ -53,11 +53,19 @@ class Pieces:
             dim: Along which dimension the whole was cut, in the order of ranks; needed by checkpoints alone.
 
         Raises:
-            StateError: torch.distributed is not initialised, or it is a DTensor, which needs no declaration.
+            StateError: torch.distributed is not initialised, or it is a DTensor over these ranks, which says itself how
+                it is cut; one that FSDP2 made of a piece over other ranks is declared as the piece was.
         """
         everyone = world_group("mark_sharded")
         if is_dtensor(parameter):
-            raise StateError("mark_sharded: a DTensor says itself how it is cut; leave the call out")
+            cut: Any = parameter
+            ranks = dist.get_process_group_ranks(group if group is not None else everyone)
+            for index in range(cut.device_mesh.ndim):
+                if dist.get_process_group_ranks(cut.device_mesh.get_group(index)) == ranks:
+                    raise StateError(
+                        "mark_sharded: this parameter is a DTensor over the same ranks, which says itself how it is cut; leave "
+                        "the call out"
+                    )
         self._groups[parameter] = group if group is not None else everyone
         self._dims[parameter] = dim
 

@@ -51,16 +51,13 @@ def stages_of(schedule: Any) -> list[Any]:
         ) from None
 
 
-def adapt(
-    schedule: Any, scale: Callable[[], Tensor | None], open_window: Callable[[], None], *, scaled: bool
-) -> None:
+def adapt(schedule: Any, scale: Callable[[], Tensor | None], open_window: Callable[[], None]) -> None:
     """Scale the losses of a schedule in backward, and open the window of a step with its first forward.
 
     Args:
         schedule: Made with a ``loss_fn``; one without only runs forward.
         scale: The scale as a 0-dim fp32 tensor; None where the plan has none.
         open_window: Called before each forward of a stage on this rank, the first thing that every rank does.
-        scaled: Whether the plan has a scale at all.
     """
 
     def wrap(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -68,8 +65,8 @@ def adapt(
         def in_backward(*args: Any, **kwargs: Any) -> Tensor:
             loss = loss_fn(*args, **kwargs)
             factor = scale()
-            if factor is not None and parts > 1:
-                factor = factor / parts
+            if parts > 1:
+                factor = torch.full((), 1.0 / parts, device=loss.device) if factor is None else factor / parts
             return loss if factor is None else _ScaledBackward.apply(loss, factor)  # type: ignore[no-untyped-call]
 
         return in_backward
@@ -79,7 +76,7 @@ def adapt(
 
     if getattr(schedule, "_castwise_adapted", False):
         raise StateError("pipeline: this schedule has been given to pipeline() already")
-    parts = _torch.take_gradient_division(schedule) if scaled else 1
+    parts = _torch.take_gradient_division(schedule)
     _torch.replace_schedule_loss(schedule, wrap)
     for stage in stages_of(schedule):
         stage.submod.register_forward_pre_hook(before, prepend=True)

@@ -69,7 +69,12 @@ def initialize(
     _amp_state.opt_properties = properties = Properties()
     _amp_state.verbosity = verbosity
     _amp_state.loss_scalers = []
-    _end_casts()
+    if _end_casts():
+        maybe_print(
+            "amp.initialize was called again: the casts that an earlier call with O1 put in force end here.  Call it once, "
+            "with lists of all models and optimizers, to keep them.",
+            True,
+        )
     if not enabled:
         return models if optimizers is None else (models, optimizers)
     if opt_level not in LEVELS:
@@ -153,10 +158,13 @@ def _apply(
     return models if optimizers is None else (models, optimizers)
 
 
-def _end_casts() -> None:
-    """The casts of an earlier ``initialize`` end when another one begins; Apex would stack them."""
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
+def _end_casts() -> bool:
+    """The casts of an earlier ``initialize`` end when another one begins; Apex would stack them. Whether there were any."""
+    handle = _amp_state.handle
+    if handle is None:
+        return False
+    handle._deactivate()
+    return isinstance(handle, AmpHandle)
 
 
 def _begin_casts(

@@ -1,24 +1,11 @@
-"""``Amp``: one precision plan, carried through a training loop.
-
-    amp = castwise.Amp("bf16-mixed")
-    model, optimizer = amp.prepare(model, optimizer)
-    for inputs, targets in loader:
-        loss = criterion(model(inputs), targets)
-        amp.backward(loss)
-        amp.step(optimizer, max_norm=1.0)
-        optimizer.zero_grad()
-
-Gradients between two updates form a *window* with one scale per named loss. ``step(a)`` and then ``step(b)`` belong
-to the same window; the scale moves once, when the next window opens, at the first ``scale`` or ``backward`` after a
-step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decides for both together.
-"""
+"""The session; see the package."""
 
 from __future__ import annotations
 
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,12 +19,13 @@ from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
 from castwise.fused import fuse
-from castwise.parallel import fsdp, pipeline, wrappers
-from castwise.parallel.agreement import Agreement, clip_by_norm
-from castwise.parallel.pieces import is_dtensor, world_group
-from castwise.parallel.plans import check_patterns, check_same_plan
+from castwise.parallel import fsdp, wrappers
+from castwise.parallel.agreement import clip_by_norm
+from castwise.parallel.plans import check_same_plan
 from castwise.plan import Plan, as_plan
 from castwise.scaler import GradScaler, StepResult
+from castwise.session.checks import check_model, check_optimizer, check_parameters, inference_dtypes
+from castwise.session.ranks import AmongRanks
 
 __all__ = ["Amp"]
 
@@ -47,7 +35,7 @@ _STEPPED = StepResult(None)
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
 
-class Amp:
+class Amp(AmongRanks):
     """A precision plan, applied to models and optimizers of any training loop.
 
     Args:
@@ -71,6 +59,7 @@ class Amp:
         device: torch.device | str | None = None,
         group: Any = None,
     ) -> None:
+        super().__init__(group)
         self.plan = as_plan(plan)
         self.device_type = torch.device(device).type if device is not None else default_device_type()
         if self.device_type not in DEVICE_TYPES:
@@ -88,16 +77,7 @@ class Amp:
             )
         if self.scaler is not None:
             self.scaler.param_names = self._parameter_names
-        self._agreement = Agreement(group)
-        self._flags_wait = False
-        self._patterns: set[str] = set()
-        self._unchecked: list[tuple[weakref.ref[nn.Module], frozenset[str]]] = []
-        self._narrows: list[masters.Attachment] = []
-        self._roots: weakref.WeakKeyDictionary[nn.Module, regions.Border] = weakref.WeakKeyDictionary()
-        self._closers: list[Callable[[], None]] = []
         self._claim: process.Claim | None = None
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._region: autocast | None = None
         self._root: regions.Border | None = None
         self._stepped = False
@@ -142,16 +122,23 @@ class Amp:
             PlanError: Parameters already stored in a format that contradicts the plan, or ranks with different plans.
             StateError: A wrong order of wrapping, or something prepared twice.
         """
-        target = self._check_model(model)
+        target = check_model(model, self.device_type)
+        owner = _prepared.get(target)
+        if owner is not None:
+            raise StateError(
+                f"prepare: this {type(target).__name__} is already prepared, by "
+                f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
+            )
+        regions.strip(target)  # a copy of a prepared model brings the original's borders along
         for optimizer in optimizers:
-            self._check_optimizer(optimizer, target)
+            check_optimizer(optimizer, target, any(known() is optimizer for known in self._optimizers))
         if inference and optimizers:
             raise StateError(
                 "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
             )
         if self._claim is None:
             self._claim = process.Claim(self.plan, self.device_type)
-        self._check_parameters(target)
+        check_parameters(target, self.plan)
         if optimizers and not self._models and self._agreement.world_size > 1:
             check_same_plan(self.plan, self._agreement.group)
         plan = regions.only_matching(self.plan, target) if part else self.plan
@@ -160,7 +147,7 @@ class Amp:
         fsdp.store_shards(plan, target)
         dtypes = regions.storage_dtypes(target, plan, keep=fsdp.sharded_params(target))
         if inference:
-            dtypes = {**self._inference_dtypes(target, plan), **dtypes}
+            dtypes = {**inference_dtypes(target, plan), **dtypes}
         frames.get_ready_for_compile()
         root, remove = regions.install(target, plan, self.device_type, methods)
         self._root = self._root or root
@@ -179,110 +166,10 @@ class Amp:
             if all(known() is not optimizer for known in self._optimizers):
                 self._optimizers.append(weakref.ref(optimizer))
         self._closers.append(remove)
-        cut = frozenset(name for name, parameter in target.named_parameters() if is_dtensor(parameter))
-        self._unchecked.append((weakref.ref(target), cut))
+        self._note_order(target)
         _prepared[target] = self
         self._models.append(weakref.ref(target))
         return (model, *optimizers) if optimizers else model
-
-    def _check_model(self, model: nn.Module) -> nn.Module:
-        if not isinstance(model, nn.Module):
-            raise StateError(
-                f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own"
-            )
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise StateError(
-                f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
-                f"{type(model).__name__}(amp.prepare(module))"
-            )
-        if wrappers.ddp_around(model) is not None:
-            raise StateError(
-                f"prepare({type(model).__name__}): this module is inside a DistributedDataParallel already; prepare it first and "
-                "wrap it after: DistributedDataParallel(amp.prepare(module))"
-            )
-        inner = getattr(model, "_orig_mod", None)
-        target = inner if isinstance(inner, nn.Module) else model
-        compiled = inner is not None or getattr(model, "_compiled_call_impl", None) is not None
-        if compiled and _torch.ran_compiled(target):
-            raise StateError(
-                "prepare: this module has already run compiled, and hooks added now would be ignored; prepare the module "
-                "first, then torch.compile it"
-            )
-        devices = {p.device.type for p in target.parameters()} - {"meta", self.device_type}
-        if devices:
-            raise StateError(
-                f"prepare: this Amp is for {self.device_type!r}, but the model has parameters on {', '.join(sorted(devices))}; "
-                f"move the model there first, or make the session with Amp(..., device={sorted(devices)[0]!r})"
-            )
-        owner = _prepared.get(target)
-        if owner is not None:
-            raise StateError(
-                f"prepare: this {type(target).__name__} is already prepared, by "
-                f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
-            )
-        regions.strip(target)  # a copy of a prepared model brings the original's borders along
-        return target
-
-    def _check_optimizer(self, optimizer: Optimizer, model: nn.Module) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise StateError(
-                f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare"
-            )
-        if any(known() is optimizer for known in self._optimizers):
-            held = {
-                id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
-            }
-            if not any(id(parameter) in held for parameter in model.parameters()):
-                raise StateError(
-                    f"prepare: this {type(optimizer).__name__} is already prepared, and holds no parameter of this "
-                    f"{type(model).__name__}; give each model with the optimizer that updates it"
-                )
-
-    def _check_parameters(self, model: nn.Module) -> None:
-        """Parameters stored low under a plan that stores them in fp32 cannot be what anyone wants."""
-        if self.plan.params != "fp32":
-            return
-        low: dict[torch.dtype, list[str]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.dtype in _LOW:
-                low.setdefault(parameter.dtype, []).append(name)
-        for dtype, names in low.items():
-            short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-            instead = (
-                f"{short}-master" if dtype is torch.bfloat16 or self.plan.compute == "fp16" else "bf16-master"
-            )
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise PlanError(
-                f"prepare: the plan {self.plan} keeps parameters in fp32, but {', '.join(names[:3])}{more} are stored in "
-                f"{short}: their updates and gradients would be {short}. Use the plan {instead!r} (fp32 masters in the "
-                "optimizer), or call model.float() before the optimizer is made."
-            )
-
-    def _inference_dtypes(self, model: nn.Module, plan: Plan) -> dict[torch.Tensor, torch.dtype]:
-        """Weights of layers whose operators a mixed plan computes low anyway."""
-        layers = (
-            nn.Linear,
-            nn.Bilinear,
-            nn.modules.conv._ConvNd,
-            nn.MultiheadAttention,
-            nn.RNNBase,
-            nn.RNNCellBase,
-        )
-        if not plan.autocasts or plan.stores_low:
-            return {}
-        exempt = regions.assign(model, plan.regions)
-        out: dict[torch.Tensor, torch.dtype] = {}
-        shared: set[torch.Tensor] = set()
-        for name, module in model.named_modules():
-            for tensor in module.parameters(recurse=False):
-                inside_region = any(
-                    name == path or name.startswith(path + ".") or not path for path in exempt
-                )
-                if isinstance(module, layers) and not inside_region and tensor.dtype is torch.float32:
-                    out[tensor] = plan.compute_dtype
-                else:
-                    shared.add(tensor)
-        return {tensor: dtype for tensor, dtype in out.items() if tensor not in shared}
 
     def _to_channels_last(
         self, model: nn.Module, former: dict[torch.Tensor, torch.Tensor]
@@ -305,152 +192,6 @@ class Amp:
                 self._region = autocast(self.plan, device_type=self.device_type)
             return self._region
         return autocast(self.plan, enabled=enabled, cache_enabled=cache_enabled, device_type=self.device_type)
-
-    # --- many processes -----------------------------------------------------------------------------------
-
-    def mp_policy(self, module: nn.Module | None = None, model: nn.Module | None = None) -> Any:
-        """The plan as a ``MixedPrecisionPolicy`` for FSDP2's ``fully_shard``.
-
-        Args:
-            module: The module to be sharded. Without ``model``, only regions by ``type:`` can decide for it.
-            model: The whole model that it is in, so that regions by path decide too.
-
-        Returns:
-            A policy whose parameters are gathered in the format that the plan stores them in and whose gradients are
-            reduced in fp32.
-        """
-        return fsdp.mp_policy(self.plan, module, model)
-
-    def fully_shard(self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), **options: Any) -> Any:
-        """FSDP2's ``fully_shard`` by the plan: each region that needs a group of its own, each block, then the model.
-
-        Call it before the optimizer is made and before :meth:`prepare`.
-
-        Args:
-            model: The model, on its device.
-            blocks: Modules of it that are gathered and freed one at a time, such as its layers.
-            options: For ``fully_shard``: ``mesh``, ``reshard_after_forward`` and others.
-
-        Returns:
-            The model.
-        """
-        fsdp.shard(self.plan, model, blocks, options)
-        return model
-
-    def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
-        """Declare a parameter that was cut by hand: each rank of ``group`` holds a piece of its own.
-
-        Steps are then skipped by all ranks or none, and norms are those of the whole parameter. DTensors need no
-        declaration.
-
-        Args:
-            parameter: The model's parameter.
-            group: The ranks that hold the pieces; None for all.
-            dim: Along which dimension the whole was cut, in the order of ranks. Given, a checkpoint holds the whole
-                parameter and resumes under another layout.
-
-        Raises:
-            StateError: torch.distributed is not initialised.
-        """
-        self._agreement.pieces.mark(parameter, group, dim)
-        self._agreement.forget()
-
-    def pipeline(self, schedule: Any) -> Any:
-        """Let a schedule of ``torch.distributed.pipelining`` train by the plan.
-
-        The schedule starts its backward passes from the scaled loss and reports the loss itself; norms and skipped
-        steps are those of all stages together; stages in low formats hand their outputs on as they are, and only the
-        last one's come out in fp32.
-
-        Args:
-            schedule: Made from stages whose modules were prepared, on every rank.
-
-        Returns:
-            The same schedule.
-
-        Raises:
-            StateError: Not a schedule, or a stage whose module was not prepared.
-            PatternError: A region of the plan that matches nothing in any stage.
-        """
-        stages = pipeline.stages_of(schedule)
-        for stage in stages:
-            module = stage.submod
-            inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-            root = self._roots.get(getattr(inner, "_orig_mod", inner))
-            if root is None:
-                raise StateError(
-                    f"pipeline({type(schedule).__name__}): the module of stage {stage.stage_index} was not prepared by this Amp; "
-                    "call amp.prepare(module, optimizer) before PipelineStage(module, ...)"
-                )
-            if not stage.is_last:
-                root.cast_outputs = None
-            self._agreement.pieces.mark_stage(inner, stage.group or world_group("pipeline"))
-        if self._agreement.world_size > 1:
-            check_patterns(self.plan, self._patterns, self._agreement.group)
-        scaled = self.scaler is not None and self.scaler.is_enabled()
-        pipeline.adapt(schedule, self._scale_on_device, self._enter_schedule, scaled=scaled)
-        self._agreement.forget()
-        return schedule
-
-    def _scale_on_device(self) -> torch.Tensor | None:
-        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.scale_tensor()
-
-    def _enter_schedule(self) -> None:
-        """On each rank, also on those whose stage computes no loss: the window of the last step is over."""
-        self._open_window()
-        self._scale_on_device()
-
-    def _join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
-        """DistributedDataParallel takes in a prepared model, on all ranks at once, and will share rank 0's weights."""
-        averaged = wrappers.averaged_params(ddp, module)
-        group, covered = ddp.process_group, set(averaged)
-        for optimizer in self._live(self._optimizers):
-            attachment = masters.attachment_of(optimizer)
-            if attachment is not None and any(stored in covered for stored in attachment.stored):
-                attachment.accept_low_gradients()
-                attachment.rewrite(
-                    lambda master: torch.distributed.broadcast(master, group=group, group_src=0), covered
-                )
-                self._narrows.append(attachment)
-        if self._narrows:
-            self._closers.append(module.register_forward_pre_hook(self._before_forward).remove)
-        self._agreement.note_averaged(averaged, group)
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._narrow()
-
-    def _narrow(self) -> None:
-        """DistributedDataParallel adds to gradients in the parameters' format alone."""
-        for attachment in self._narrows:
-            attachment.narrow_gradients()
-
-    def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given without ``dim``."""
-        return self._agreement.pieces.piece(parameter)
-
-    def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Values of a parameter that :meth:`mark_sharded` was given with ``dim`` as a DTensor of the whole; others as they are."""
-        return self._agreement.pieces.as_whole(parameter, values)
-
-    def _agree(self, flag: torch.Tensor) -> torch.Tensor:
-        """A flag as all ranks see it, unless it travels with the norm, or they must see the same anyway."""
-        if self._flags_wait or not self._agreement.can_differ(self._parameters()):
-            return flag
-        return self._agreement.agree(flag)
-
-    def _clip(self, params: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        if not self._is_cut(params):
-            return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        norm = self._agreement.norm(params, norm_type, joined=self._agreement.world_size > 1)
-        clip_by_norm(params, max_norm, norm)
-        return norm
-
-    def _is_cut(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether norms need more than this rank's gradients."""
-        if self._agreement.world_size == 1:
-            return any(is_dtensor(masters.model_param_of(parameter)) for parameter in params)
-        return self._agreement.can_differ(self._parameters())
 
     # --- losses -------------------------------------------------------------------------------------------
 
@@ -509,14 +250,6 @@ class Amp:
             self.scaler.backward(loss, name, params=self._parameters, **kwargs)
         else:
             _torch.backward_of_scalar(self.scaler.scale(loss, name))
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        seen: set[int] = set()
-        for model in self._live(self._models):
-            for parameter in model.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
 
     def _parameter_names(self) -> dict[int, str]:
         names = {}
@@ -703,19 +436,6 @@ class Amp:
         params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         return self._clip(params, max_norm)
 
-    def _check_order(self) -> None:
-        """At the first step after ``prepare``: what had to be done before it was not done since."""
-        unchecked, self._unchecked = self._unchecked, []
-        for reference, known in unchecked:
-            model = reference()
-            for name, parameter in [] if model is None else model.named_parameters():
-                if is_dtensor(parameter) and name not in known:
-                    raise StateError(
-                        f"step: {name} of the prepared {type(model).__name__} became a DTensor after prepare, so that its optimizer "
-                        "updates a tensor that the model no longer has. Call fully_shard or parallelize_module first, then make "
-                        "the optimizer, then prepare both."
-                    )
-
     def _open_window(self) -> None:
         if self._stepped:
             self._stepped = False
@@ -772,10 +492,6 @@ class Amp:
         if self._claim is not None:
             self._claim.close()
             self._claim = None
-
-    @staticmethod
-    def _live(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
-        return [found for ref in refs if (found := ref()) is not None]
 
     def __enter__(self) -> Self:
         return self

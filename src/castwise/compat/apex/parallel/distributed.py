@@ -1,0 +1,123 @@
+"""``apex.parallel.distributed`` on ``torch.nn.parallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["DistributedDataParallel", "Reducer"]
+
+_MEBI = 2**20
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's, with Apex's arguments.
+
+    Args:
+        module: As ``amp.initialize`` returned it.
+        message_size: Elements per message, taken as fp32.
+        delay_allreduce: Parameters may go without gradients, which torch has to look for in each pass.
+        shared_param: Refused, as in Apex.
+        allreduce_trigger_params: Refused: torch makes its own buckets.
+        retain_allreduce_buffers: Refused: torch's ``gradient_as_bucket_view`` is the nearest.
+        allreduce_always_fp32: Reduce half gradients in fp32.
+        num_allreduce_streams: Ignored; torch sends while backward runs.
+        allreduce_communicators: Refused.
+        gradient_average: False sums gradients instead.
+        gradient_predivide_factor: Ignored: torch divides before it sums.
+        gradient_average_split_factor: Ignored.
+        prof: Ignored.
+        kwargs: For torch's class: ``process_group``, ``find_unused_parameters`` and others.
+
+    Raises:
+        ValueError: An argument that was refused.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,
+        allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if shared_param is not None:
+            raise ValueError(
+                "shared_param is no longer supported as an option.  It was misleadingly named from the start.  It turns out "
+                "overlapping communication with computation should work fine with shared parameters.  If you still wish to "
+                "delay communication to the end of the backward pass, use delay_allreduce=True|False instead."
+            )
+        for name, value in (
+            ("allreduce_trigger_params", allreduce_trigger_params),
+            ("retain_allreduce_buffers", retain_allreduce_buffers),
+            ("allreduce_communicators", allreduce_communicators),
+        ):
+            if value:
+                raise ValueError(
+                    f"DistributedDataParallel({name}=...): torch's has nothing of the kind; leave it out"
+                )
+        kwargs.setdefault("find_unused_parameters", delay_allreduce)
+        kwargs.setdefault("bucket_cap_mb", max(1, round(4 * message_size / _MEBI)))
+        super().__init__(module, **kwargs)
+        if not gradient_average or allreduce_always_fp32:
+            self.register_comm_hook(self.process_group, _reduction(gradient_average, allreduce_always_fp32))
+
+
+def _reduction(average: bool, in_fp32: bool) -> Any:
+    """A communication hook that sums, or averages, and in fp32 if asked."""
+
+    def reduce(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        sent = buffer.float() if in_fp32 else buffer.clone()
+        if average:
+            sent /= dist.get_world_size(group)
+        future: Any = dist.all_reduce(sent, group=group, async_op=True)
+
+        def take(done: Any) -> torch.Tensor:
+            buffer.copy_(done.value()[0])
+            return buffer  # type: ignore[no-any-return]
+
+        result: torch.futures.Future[torch.Tensor] = future.get_future().then(take)
+        return result
+
+    # DistributedDataParallel compares the annotations themselves, not their texts.
+    reduce.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]})  # type: ignore[attr-defined]
+    return reduce
+
+
+class Reducer:
+    """Averages gradients over all ranks when it is told to.
+
+    Args:
+        module_or_grads_list: A module, whose parameters are made the first rank's at once; or a list of gradients.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads = [] if isinstance(module_or_grads_list, nn.Module) else list(module_or_grads_list)
+        if self.module is not None:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.detach(), 0)
+
+    def reduce(self) -> None:
+        """Average the gradients, in place. All ranks must have the same ones."""
+        grads = (
+            self.grads
+            if self.module is None
+            else [p.grad for p in self.module.parameters() if p.grad is not None]
+        )
+        for grad in grads:
+            dist.all_reduce(grad.div_(dist.get_world_size()))

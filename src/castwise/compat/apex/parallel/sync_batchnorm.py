@@ -1,0 +1,82 @@
+"""``apex.parallel.SyncBatchNorm`` on torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's, with Apex's arguments.
+
+    Args:
+        num_features: Channels.
+        eps: Added to the variance.
+        momentum: Of the running statistics.
+        affine: Whether it has weights.
+        track_running_stats: Whether it keeps running statistics.
+        process_group: Ranks that share statistics.
+        channel_last: Ignored: torch goes by the tensor's own memory format.
+        fuse_relu: Refused.
+
+    Raises:
+        ValueError: ``fuse_relu=True``.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        if fuse_relu:
+            raise ValueError("SyncBatchNorm(fuse_relu=True): torch has no fused form; add a ReLU after it")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """Replace every BatchNorm by torch's SyncBatchNorm.
+
+    Args:
+        module: Changed in place, itself excepted.
+        process_group: Ranks that share statistics.
+        channel_last: Ignored.
+
+    Returns:
+        The module, or what replaces it.
+    """
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    return converted
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Groups of ``group_size`` neighbouring ranks, made by all ranks together.
+
+    Returns:
+        This rank's; None for ``group_size=0``, which means all.
+
+    Raises:
+        ValueError: A size that does not divide the number of ranks.
+    """
+    if group_size == 0:
+        return None
+    world = dist.get_world_size()
+    if group_size > world or world % group_size:
+        raise ValueError(f"create_syncbn_process_group({group_size}): must divide the {world} ranks")
+    mine = None
+    for first in range(0, world, group_size):
+        group = dist.new_group(list(range(first, first + group_size)))
+        if first <= dist.get_rank() < first + group_size:
+            mine = group
+    return mine

@@ -1,0 +1,103 @@
+"""What a loop does with its loss scaler, in order: is it what a session of castwise does?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+import libcst as cst
+
+from castwise.migrate.view import Undecided, View, only_call
+
+__all__ = ["CLIP", "Event", "check_windows", "clip_before"]
+
+CLIP = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"}
+"""Names of what clips gradients by their norm."""
+_JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One use of a scaler.
+
+    Attributes:
+        kind: What is done.
+        node: The outermost call of it.
+        optimizer: The name of the optimizer it is done with; empty where there is none.
+    """
+
+    kind: Literal["backward", "unscale", "step", "update", "look"]
+    node: cst.Call
+    optimizer: str = ""
+
+
+def check_windows(view: View, events: Iterable[Event]) -> None:
+    """See that every update follows its steps at once, so that it falls where a session makes it.
+
+    A session moves the scale when the next backward begins after a step. A script that updates it elsewhere, or not
+    after each step, has other scales.
+
+    Raises:
+        Undecided: That is so here.
+    """
+    functions: dict[int, list[Event]] = {}
+    for event in sorted(events, key=lambda event: view.position(event.node)):
+        functions.setdefault(id(view.function(event.node)), []).append(event)
+    for each in functions.values():
+        stepped: list[Event] = []
+        for event in each:
+            if event.kind == "step":
+                stepped.append(event)
+            elif event.kind == "update":
+                _check_update(view, event, stepped)
+                stepped = []
+            elif stepped and event.kind != "unscale":
+                what = "a loss is scaled" if event.kind == "backward" else "the scale is read"
+                raise Undecided(event.node, f"{what} between step() and update()")
+        if stepped:
+            raise Undecided(stepped[0].node, "no update() follows this step() in the same function")
+
+
+def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
+    suite = view.suite(update.node)
+    if not stepped:
+        raise Undecided(update.node, "update() follows no step() in the same function")
+    if suite is None or any(view.suite(event.node) is not suite for event in stepped):
+        raise Undecided(update.node, "step() and update() stand in different blocks")
+    for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:
+        if any(isinstance(node, _JUMPS) for node in _nodes(statement)):
+            raise Undecided(statement, "the loop may be left between step() and update()")
+
+
+def clip_before(
+    view: View, step: cst.Call, params: str
+) -> tuple[cst.BaseStatement, cst.BaseExpression] | None:
+    """The statement right before a step that clips the norm of the gradients, and the largest norm.
+
+    Args:
+        view: The script.
+        step: The step; a statement.
+        params: The text of what is clipped: ``model.parameters()``.
+    """
+    before = view.beside(step, -1)
+    call = only_call(before)
+    if before is None or call is None or view.origin(call.func) not in CLIP or len(call.args) != 2:
+        return None
+    of, limit = call.args
+    if (
+        of.star
+        or limit.star
+        or of.keyword is not None
+        or (limit.keyword and limit.keyword.value != "max_norm")
+    ):
+        return None
+    return (before, limit.value) if view.code(of.value) == params else None
+
+
+def _nodes(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+    if isinstance(node, (cst.FunctionDef, cst.Lambda)):
+        return
+    yield node
+    for child in node.children:
+        yield from _nodes(child)

@@ -1,0 +1,155 @@
+"""What a migration found, as plain records, and how they are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from castwise.errors import MigrateError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["FileResult", "Finding", "Migration"]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Finding:
+    """Something to know about a line of a script.
+
+    Attributes:
+        line: In the script as it was, counted from 1.
+        kind: ``left`` where something was not rewritten, ``differs`` where the rewritten script behaves otherwise.
+        text: What, why, and what can be done.
+    """
+
+    line: int
+    kind: Literal["left", "differs"]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FileResult:
+    """What became of one file.
+
+    Attributes:
+        path: Of the file, as it was reached.
+        before: Its text.
+        after: Its text as rewritten; the same where nothing is changed.
+        findings: In the order of lines.
+        problem: Why the file could not be read, understood or written; empty where it could.
+        written: Whether ``after`` is in the file now.
+    """
+
+    path: Path
+    before: str = ""
+    after: str = ""
+    findings: tuple[Finding, ...] = ()
+    problem: str = ""
+    written: bool = False
+
+    @property
+    def changed(self) -> bool:
+        """Whether the text as rewritten is another."""
+        return self.before != self.after
+
+    def diff(self) -> str:
+        """The change as a unified diff; lines end as in the file."""
+        lines = difflib.unified_diff(
+            _lines(self.before), _lines(self.after), f"{self.path}", f"{self.path} (castwise)"
+        )
+        return "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Migration:
+    """What became of the files of a path.
+
+    Attributes:
+        files: Those that are changed, that have findings, or that were a problem.
+        looked_at: How many files were read.
+    """
+
+    files: tuple[FileResult, ...]
+    looked_at: int
+
+    @property
+    def changed(self) -> tuple[FileResult, ...]:
+        """Files that are rewritten."""
+        return tuple(file for file in self.files if file.changed and not file.problem)
+
+    @property
+    def problems(self) -> tuple[FileResult, ...]:
+        """Files that could not be read, understood or written."""
+        return tuple(file for file in self.files if file.problem)
+
+    def check(self) -> None:
+        """Say which files could not be migrated.
+
+        Raises:
+            MigrateError: Some could not.
+        """
+        if self.problems:
+            said = "; ".join(f"{file.path} {file.problem}" for file in self.problems[:5])
+            more = f"; and {len(self.problems) - 5} more" if len(self.problems) > 5 else ""
+            raise MigrateError(f"migrate: {said}{more}")
+
+    def summary(self) -> str:
+        """One sentence: how many files were changed, or would be, and how many lines want a look."""
+        count = len(self.changed)
+        left = sum(finding.kind == "left" for file in self.files for finding in file.findings)
+        differs = sum(finding.kind == "differs" for file in self.files for finding in file.findings)
+        if any(file.written for file in self.files):
+            did = f"rewrote {count} of {_count(self.looked_at, 'file')}"
+        elif count:
+            did = f"would rewrite {count} of {_count(self.looked_at, 'file')}; --write does it"
+        else:
+            did = f"nothing to rewrite in {_count(self.looked_at, 'file')}"
+        notes = [f"{differs} behave otherwise" if differs > 1 else "1 behaves otherwise"] if differs else []
+        notes += [f"{left} left to you"] if left else []
+        return f"{did}{' (lines: ' + ', '.join(notes) + ')' if notes else ''}".capitalize()
+
+    def show(self, console: Console) -> None:
+        """Print diffs, then what is to be looked at by line, then the sentence."""
+        for part in self._parts():
+            console.print(part, soft_wrap=True)
+
+    def _parts(self) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        for file in self.changed:
+            yield _coloured(file.diff())
+        for file in self.files:
+            for finding in file.findings:
+                yield Text.assemble(
+                    (f"{file.path}:{finding.line}: ", "bold"),
+                    (f"{finding.kind}: ", "yellow" if finding.kind == "left" else "cyan"),
+                    finding.text,
+                )
+        yield Text(self.summary())
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text with one kind of line end, so that a diff of a file from Windows reads well."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").splitlines(keepends=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _coloured(diff: str) -> RenderableType:
+    from rich.text import Text
+
+    out = Text()
+    for line in diff.splitlines(keepends=True):
+        head = line.startswith(("---", "+++"))
+        style = "bold" if head else {"+": "green", "-": "red", "@": "cyan"}.get(line[0], "")
+        out.append(line, style=style)
+    out.rstrip()
+    return out

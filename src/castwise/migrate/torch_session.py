@@ -1,0 +1,317 @@
+"""Hand-written torch.amp as a session: scaler, regions and steps become those of ``castwise.Amp``.
+
+Only where a script shows all that a session changes: which model and optimizers there are, that the model runs inside
+autocast wherever it runs, and that the scale is updated after every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import libcst as cst
+
+from castwise.migrate.loop import Event, check_windows
+from castwise.migrate.objects import (
+    Thing,
+    is_harmless,
+    models_of,
+    only_wrapped_later,
+    references,
+    thing,
+)
+from castwise.migrate.torch_names import AUTOCAST, SCALER, autocast_calls
+from castwise.migrate.view import Undecided, View
+
+__all__ = ["Device", "Session"]
+
+_SCALE_FIELDS = {
+    "init_scale": "init",
+    "growth_factor": "growth",
+    "backoff_factor": "backoff",
+    "growth_interval": "interval",
+}
+_BACKWARD = {"retain_graph", "create_graph", "inputs"}
+_FP16 = {"torch.float16", "torch.half"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where a scaler and its regions are: a literal device type, or an expression."""
+
+    code: str
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether it is written out."""
+        return self.code.startswith(("'", '"'))
+
+
+class Session:
+    """What a script shows about its scaler, models and optimizers."""
+
+    def __init__(self, view: View, made: cst.Call) -> None:
+        self.view = view
+        self.made = made
+        self.events: list[Event] = []
+        self.states: list[cst.Attribute] = []
+        self.optimizers: dict[str, Thing] = {}
+        self.updated: dict[str, list[str]] = {}  # model -> its optimizers
+        self.whole: dict[str, str] = {}  # optimizer -> the one model whose parameters it holds all
+        self.models: dict[str, Thing] = {}
+        self.regions: list[cst.Call] = []
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Find everything.
+
+        Raises:
+            Undecided: Something is not as a session needs it.
+        """
+        self._look_at_scaler()
+        for use in references(self.view, self.scaler):
+            self._look_at_use(use)
+        if not any(event.kind == "step" for event in self.events):
+            raise Undecided(self.made, "no optimizer is stepped by it here")
+        for event in self.events:
+            function = self.view.function(event.node)
+            if isinstance(function, cst.FunctionDef) and function.decorators:
+                raise Undecided(
+                    event.node, "it stands in a function with a decorator, as torch.compile may be one"
+                )
+        check_windows(self.view, self.events)
+        last = self.home
+        for name in sorted(self.optimizers):
+            optimizer = self.optimizers[name]
+            if optimizer.scope is not self.scaler.scope:
+                raise Undecided(optimizer.assignments[0].node, f"{name!r} is not made beside the scaler")
+            last = max(last, self._line(optimizer.assignments[0].node), key=self.view.index)
+            models, whole = models_of(self.view, optimizer)
+            for model in models:
+                self.updated.setdefault(model.value, []).append(name)
+                self.models.setdefault(model.value, thing(self.view, model))
+            if whole:
+                self.whole[name] = models[0].value
+        self.prepared_after = last
+        self._find_regions()
+        for each in self.models.values():
+            self._look_at_model(each)
+
+    def _line(self, node: cst.CSTNode) -> cst.SimpleStatementLine:
+        """The statement of an assignment, in the scaler's block."""
+        line = self.view.statement(node)
+        if not isinstance(line, cst.SimpleStatementLine) or self.view.suite(line) is not self.suite:
+            raise Undecided(node, "the scaler and the optimizers are made in different blocks")
+        return line
+
+    def _look_at_scaler(self) -> None:
+        view, assign = self.view, self.view.parent(self.made)
+        line = view.parent(assign) if isinstance(assign, cst.Assign) else None
+        if (
+            not isinstance(assign, cst.Assign)
+            or not isinstance(line, cst.SimpleStatementLine)
+            or len(line.body) != 1
+            or len(assign.targets) != 1
+            or not isinstance(assign.targets[0].target, cst.Name)
+        ):
+            raise Undecided(self.made, "the scaler is not assigned to one variable by a statement of its own")
+        suite = view.suite(line)
+        if suite is None:
+            raise Undecided(self.made, "the scaler is made on the line of an if")
+        self.home, self.suite = line, suite
+        self.scaler = thing(view, assign.targets[0].target)
+        if len(self.scaler.assignments) > 1:
+            raise Undecided(
+                self.scaler.assignments[1].node, f"{self.scaler.name!r} is assigned more than once"
+            )
+        origin = view.origin(self.made.func)
+        assert origin is not None
+        device = SCALER[origin]
+        order = ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"]
+        if device is None:
+            order.insert(0, "device")
+        given = _by_name(self.made, order)
+        where = given.pop("device", None)
+        if where is not None and not view.is_fixed(where):
+            raise Undecided(where, "the device may be another one later")
+        self.device = Device(f'"{device or "cuda"}"' if where is None else view.code(where))
+        self.enabled = _condition(view, given.pop("enabled", None))
+        items = []
+        for name, value in given.items():
+            number = view.number(value)
+            if number is None:
+                raise Undecided(value, f"{name} is not a number written out")
+            items.append(
+                f"+loss_scale.{_SCALE_FIELDS[name]}={str(number).replace('e+', 'e').removesuffix('.0')}"
+            )
+        self.plan = "".join(["fp16-mixed", *items])
+
+    def _look_at_use(self, name: cst.Name) -> None:
+        view = self.view
+        attribute = view.parent(name)
+        call = None if attribute is None else view.parent(attribute)
+        if not isinstance(attribute, cst.Attribute) or attribute.value is not name:
+            raise Undecided(name, f"{name.value!r} is handed on here")
+        what = attribute.attr.value
+        if not isinstance(call, cst.Call) or call.func is not attribute:
+            raise Undecided(name, f"{name.value}.{what} is not called here")
+        if what == "scale":
+            outer = view.parent(call)
+            backward = None if outer is None else view.parent(outer)
+            if (
+                not isinstance(outer, cst.Attribute)
+                or outer.attr.value != "backward"
+                or not isinstance(backward, cst.Call)
+                or view.whole_statement(backward) is None
+                or len(call.args) != 1
+                or any(
+                    argument.keyword is None or argument.keyword.value not in _BACKWARD
+                    for argument in backward.args
+                )
+            ):
+                raise Undecided(
+                    call,
+                    f"{name.value}.scale(...) is used for something else than .backward(); amp.scale and amp.grad do that",
+                )
+            self.events.append(Event("backward", backward))
+        elif what in ("step", "unscale_"):
+            target = call.args[0].value if len(call.args) == 1 and not call.args[0].star else None
+            if view.whole_statement(call) is None or not isinstance(target, cst.Name) or call.args[0].keyword:
+                raise Undecided(
+                    call, f"{name.value}.{what} is given more than an optimizer's name, or its result is used"
+                )
+            self.optimizers.setdefault(target.value, thing(view, target))
+            self.events.append(Event("step" if what == "step" else "unscale", call, target.value))
+        elif what == "update" and not call.args and view.whole_statement(call) is not None:
+            self.events.append(Event("update", call))
+        elif what == "get_scale":
+            self.events.append(Event("look", call))
+        elif what in ("state_dict", "load_state_dict"):
+            self.states.append(attribute)
+        else:
+            raise Undecided(
+                call, f"{name.value}.{what}({'...' if call.args else ''}) has no counterpart in a session"
+            )
+
+    def _find_regions(self) -> None:
+        for call in autocast_calls(self.view):
+            if (
+                isinstance(self.view.parent(call), cst.WithItem)
+                and self.view.is_within(self.view.scope(call), self.scaler.scope)
+                and self._is_own(call)
+            ):
+                self.regions.append(call)
+        if not self.regions:
+            raise Undecided(
+                self.made, "there is no autocast of fp16 on the scaler's device where the scaler is known"
+            )
+
+    def _is_own(self, call: cst.Call) -> bool:
+        """Whether an autocast is what the session's plan does: fp16 on the scaler's device, on and off as the scaler."""
+        origin = self.view.origin(call.func)
+        assert origin is not None
+        device = AUTOCAST[origin]
+        order = (
+            ["enabled", "dtype", "cache_enabled"]
+            if device
+            else ["device_type", "dtype", "enabled", "cache_enabled"]
+        )
+        try:
+            given = _by_name(call, order)
+            enabled = _condition(self.view, given.get("enabled"))
+        except Undecided:
+            return False
+        if "cache_enabled" in given or enabled != self.enabled:
+            return False
+        where = (
+            f'"{device}"'
+            if device
+            else self.view.code(given["device_type"])
+            if "device_type" in given
+            else ""
+        )
+        dtype = given.get("dtype")
+        default_fp16 = where.strip("\"'") == "cuda"
+        return where.replace("'", '"') == self.device.code.replace("'", '"') and (
+            default_fp16 if dtype is None else self.view.origin(dtype) in _FP16
+        )
+
+    def _look_at_model(self, model: Thing) -> None:
+        view = self.view
+        if model.scope is not self.scaler.scope:
+            raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
+        at = view.position(self.prepared_after)
+        only_wrapped_later(view, model, at, self.suite)
+        for name in references(view, model):
+            parent = view.parent(name)
+            called = isinstance(parent, cst.Call) and parent.func is name
+            if called and self._in_region(name):
+                continue
+            if called:
+                raise Undecided(
+                    name,
+                    f"{name.value!r} runs outside of autocast here, and a prepared model always runs by the plan",
+                )
+            if is_harmless(view, name) or self._rebinds(name, model):
+                continue
+            early = view.scope(name) is model.scope and view.position(name) < at
+            if not (early and self._is_passing(name)):
+                raise Undecided(
+                    name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
+                )
+
+    def _rebinds(self, name: cst.Name, model: Thing) -> bool:
+        """``model = wrap(model)``, or ``model = model.to(device)``."""
+        line = self.view.statement(name)
+        return any(self.view.statement(item.node) is line for item in model.assignments)
+
+    def _is_passing(self, name: cst.Name) -> bool:
+        """A call before the model is prepared whose result is not kept: ``init_weights(model)``, ``model.cuda()``."""
+        line = self.view.statement(name)
+        return (
+            isinstance(line, cst.SimpleStatementLine)
+            and len(line.body) == 1
+            and isinstance(line.body[0], cst.Expr)
+        )
+
+    def _in_region(self, node: cst.CSTNode) -> bool:
+        """Whether code runs inside one of the session's regions, and no other autocast is nearer to it."""
+        view = self.view
+        for outer in view.around(node):
+            if isinstance(outer, cst.With):
+                calls = [item.item for item in outer.items if isinstance(item.item, cst.Call)]
+                casts = [call for call in calls if view.origin(call.func) in AUTOCAST]
+                if casts:
+                    return casts[-1] in self.regions
+            elif isinstance(outer, cst.FunctionDef):
+                for decorator in outer.decorators:
+                    call = decorator.decorator
+                    if isinstance(call, cst.Call) and view.origin(call.func) in AUTOCAST:
+                        return self._is_own(call)
+                return False
+            elif isinstance(outer, (cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
+                return False
+        return False
+
+
+def _by_name(call: cst.Call, order: list[str]) -> dict[str, cst.BaseExpression]:
+    """Arguments of a call by their names."""
+    out = {}
+    for number, argument in enumerate(call.args):
+        if argument.star or (argument.keyword is None and number >= len(order)):
+            raise Undecided(call, "its arguments cannot be seen")
+        out[argument.keyword.value if argument.keyword else order[number]] = argument.value
+    if set(out) - set(order):
+        raise Undecided(call, "it has an argument that torch's does not have")
+    return out
+
+
+def _condition(view: View, value: cst.BaseExpression | None) -> str | None:
+    """What ``enabled=`` depends on; None for nothing."""
+    if value is None or view.code(value) == "True":
+        return None
+    if not isinstance(value, (cst.Name, cst.Attribute)) or view.code(value) == "False":
+        raise Undecided(value, "enabled= is neither True nor a plain name")
+    if not view.is_fixed(value):
+        raise Undecided(value, f"{view.code(value)} may be bound more than once")
+    return view.code(value)

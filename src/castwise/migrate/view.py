@@ -1,0 +1,258 @@
+"""A script as a tree, with what its names mean."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+import libcst as cst
+from libcst import metadata as meta
+
+__all__ = ["Suite", "Undecided", "View", "inside", "only_call", "root"]
+
+Suite = cst.IndentedBlock | cst.Module
+
+
+class Undecided(Exception):
+    """Why a rewrite is not certain, and where.
+
+    Attributes:
+        node: The place.
+        reason: A clause.
+    """
+
+    def __init__(self, node: cst.CSTNode, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+
+
+class View:
+    """Questions about a parsed script.
+
+    Args:
+        text: The script.
+
+    Raises:
+        SyntaxError: It cannot be parsed.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            tree = cst.parse_module(text)
+        except cst.ParserSyntaxError as error:
+            raise SyntaxError(f"line {error.raw_line}: {error.message}") from None
+        wrapper = meta.MetadataWrapper(tree, unsafe_skip_copy=True)
+        self.module = wrapper.module
+        self._scopes = wrapper.resolve(meta.ScopeProvider)
+        self._names: Any = wrapper.resolve(meta.QualifiedNameProvider)
+        self._parents = wrapper.resolve(meta.ParentNodeProvider)
+        self._positions = wrapper.resolve(meta.PositionProvider)
+        self.nodes: list[cst.CSTNode] = list(inside(self.module))
+        self.words = {
+            node.value for node in self.nodes if isinstance(node, cst.Name) and self._is_variable(node)
+        }
+        self.strings = {
+            value
+            for node in self.nodes
+            if isinstance(node, cst.SimpleString) and isinstance(value := node.evaluated_value, str)
+        }
+
+    def _is_variable(self, name: cst.Name) -> bool:
+        """Whether a name may be one of a variable: not one behind a dot, of an argument or of a module."""
+        parent = self.parent(name)
+        if isinstance(parent, cst.Attribute) and parent.attr is name:
+            return False
+        if isinstance(parent, cst.Arg) and parent.keyword is name:
+            return False
+        if isinstance(parent, cst.ImportAlias):
+            return parent.asname is None
+        return not isinstance(parent, cst.ImportFrom)
+
+    # --- places -------------------------------------------------------------------------------------------
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The source of a node."""
+        return self.module.code_for_node(node)
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line where a node begins."""
+        return int(self._positions[node].start.line)
+
+    def position(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Line and column where a node begins."""
+        start = self._positions[node].start
+        return start.line, start.column
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The node around a node."""
+        return self._parents.get(node)
+
+    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around a node, from inside out."""
+        while (parent := self.parent(node)) is not None:
+            yield parent
+            node = parent
+
+    def statement(self, node: cst.CSTNode) -> cst.BaseStatement:
+        """The statement that a node is in."""
+        for outer in (node, *self.around(node)):
+            if isinstance(outer, cst.BaseStatement):
+                return outer
+        raise Undecided(node, "it is not in a statement")
+
+    def suite(self, node: cst.CSTNode) -> Suite | None:
+        """The block that the statement of a node stands in; None for one on the line of its ``if`` or ``with``."""
+        parent = self.parent(self.statement(node))
+        return parent if isinstance(parent, (cst.IndentedBlock, cst.Module)) else None
+
+    def index(self, node: cst.CSTNode) -> int:
+        """Which statement of its block the statement of a node is."""
+        suite = self.suite(node)
+        assert suite is not None
+        statement = self.statement(node)
+        return next(i for i, other in enumerate(suite.body) if other is statement)
+
+    def function(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The function, lambda, class or module whose code a node is."""
+        for outer in self.around(node):
+            if isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.Module)):
+                return outer
+        return self.module
+
+    def beside(self, node: cst.CSTNode, by: int) -> cst.BaseStatement | None:
+        """The statement so many places after that of a node, in the same block."""
+        suite = self.suite(node)
+        if suite is None:
+            return None
+        place = self.index(node) + by
+        found = suite.body[place] if 0 <= place < len(suite.body) else None
+        return found if isinstance(found, cst.BaseStatement) else None
+
+    def whole_statement(self, node: cst.BaseExpression) -> cst.SimpleStatementLine | None:
+        """The line that holds this expression as a statement and nothing else."""
+        small = self.parent(node)
+        line = self.parent(small) if isinstance(small, cst.Expr) else None
+        if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 and self.suite(line) is not None:
+            return line
+        return None
+
+    # --- names --------------------------------------------------------------------------------------------
+
+    def origin(self, node: cst.CSTNode) -> str | None:
+        """What a name or attribute is by the script's imports, as a dotted name; None where that is not certain."""
+        found = self.origins(node)
+        return next(iter(found)) if len(found) == 1 and "" not in found else None
+
+    def origins(self, node: cst.CSTNode) -> set[str]:
+        """All that a name may be by the script's imports; the empty string stands for anything else."""
+        found = self._names.get(node, ())
+        names = found() if callable(found) else found  # computed when it is asked for
+        return {name.name if name.source is meta.QualifiedNameSource.IMPORT else "" for name in names}
+
+    def scope(self, node: cst.CSTNode) -> meta.Scope | None:
+        """The scope of a node."""
+        return self._scopes.get(node)
+
+    def bindings(self, name: cst.Name) -> list[meta.BaseAssignment]:
+        """What binds a name as seen from where it stands, in the order of lines."""
+        scope = self.scope(name)
+        found = [] if scope is None else list(scope[name.value])
+        return sorted(found, key=lambda item: self._place(item))
+
+    def _place(self, item: meta.BaseAssignment) -> tuple[int, int]:
+        return self.position(item.node) if isinstance(item, meta.Assignment) else (0, 0)
+
+    def is_within(self, inner: meta.Scope | None, outer: meta.Scope | None) -> bool:
+        """Whether code of the scope ``inner`` sees the variables of ``outer``."""
+        while inner is not None:
+            if inner is outer:
+                return True
+            parent = inner.parent
+            if parent is inner:
+                return False
+            inner = parent
+        return False
+
+    def assigned_value(self, item: meta.BaseAssignment) -> cst.BaseExpression | None:
+        """The right side of ``name = value``; None for any other kind of binding."""
+        if not isinstance(item, meta.Assignment):
+            return None
+        target = self.parent(item.node)
+        statement = None if target is None else self.parent(target)
+        if (
+            isinstance(target, cst.AssignTarget)
+            and isinstance(statement, cst.Assign)
+            and len(statement.targets) == 1
+        ):
+            return statement.value
+        return None
+
+    def number(self, node: cst.BaseExpression) -> float | None:
+        """A number written out, as ``65536.`` or ``2 ** 16``; None for anything else."""
+        try:
+            tree = ast.parse(self.code(node).strip(), mode="eval").body
+            return _number(tree)
+        except (SyntaxError, ValueError, OverflowError):
+            return None
+
+    def is_fixed(self, node: cst.BaseExpression) -> bool:
+        """Whether a string written out, or a name or attribute that nothing in the script binds again."""
+        if isinstance(node, cst.SimpleString):
+            return True
+        name = root(node)
+        if name is None or len(self.bindings(name)) != 1:
+            return False
+        text = self.code(node)
+        return (
+            not any(
+                isinstance(other, cst.AssignTarget)
+                and self.code(other.target) == text
+                and other.target is not name
+                for other in self.nodes
+            )
+            or text == name.value
+        )
+
+
+def only_call(line: cst.CSTNode | None) -> cst.Call | None:
+    """The call that a line consists of."""
+    if (
+        isinstance(line, cst.SimpleStatementLine)
+        and len(line.body) == 1
+        and isinstance(line.body[0], cst.Expr)
+    ):
+        value = line.body[0].value
+        return value if isinstance(value, cst.Call) else None
+    return None
+
+
+def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """A node and all that is in it, in the order of the script."""
+    stack = [node]
+    while stack:
+        here = stack.pop()
+        yield here
+        stack.extend(reversed(here.children))
+
+
+def root(node: cst.BaseExpression) -> cst.Name | None:
+    """The first name of ``a.b.c``."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node if isinstance(node, cst.Name) else None
+
+
+def _number(tree: ast.expr) -> float:
+    if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
+        return tree.value  # type: ignore[return-value]
+    if isinstance(tree, ast.BinOp):
+        left, right = _number(tree.left), _number(tree.right)
+        if isinstance(tree.op, ast.Pow) and abs(right) < 128:
+            return float(left**right) if right < 0 or isinstance(left, float) else left**right
+        if isinstance(tree.op, ast.Mult):
+            return left * right
+        if isinstance(tree.op, ast.Div) and right:
+            return left / right
+    raise ValueError

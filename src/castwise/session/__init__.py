@@ -1,0 +1,22 @@
+"""``Amp``: one precision plan, carried through a training loop.
+
+    amp = castwise.Amp("bf16-mixed")
+    model, optimizer = amp.prepare(model, optimizer)
+    for inputs, targets in loader:
+        loss = criterion(model(inputs), targets)
+        amp.backward(loss)
+        amp.step(optimizer, max_norm=1.0)
+        optimizer.zero_grad()
+
+Gradients between two updates form a *window* with one scale per named loss. ``step(a)`` and then ``step(b)`` belong
+to the same window; the scale moves once, when the next window opens, at the first ``scale`` or ``backward`` after a
+step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decides for both together.
+
+``amp``: the session itself. ``checks``: what ``prepare`` refuses. ``ranks``: what a session is among other processes.
+"""
+
+from __future__ import annotations
+
+from castwise.session.amp import Amp
+
+__all__ = ["Amp"]

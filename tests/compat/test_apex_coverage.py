@@ -1,0 +1,92 @@
+"""The list of names says what is there: each works or differs where it says so, and raises where it is absent."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from castwise.compat.apex import PARTS, amp
+from castwise.compat.apex.coverage import COVERED
+from castwise.compat.coverage import Covered
+
+NAMES = {entry.name: entry for entry in COVERED}
+
+
+def resolve(name: str) -> Any:
+    """Import a dotted name of Apex from the drop-in."""
+    parts = name.removeprefix("apex.").split(".")
+    for length in range(len(parts), 0, -1):
+        home = ".".join(["castwise.compat.apex", *parts[:length]])
+        try:
+            found: Any = importlib.import_module(home)
+        except ModuleNotFoundError:
+            continue
+        if parts[:length] == ["amp", "_amp_state"]:
+            found = amp._amp_state  # as `from apex.amp import _amp_state` gives it
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"No module named {name!r}")
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in COVERED if e.name.startswith("apex.") and " " not in e.name], ids=lambda e: e.name
+)
+def test_names_are_there_or_not_as_the_list_says(entry: Covered) -> None:
+    name, argument = re.fullmatch(r"([\w.]+)(?:\((\w+)\))?", entry.name).groups()
+    if entry.status == "absent":
+        with pytest.raises(ImportError):
+            resolve(name)
+    else:
+        amp.initialize(torch.nn.Linear(1, 1), enabled=False)  # options are there from the first call on
+        found = resolve(name)
+        if argument:
+            target = found.__init__ if inspect.isclass(found) else found
+            assert argument in inspect.signature(target).parameters
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_public_name_is_left_out_of_the_list(part: str) -> None:
+    module = importlib.import_module(f"castwise.compat.apex.{part}")
+    listed = {name.split("(")[0].split(".")[2] for name in NAMES if name.startswith(f"apex.{part}.")}
+    left_out = set(module.__all__) - listed - {"MultiTensorApply"}
+    assert not left_out
+    absent = {
+        e.name.split(".")[-1] for e in COVERED if e.status == "absent" and e.name.startswith(f"apex.{part}.")
+    }
+    for instead in (getattr(module, "INSTEAD", {}),):
+        assert set(instead) <= absent
+
+
+def test_every_argument_of_initialize_and_scale_loss_is_listed() -> None:
+    for name in ("initialize", "scale_loss", "init"):
+        parameters = set(inspect.signature(getattr(amp, name)).parameters) - {"loss", "optimizers", "enabled"}
+        if name == "initialize":
+            parameters |= {"optimizers", "enabled"}
+        assert parameters <= {
+            entry.split("(")[1].rstrip(")") for entry in NAMES if entry.startswith(f"apex.amp.{name}(")
+        }
+
+
+def test_names_are_listed_once_and_every_module_that_is_missing_says_what_to_use() -> None:
+    assert len(NAMES) == len(COVERED)
+    for entry in COVERED:
+        assert entry.status == "works" or entry.note, entry
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("x", "fine"), "allowed: works, differs, absent"),
+        (("x", "absent"), "say in the note"),
+        (("x", "works", "a | b"), "one line, no '|'"),
+    ],
+)
+def test_entries_that_would_break_the_table_are_refused(arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Covered(*arguments)  # type: ignore[arg-type]

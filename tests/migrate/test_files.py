@@ -1,0 +1,216 @@
+"""Files as they are found, read and written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from castwise.errors import MigrateError
+from castwise.migrate import files as files_room
+from castwise.migrate import migrate
+
+BEFORE = "from apex import amp\n"
+AFTER = "from castwise.compat.apex import amp\n"
+
+
+def test_nothing_is_written_without_being_asked(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    result = migrate(file)
+    assert [each.path for each in result.changed] == [file]
+    assert file.read_text() == BEFORE
+    assert not result.files[0].written
+    assert result.summary() == "Would rewrite 1 of 1 file; --write does it"
+
+
+def test_writing_leaves_the_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    file.chmod(0o755)
+    result = migrate(file, write=True)
+    assert result.files[0].written
+    assert file.read_text() == AFTER
+    assert stat.S_IMODE(file.stat().st_mode) == 0o755
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    again = migrate(file, write=True)
+    assert again.files == ()
+    assert again.summary() == "Nothing to rewrite in 1 file"
+
+
+@pytest.mark.parametrize("newline", ["\r\n", "\n"])
+def test_newlines_stay(tmp_path: Path, newline: str) -> None:
+    file = tmp_path / "train.py"
+    text = newline.join([
+        "import torch",
+        "from torch.cuda.amp import autocast",
+        "",
+        "with autocast():",
+        "    pass",
+    ])
+    file.write_bytes(text.encode())
+    migrate(file, write=True)
+    want = newline.join([
+        "import torch",
+        "import castwise",
+        "",
+        'with castwise.autocast(torch.float16, device_type="cuda"):',
+        "    pass",
+    ])
+    assert file.read_bytes() == want.encode()
+
+
+def test_a_session_takes_the_newlines_of_its_file(tmp_path: Path) -> None:
+    before = (Path(__file__).parent / "scripts" / "torch_gan.before.txt").read_text()
+    after = (Path(__file__).parent / "scripts" / "torch_gan.after.txt").read_text()
+    file = tmp_path / "train.py"
+    file.write_bytes(before.replace("\n", "\r\n").encode())
+    result = migrate(file, write=True)
+    assert file.read_bytes() == after.replace("\n", "\r\n").encode()
+    assert "\r" not in result.files[0].diff()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "head"),
+    [
+        ("latin-1", "# -*- coding: latin-1 -*-\n"),
+        ("utf-8", ""),
+        ("utf-8-sig", ""),
+        ("cp1252", "#!python\n# coding: cp1252\n"),
+    ],
+)
+def test_encodings_stay(tmp_path: Path, encoding: str, head: str) -> None:
+    file = tmp_path / "train.py"
+    file.write_bytes((head + "# Künstler\n" + BEFORE).encode(encoding))
+    migrate(file, write=True)
+    assert file.read_bytes() == (head + "# Künstler\n" + AFTER).encode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"from apex import amp\nif:\n", "is not Python that can be parsed: line 2: "),
+        (b"from apex import amp\nprint 'two'\n", "is not Python that can be parsed: line 2: "),
+        (b"from apex import amp\n\0\1\2", "cannot be read: it holds null bytes"),
+        (b"from apex import amp\n# K\xfcnstler\n", "cannot be read: its text is not utf-8"),
+        (b"# coding: klingon\nfrom apex import amp\n", "cannot be read: unknown encoding"),
+    ],
+)
+def test_what_cannot_be_read_is_a_problem_and_stays(tmp_path: Path, raw: bytes, reason: str) -> None:
+    bad, good = tmp_path / "bad.py", tmp_path / "good.py"
+    bad.write_bytes(raw)
+    good.write_text(BEFORE)
+    result = migrate(tmp_path, write=True)
+    assert [file.path for file in result.problems] == [bad]
+    assert result.problems[0].problem.startswith(reason)
+    assert bad.read_bytes() == raw
+    assert good.read_text() == AFTER  # the others are done
+    with pytest.raises(MigrateError, match=r"^migrate: .*bad\.py (is not|cannot)"):
+        result.check()
+
+
+def test_a_file_that_is_no_concern_of_ours_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text("print 'Python 2'\n")
+    result = migrate(tmp_path)
+    assert result.files == ()
+    assert result.looked_at == 1
+
+
+def test_folders_that_hold_no_scripts_of_the_user_are_passed_over(tmp_path: Path) -> None:
+    for name in (".git", "env", "__pycache__", "src/site-packages", "src/deep"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "train.py").write_text(BEFORE)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "notes.txt").write_text(BEFORE)
+    assert [each.path for each in migrate(tmp_path).changed] == [tmp_path / "src/deep/train.py"]
+
+
+def test_symbolic_links(tmp_path: Path) -> None:
+    """In a folder they are listed and left; a link that is named is followed, and stays a link."""
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    folder.mkdir()
+    target = outside / "train.py"
+    target.write_text(BEFORE)
+    link = folder / "link.py"
+    link.symlink_to(target)
+    (folder / "loop").symlink_to(folder, target_is_directory=True)
+    (folder / "dead.py").symlink_to(folder / "gone.py")
+    result = migrate(folder, write=True)
+    assert result.changed == ()
+    assert [(file.path.name, file.findings[0].kind) for file in result.files] == [
+        ("dead.py", "left"),
+        ("link.py", "left"),
+    ]
+    assert "a symbolic link to" in result.files[1].findings[0].text
+    assert target.read_text() == BEFORE
+    migrate(link, write=True)
+    assert link.is_symlink()
+    assert target.read_text() == AFTER
+
+
+def test_a_read_only_file_is_a_problem_and_stays(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    file.chmod(0o444)
+    assert migrate(file).problems == ()
+    result = migrate(file, write=True)
+    assert result.problems[0].problem == "was not written: it is read-only"
+    assert file.read_text() == BEFORE
+
+
+def test_a_file_that_changes_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+
+    def rewrite(text: str, **options: object) -> tuple[str, list[object]]:
+        file.write_text("mine\n")
+        return AFTER, []
+
+    monkeypatch.setattr(files_room, "rewrite", rewrite)
+    result = migrate(file, write=True)
+    assert result.problems[0].problem == "was not written: it was changed by somebody else meanwhile"
+    assert file.read_text() == "mine\n"
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+
+    def replace(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    result = migrate(file, write=True)
+    assert result.problems[0].problem == "was not written: No space left on device"
+    assert file.read_text() == BEFORE
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_names_that_other_scripts_import_stay(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        "from torch.cuda.amp import GradScaler, autocast\n\n\ndef run():\n    GradScaler()\n    with autocast():\n        pass\n"
+    )
+    (tmp_path / "main.py").write_text("from .tools import autocast as region  # torch.cuda.amp\n")
+    migrate(tmp_path, write=True)
+    assert (
+        (tmp_path / "tools.py")
+        .read_text()
+        .startswith("from torch.cuda.amp import autocast\nimport castwise\n")
+    )
+
+
+def test_no_such_path(tmp_path: Path) -> None:
+    with pytest.raises(MigrateError, match=r"migrate: there is no file or folder '.*gone'"):
+        migrate(tmp_path / "gone")
+
+
+def test_without_libcst_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("castwise.migrate.HAS_LIBCST", False)
+    with pytest.raises(MigrateError, match=r"pip install 'castwise\[migrate\]'"):
+        migrate(tmp_path)
