@@ -21,7 +21,7 @@ from ..fresh import run_python
 
 IMAGENET = """
     import castwise.compat
-    assert castwise.compat.install() == ("apex",)
+    assert castwise.compat.install() == ("apex", "colossalai")
     from apex.parallel import DistributedDataParallel as DDP
     from apex.fp16_utils import *
     from apex import amp, optimizers
@@ -51,10 +51,10 @@ def test_the_imports_of_apex_s_example_are_served(tmp_path: Path) -> None:
 
 
 def test_a_real_apex_stays_if_it_has_amp(tmp_path: Path) -> None:
-    code = "import castwise.compat, apex; print(castwise.compat.install(), apex.__file__.count('castwise'))"
+    code = "import castwise.compat, apex; print(castwise.compat.install('apex'), apex.__file__.count('castwise'))"
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
-    assert run_python("import castwise.compat; print(castwise.compat.install())", tmp_path) == "('apex',)\n"
+    assert run_python("import castwise.compat; print(castwise.compat.install('apex'))", tmp_path) == "('apex',)\n"
     (tmp_path / "apex" / "amp.py").touch()
     assert run_python(code, tmp_path) == "() 0\n"
 
