@@ -108,13 +108,13 @@ Beside plain DistributedDataParallel with GradScaler, on a model so small that o
 |---|---|---|
 {chr(10).join(beside)}
 
-Under DistributedDataParallel castwise sends nothing. Where ranks can differ, each step sends 8 bytes; on that same small model, against ranks that do not ask each other:
+Under DistributedDataParallel castwise sends nothing. Where ranks can differ, each step sends one number, 4 bytes; on that same small model, against ranks that do not ask each other:
 
 | processes | | step, us | ratio |
 |---|---|---|---|
 {chr(10).join(asking)}
 
-That is gloo over loopback with more processes than cores can run at once; the message itself is the smallest there is, and clipping does not add a second one.
+That is gloo over loopback with more processes than cores can run at once; the message is the smallest there is, and clipping does not add a second one.
 
 Bytes per parameter and step that one process hands to collectives, and bytes per parameter that it holds in weights, masters, gradients and Adam's state (two processes, a GPT, `AdamW`):
 
@@ -141,7 +141,7 @@ Milliseconds per step on the wire, none of it hidden behind computing:
 
 {chr(10).join(times)}
 
-The agreement is one all-reduce of 8 bytes, 2 log2(n) hops; with {HOP_S * 1e6:.0f} us per hop, which is an assumption:
+The agreement is one all-reduce of 4 bytes, 2 log2(n) hops; with {HOP_S * 1e6:.0f} us per hop, which is an assumption:
 
 | | {" | ".join(f"{n} GPUs" for n in SIZES)} |
 |---|---|---|---|
