@@ -96,7 +96,7 @@ def page() -> str:
     environment = record["environment"]
     return f"""# What a plan changes on many GPUs
 
-Measured on {environment.get("device_name", "a CPU")}, two cores, gloo, torch {environment.get("torch", "2")}
+Measured on an {environment["device"]}, {environment["cores"]} cores, gloo, torch {environment["torch"]}
 ([parallel-cpu.json](../bench/results/parallel-cpu.json), `python bench/bench_parallel.py`); what follows for many GPUs is derived, not measured. This page is written by
 `python scripts/scaling_page.py`.
 

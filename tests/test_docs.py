@@ -94,6 +94,11 @@ def test_the_page_of_rules_is_current() -> None:
     assert read("docs/rules.md") == page(), "run python scripts/rules_page.py"
 
 
+def test_the_page_of_many_gpus_is_current() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "scaling_page.py"))["page"]
+    assert read("docs/scaling.md") == page(), "run python scripts/scaling_page.py"
+
+
 def test_the_page_of_the_api_is_current() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "api_page.py"))["page"]
     assert read("docs/api.md") == page(), "run python scripts/api_page.py"
