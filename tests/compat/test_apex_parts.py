@@ -54,7 +54,10 @@ def test_a_real_apex_stays_if_it_has_amp(tmp_path: Path) -> None:
     code = "import castwise.compat, apex; print(castwise.compat.install('apex'), apex.__file__.count('castwise'))"
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
-    assert run_python("import castwise.compat; print(castwise.compat.install('apex'))", tmp_path) == "('apex',)\n"
+    assert (
+        run_python("import castwise.compat; print(castwise.compat.install('apex'))", tmp_path)
+        == "('apex',)\n"
+    )
     (tmp_path / "apex" / "amp.py").touch()
     assert run_python(code, tmp_path) == "() 0\n"
 

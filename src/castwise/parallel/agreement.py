@@ -140,7 +140,9 @@ class Agreement:
             each = torch.stack([one.to(home) for one in parts]) if len(parts) > 1 else parts[0]
             part = each.amax() if infinite else each.sum()
         if joined:
-            if flag is not None:  # one number is half as slow to send as two: an infinite norm says it as well
+            if (
+                flag is not None
+            ):  # one number is half as slow to send as two: an infinite norm says it as well
                 part = torch.where(flag.to(home) > 0, math.inf, part)
             dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self.group)
         if flag is not None:
