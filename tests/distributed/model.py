@@ -260,7 +260,7 @@ class Run:
             value = value.detach()
             if hasattr(value, "full_tensor"):
                 value = value.full_tensor()
-            elif name in self.shards:
+            if name in self.shards:
                 dim, group = self.shards[name]
                 pieces = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
                 dist.all_gather(pieces, value.contiguous(), group=group)

@@ -75,8 +75,9 @@ class Pieces:
             self._stages[parameter] = group
 
     def piece(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Which piece of how many this rank holds of a parameter of which nobody knows how it was cut, else None."""
-        group = self._groups.get(parameter) if self._dims.get(parameter) is None else None
+        """Which piece of how many this rank holds of a parameter that :meth:`as_whole` cannot make whole, else None."""
+        known = self._dims.get(parameter) is not None and not is_dtensor(parameter)
+        group = None if known else self._groups.get(parameter)
         return None if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def group_of(self, parameter: Tensor) -> Any:
@@ -91,12 +92,12 @@ class Pieces:
             values: Of the parameter's shape: itself, its gradient, its optimizer's state.
 
         Returns:
-            ``values`` themselves unless the parameter was declared with the dimension along which it was cut; pieces are
-            taken to be of equal size.
+            ``values`` themselves unless the parameter was declared with the dimension along which it was cut, and is not cut
+            further by FSDP2; pieces are taken to be of equal size.
         """
         parameter = masters.model_param_of(parameter)
         dim = self._dims.get(parameter)
-        if dim is None or values.shape != parameter.shape:
+        if dim is None or values.shape != parameter.shape or is_dtensor(parameter):
             return values
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
