@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch, masters
 from castwise.errors import StateError
@@ -51,7 +52,7 @@ class Agreement:
         self.group = group
         self._apart = _apart
         self.pieces = Pieces()
-        self._averaged: list[tuple[frozenset[int], int]] = []
+        self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._joined: bool | None = None
 
     def forget(self) -> None:
@@ -73,7 +74,8 @@ class Agreement:
 
     def note_averaged(self, params: Iterable[Tensor], group: Any) -> None:
         """Take note that DistributedDataParallel averages the gradients of these parameters over ``group``."""
-        self._averaged.append((frozenset(map(id, params)), dist.get_world_size(group)))
+        for parameter in params:
+            self._averaged[parameter] = dist.get_world_size(group)
         self.forget()
 
     def can_differ(self, params: Iterable[Tensor]) -> bool:
@@ -87,13 +89,11 @@ class Agreement:
             if world == 1:
                 self._joined = False
             else:
-                same: set[int] = set()
-                for known, size in self._averaged:
-                    if size == world:
-                        same |= known
                 models = [masters.model_param_of(parameter) for parameter in params]
                 self._joined = not all(
-                    id(p) in same and self.pieces.group_of(p) is None for p in models if p.requires_grad
+                    self._averaged.get(p) == world and self.pieces.group_of(p) is None
+                    for p in models
+                    if p.requires_grad
                 )
         return self._joined
 
