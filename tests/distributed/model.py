@@ -346,7 +346,7 @@ def make(layout: str, plan: Any, options: Options) -> Run:
         if "tp" in parts:
             parallelize(module, mesh["tp"])
         if "fsdp" in parts:
-            run.amp.fully_shard(module, blocks=module.blocks.values(), mesh=mesh["fsdp"])
+            run.amp.fully_shard(module, blocks=module.blocks.values(), part="pp" in parts, mesh=mesh["fsdp"])
         if parts == ["dp", "tp"]:
             run.amp.fully_shard(module, blocks=module.blocks.values(), mesh=mesh["dp", "one"])
     run.modules = list(modules)
@@ -357,13 +357,17 @@ def make(layout: str, plan: Any, options: Options) -> Run:
         if "hand" in parts:
             declare(module, run, mesh.get_group("hand"))
     calls: list[Any] = list(modules)
+    if (
+        options.compile and "pp" in parts
+    ):  # a stage sees what it is given: DDP around the compiled module, not within
+        calls = [torch.compile(call, backend="aot_eager") for call in calls]
     if "ddp" in parts:
-        calls = [nn.parallel.DistributedDataParallel(m, process_group=mesh.get_group("ddp")) for m in modules]
+        calls = [nn.parallel.DistributedDataParallel(m, process_group=mesh.get_group("ddp")) for m in calls]
         if options.hook is not None:
             hook = getattr(castwise.parallel, f"compress_to_{options.hook}")
             for call in calls:
                 call.register_comm_hook(mesh.get_group("ddp"), hook)
-    if options.compile:
+    if options.compile and "pp" not in parts:
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
     run.call = calls[0]
     for name in ("ddp", "fsdp", "dp"):

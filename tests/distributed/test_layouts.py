@@ -91,6 +91,14 @@ def test_four_processes_train_like_one(four: World, layout: str, plan: str) -> N
     check(four, layout, plan + (LOSS_SCALE if plan.startswith("fp16") else ""), Options(steps=12))
 
 
+def test_stages_are_sharded_by_the_regions_that_they_have(four: World) -> None:
+    check(four, "fsdp.pp", REGIONS, Options(steps=4))
+
+
+def test_a_compiled_stage_in_ddp(four: World) -> None:
+    check(four, "ddp.pp", "fp16-mixed" + LOSS_SCALE, Options(steps=4, compile=True))
+
+
 @pytest.mark.parametrize("layout", ["ddp.hand.pp", "fsdp.tp.pp"])
 def test_eight_processes_train_like_one(eight: World, layout: str) -> None:
     check(eight, layout, "fp16-master" + LOSS_SCALE, Options(steps=8))

@@ -11,20 +11,12 @@ from torch.optim import Optimizer
 
 from castwise import masters
 from castwise.errors import CheckpointError
+from castwise.parallel.wrappers import unwrap
 from castwise.session import Amp
 
-__all__ = ["Names", "joined", "unwrap"]
+__all__ = ["Names", "joined"]
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
-    while True:
-        inner = model.module if isinstance(model, _WRAPPERS) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 class _Joined(nn.Module):

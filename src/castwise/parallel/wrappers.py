@@ -18,7 +18,7 @@ from castwise import _torch
 from castwise.errors import StateError
 from castwise.parallel.pieces import is_dtensor
 
-__all__ = ["averaged_params", "ddp_around", "on_ddp"]
+__all__ = ["averaged_params", "ddp_around", "on_ddp", "unwrap"]
 
 _listeners: list[Callable[[DistributedDataParallel, nn.Module], None]] = []
 
@@ -55,6 +55,16 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
                 "its first two dimensions replicate over dp and shard over one rank, which is the same."
             )
     return params
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
+    while True:
+        wrapped = isinstance(model, (DistributedDataParallel, nn.DataParallel))
+        inner = model.module if wrapped else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def ddp_around(module: nn.Module) -> DistributedDataParallel | None:

@@ -76,7 +76,9 @@ class AmongRanks:
         """
         return fsdp.mp_policy(self.plan, module, model)
 
-    def fully_shard(self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), **options: Any) -> Any:
+    def fully_shard(
+        self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), part: bool = False, **options: Any
+    ) -> Any:
         """FSDP2's ``fully_shard`` by the plan: each region that needs a group of its own, each block, then the model.
 
         Call it before the optimizer is made and before :meth:`prepare`.
@@ -84,12 +86,13 @@ class AmongRanks:
         Args:
             model: The model, on its device.
             blocks: Modules of it that are gathered and freed one at a time, such as its layers.
+            part: The model is one stage of a pipeline, as for :meth:`prepare`.
             options: For ``fully_shard``: ``mesh``, ``reshard_after_forward`` and others.
 
         Returns:
             The model.
         """
-        fsdp.shard(self.plan, model, blocks, options)
+        fsdp.shard(regions.only_matching(self.plan, model) if part else self.plan, model, blocks, options)
         return model
 
     def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
@@ -129,9 +132,8 @@ class AmongRanks:
         """
         stages = pipeline.stages_of(schedule)
         for stage in stages:
-            module = stage.submod
-            inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-            root = self._roots.get(getattr(inner, "_orig_mod", inner))
+            inner = wrappers.unwrap(stage.submod)
+            root = self._roots.get(inner)
             if root is None:
                 raise StateError(
                     f"pipeline({type(schedule).__name__}): the module of stage {stage.stage_index} was not prepared by this Amp; "
