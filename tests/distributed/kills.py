@@ -111,6 +111,22 @@ class Training:
             return None
         return said
 
+    def kill_one_saving(self, draw: random.Random) -> str | None:
+        """The same while a checkpoint is being written: all are halted first, so that the moment cannot pass."""
+        assert self._agent is not None
+        while True:
+            self.until(self.saving)
+            workers = children_of(self._agent.pid)
+            for pid in workers:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                if self.saving():
+                    return self.kill_one(draw)
+            finally:
+                for pid in workers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+
     def until(self, ready: Callable[[], bool], timeout_s: float = 120) -> None:
         """Wait for a moment of it.
 

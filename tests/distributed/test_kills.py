@@ -28,8 +28,8 @@ def test_three_kills_lose_nothing(tmp_path: Path) -> None:
     made = []
     noisy.until(lambda: noisy.steps_made() > 12)
     made.append(noisy.kill_one(draw))
-    noisy.until(lambda: noisy.steps_made() > 22 and noisy.saving())
-    made.append(noisy.kill_one(draw))
+    noisy.until(lambda: noisy.steps_made() > 22)
+    made.append(noisy.kill_one_saving(draw))
     noisy.until(lambda: noisy.steps_made() > 42)
     made.append(noisy.kill_one(draw))
     assert all(made)
@@ -43,7 +43,7 @@ def test_three_kills_lose_nothing(tmp_path: Path) -> None:
         assert got == row
     result = json.loads((noisy.out / "result.json").read_text())
     assert (result["status"], result["steps_done"]) == ("ok", 60)
-    assert result["steps_before"] >= 40
+    assert result["steps_before"] >= 30  # saves are asynchronous: the last one may not have been whole
 
 
 def test_two_nodes_train_like_one(tmp_path: Path) -> None:
