@@ -584,7 +584,7 @@ def test_preparing_twice_is_refused() -> None:
         amp.prepare(model)
     with pytest.raises(StateError, match=r"already prepared, by Amp\('bf16-mixed'"):
         castwise.Amp("fp32", device="cpu").prepare(model)
-    with pytest.raises(StateError, match="SGD is already prepared"):
+    with pytest.raises(StateError, match="this SGD holds no parameter of this Sequential"):
         amp.prepare(mlp(), optimizer)
     amp.close()
     castwise.Amp("fp32", device="cpu").prepare(model)

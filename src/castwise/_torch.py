@@ -6,9 +6,11 @@ by a test that would fail if a release changed it. Written against torch 2.11 to
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -188,6 +190,9 @@ def set_guard_code(code: int) -> None:
         code //= len(_SPARE_DTYPES)
 
 
+_skipped: set[str] = set()
+
+
 def skip_modules(prefixes: tuple[str, ...]) -> None:
     """Tell Dynamo never to compile functions of these modules as frames of their own; it may still inline them.
 
@@ -195,7 +200,7 @@ def skip_modules(prefixes: tuple[str, ...]) -> None:
     at each function that it calls. Hooks and context managers that change thread state must then run for real.
 
     Args:
-        prefixes: Names of modules and packages; those that are not loaded are passed over.
+        prefixes: Names of modules and packages; those that are not loaded yet are passed over until the next call.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -216,9 +221,10 @@ def skip_modules(prefixes: tuple[str, ...]) -> None:
             elif isinstance(value, type) and value is not owner:
                 visit(value, module)
 
-    for name, module in list(sys.modules.items()):
+    for name in [name for name in sys.modules if name.startswith(prefixes) and name not in _skipped]:
         if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
-            visit(module, name)
+            _skipped.add(name)
+            visit(sys.modules[name], name)
 
 
 def graph_function(function: _F) -> _F:
@@ -369,19 +375,94 @@ def cpu_has_tf32() -> bool:
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 
-def mark_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel instead of reading them back."""
+def mark_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel instead of reading them back.
+
+    Returns:
+        What undoes it.
+    """
+    known = {"_step_supports_amp_scaling": vars(optimizer).get("_step_supports_amp_scaling")}
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        for name, value in known.items():
+            optimizer.__dict__.pop(name, None)
+            if value is not None:
+                setattr(optimizer, name, value)
+
+    return undo
 
 
 def ran_compiled(module: torch.nn.Module) -> bool:
-    """Whether Dynamo holds compiled code for this module's class, so that hooks added now would be ignored."""
+    """Whether a module has run compiled, by ``torch.compile`` or ``module.compile()``: hooks added now would be ignored.
+
+    Dynamo keeps compiled code by code objects, which modules of one class share, and modules of torch's own all share
+    one; so where there is some, it is asked whether this module has been wrapped at all.
+    """
     if not dynamo_loaded():
         return False
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list
+    from torch._dynamo.external_utils import wrap_inline
 
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and len(_debug_get_cache_entry_list(code)) > 0
+    functions = (type(module).forward, torch.nn.Module._call_impl, wrap_inline(torch.nn.Module.eval))
+    codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
+    if not any(_debug_get_cache_entry_list(code) for code in codes):
+        return False
+    return is_compiled(module) or any(
+        type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module for thing in gc.get_objects()
+    )
+
+
+# --- calls of modules ---------------------------------------------------------------------------------------
+
+
+def guard_calls(
+    module: torch.nn.Module, depth: Callable[[], int], unwind: Callable[[int], None]
+) -> Callable[[], None]:
+    """Restore this thread's state after a call of a module that an exception of any kind ended.
+
+    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError. The
+    place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out of
+    copies and pickles; a module that is compiled so has no guard. Replicas of DataParallel share the module's
+    attributes, so the module that is called is taken from the frame of the call.
+
+    Args:
+        module: Whose calls to guard.
+        depth: Gives the state before a call.
+        unwind: Goes back to it.
+
+    Returns:
+        What removes the guard.
+    """
+    alive = weakref.ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            own: Any = alive()
+            return own._call_impl(*args, **kwargs)
+        called = sys._getframe(1).f_locals["self"]
+        before = depth()
+        try:
+            return called._call_impl(*args, **kwargs)
+        except BaseException:
+            unwind(before)
+            raise
+
+    def remove() -> None:
+        own = alive()
+        if own is not None and own._compiled_call_impl is call:
+            del own._compiled_call_impl
+
+    call.__castwise_guard__ = True  # type: ignore[attr-defined]
+    if module._compiled_call_impl is None:
+        module._compiled_call_impl = call
+    return remove
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called on a module."""
+    call = module._compiled_call_impl
+    return call is not None and not hasattr(call, "__castwise_guard__")
 
 
 # --- many tensors at once -----------------------------------------------------------------------------------
@@ -402,9 +483,19 @@ def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer calls step hooks; a wrapper whose ``__init__`` skips that of Optimizer does not."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often each tensor was written in place, as autograd counts; writes through ``.data`` are not seen."""
     return [tensor._version for tensor in tensors]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often one tensor was written in place, as :func:`versions`; 0 of an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def refuse_inlining(function: Callable[..., Any]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -9,7 +12,7 @@ from castwise import _torch
 from castwise.errors import DeviceError
 from castwise.masters import restride_state
 
-__all__ = ["can_fuse", "fuse"]
+__all__ = ["can_fuse", "check_fused", "fuse"]
 
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad)
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -35,13 +38,11 @@ def _unfit_dtensors(optimizer: Optimizer) -> bool:
     return any(True in kind and (len(kind) > 1 or not known) for kind in kinds)
 
 
-def fuse(optimizer: Optimizer) -> None:
-    """Use the fused kernel from the next step on, keeping all state.
-
-    State is brought into the strides of its parameter, which the fused kernels assume and do not check.
+def check_fused(optimizer: Optimizer) -> None:
+    """See that an optimizer has a fused kernel.
 
     Raises:
-        DeviceError: An optimizer without a fused kernel.
+        DeviceError: It has none.
     """
     if type(optimizer) in _FUSED and _unfit_dtensors(optimizer):
         raise DeviceError(
@@ -54,10 +55,45 @@ def fuse(optimizer: Optimizer) -> None:
             f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel here; torch has one for {names}. "
             "Use one of these, or optimizer='as_given'."
         )
-    for group in (optimizer.defaults, *optimizer.param_groups):
-        group["fused"], group["foreach"] = True, False
+
+
+def fuse(optimizer: Optimizer) -> Callable[[], None]:
+    """Use the fused kernel from the next step on, keeping all state.
+
+    State is brought into the strides of its parameter, which the fused kernels assume and do not check.
+
+    Returns:
+        What undoes it, as far as state that came meanwhile allows: the flags, and the form of ``step``.
+
+    Raises:
+        DeviceError: An optimizer without a fused kernel.
+    """
+    check_fused(optimizer)
+    alive = weakref.ref(optimizer)
+    tables = (optimizer.defaults, *optimizer.param_groups)
+    flags = [{name: table[name] for name in ("fused", "foreach") if name in table} for table in tables]
+    first = optimizer.defaults.get("fused")
+    forget = _torch.mark_fused(optimizer)
+    for table in tables:
+        table["fused"], table["foreach"] = True, False
     restride_state(optimizer)
     for parameter, state in optimizer.state.items():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
-    _torch.mark_fused(optimizer)
+
+    def undo() -> None:
+        target = alive()
+        if target is None:
+            return
+        forget()
+        for table in (target.defaults, *target.param_groups):
+            known = next((k for t, k in zip(tables, flags, strict=True) if t is table), flags[0])
+            for name in ("fused", "foreach"):
+                table.pop(name, None)
+            table.update(known)
+        if not first:
+            for state in target.state.values():
+                if "step" in state and not target.defaults.get("capturable", False):
+                    state["step"] = state["step"].cpu()
+
+    return undo

@@ -88,6 +88,7 @@ class Claim:
     """
 
     def __init__(self, plan: Plan, device_type: str) -> None:
+        self.closed = False
         self._held: list[tuple[str, Any]] = []
         try:
             for what in ("fp32_matmul", "fp32_conv"):
@@ -95,7 +96,7 @@ class Claim:
                 if value != "as_is":
                     for name, backend in _backends(device_type, what):
                         self._take(name, backend, value, what)
-        except StateError:
+        except BaseException:
             self.close()
             raise
 
@@ -115,6 +116,7 @@ class Claim:
     def close(self) -> None:
         """Give the settings up; the last holder restores what was there before."""
         with _lock:
+            self.closed = True
             for name, backend in self._held:
                 value, count, before = _claims.pop(name)
                 if count > 1:

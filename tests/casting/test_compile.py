@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise import Plan, regions
+from castwise import Plan
 from castwise.casting import frames
 
 pytestmark = [
@@ -94,9 +94,8 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_prepared_module_compiles_as_it_runs(plan: Plan, graph_break: bool, how: str) -> None:
     model = Net(graph_break)
-    regions.store(model, regions.storage_dtypes(model, plan))
-    frames.get_ready_for_compile()
-    _, remove = regions.install(model, plan, "cpu")
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model)
     want = model(X)
     want.sum().backward()
     grad = model.a.weight.grad.clone()
@@ -118,7 +117,7 @@ def test_prepared_module_compiles_as_it_runs(plan: Plan, graph_break: bool, how:
         torch.testing.assert_close(model.a.weight.grad, grad, rtol=0, atol=float(2**-6 * grad.abs().max()))
     assert frames.depth() == 0
     assert not torch.is_autocast_enabled("cpu")
-    remove()
+    amp.close()
 
 
 @pytest.mark.inductor

@@ -396,18 +396,18 @@ def _end_trace(_: object) -> None:
     trace_leases.clear()
 
 
+_BETWEEN_GRAPHS = tuple(
+    f"castwise.{name}" for name in ("_torch", "casting", "borders", "rules", "plan", "masters", "scaler")
+)
+
+
 def get_ready_for_compile() -> None:
     """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
     global _compile_ready
     _torch.keep_compile_callbacks(_tag_caches, _end_trace)
+    _torch.skip_modules(_BETWEEN_GRAPHS)
     if _compile_ready:
         return
     _compile_ready = True
     _torch.graph_function(_graph_push)
     _torch.graph_function(_graph_pop)
-    _torch.skip_modules(
-        tuple(
-            f"castwise.{name}"
-            for name in ("_torch", "casting", "regions", "rules", "plan", "masters", "scaler")
-        )
-    )

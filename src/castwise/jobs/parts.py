@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise import regions
 from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import Layout
 from castwise.jobs.ranks import Ranks
 from castwise.measure.steps import build_model
-from castwise.parallel import fsdp
 from castwise.plan import Plan
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
@@ -135,8 +133,7 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: Ranks
     """
     mesh = ranks.of("dp", "fsdp") if "dp" in ranks.layout.mesh_dims() else ranks.of("fsdp")
     inside = {part for part in module.modules() if part is not module}
-    here = regions.only_matching(amp.plan, module)  # prepare looks after those that match nothing anywhere
-    fsdp.shard(here, module, [block for block in blocks if block in inside], {"mesh": mesh})
+    amp.fully_shard(module, blocks=[block for block in blocks if block in inside], part=True, mesh=mesh)
 
 
 def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:

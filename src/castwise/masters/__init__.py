@@ -8,8 +8,8 @@ optimizer, kept in step with the model. ``state``: optimizer state under new key
 from __future__ import annotations
 
 from castwise.masters.attachment import Attachment, attach, attachment_of
-from castwise.masters.parameter import Master, is_low, master_of, model_param_of, refresh_master
-from castwise.masters.state import restride_state
+from castwise.masters.parameter import Master, is_low, local, master_of, model_param_of, refresh_master
+from castwise.masters.state import move_state, restride_state
 from castwise.masters.weights import LoadIntoMasters, fp32_state_dict, install_load_hooks
 
 __all__ = [
@@ -21,8 +21,10 @@ __all__ = [
     "fp32_state_dict",
     "install_load_hooks",
     "is_low",
+    "local",
     "master_of",
     "model_param_of",
+    "move_state",
     "refresh_master",
     "restride_state",
 ]

@@ -7,23 +7,19 @@ another format is a group of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from castwise import _torch, regions
+from castwise import _torch
 from castwise.errors import StateError
-from castwise.formats import FORMATS
 from castwise.plan import Plan
+from castwise.resolve import Resolution, resolve
 
-__all__ = ["check_groups", "mp_policy", "own_groups", "shard", "sharded_params"]
-
-
-def sharded_params(model: nn.Module) -> dict[Tensor, str]:
-    """The parameters of a model that FSDP2 manages, with the paths of their groups."""
-    return {parameter: path for path, _, parameter, _ in _torch.fsdp_groups(model)}
+__all__ = ["check_groups", "mp_policy", "shard", "shard_dtypes"]
 
 
 def _path_of(module: nn.Module, model: nn.Module) -> str:
@@ -36,23 +32,9 @@ def _path_of(module: nn.Module, model: nn.Module) -> str:
     )
 
 
-def _stored_in(plan: Plan, path: str, assigned: dict[str, Any]) -> torch.dtype | None:
-    stored = regions.stored_format(plan, regions.owner(path, assigned))
-    return None if stored in (None, "fp32") else FORMATS[str(stored)].dtype
-
-
-def mp_policy(plan: Plan, module: nn.Module | None, model: nn.Module | None) -> Any:
-    """A ``MixedPrecisionPolicy`` for one shard group; see :meth:`castwise.Amp.mp_policy`."""
+def _policy(stored: torch.dtype | None) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    stored = plan.compute_dtype if plan.stores_low else None
-    if module is not None and model is not None:
-        stored = _stored_in(plan, _path_of(module, model), regions.assign(model, plan.regions))
-    elif module is not None:
-        types = tuple(region for region in plan.regions if region.is_type)
-        mine = regions.assign(module, types).get("")
-        if mine is not None:
-            stored = _stored_in(plan, "", {"": mine})
     return MixedPrecisionPolicy(
         param_dtype=stored,
         reduce_dtype=torch.float32,
@@ -61,62 +43,76 @@ def mp_policy(plan: Plan, module: nn.Module | None, model: nn.Module | None) -> 
     )
 
 
-def own_groups(plan: Plan, model: nn.Module) -> list[nn.Module]:
-    """The modules with parameters that the plan stores otherwise than the modules around them, innermost first."""
-    assigned = regions.assign(model, plan.regions)
+def mp_policy(plan: Plan, module: nn.Module | None, model: nn.Module | None) -> Any:
+    """A ``MixedPrecisionPolicy`` for one shard group; see :meth:`castwise.Amp.mp_policy`."""
+    if module is None:
+        return _policy(plan.compute_dtype if plan.stores_low else None)
+    if model is None:
+        by_type = tuple(region for region in plan.regions if region.is_type)
+        return _policy(resolve(dataclasses.replace(plan, regions=by_type), module).stored_in(""))
+    return _policy(resolve(plan, model).stored_in(_path_of(module, model)))
+
+
+def _own_groups(resolution: Resolution, model: nn.Module) -> list[nn.Module]:
+    """The modules with parameters that are stored otherwise than those of the modules around them, innermost first."""
     found = []
     for path, module in model.named_modules():
         if path and next(module.parameters(), None) is not None:
             around = path.rpartition(".")[0]
-            if _stored_in(plan, path, assigned) is not _stored_in(plan, around, assigned):
+            if resolution.stored_in(path) is not resolution.stored_in(around):
                 found.append(module)
     return found[::-1]
 
 
-def shard(plan: Plan, model: nn.Module, blocks: Iterable[nn.Module], options: dict[str, Any]) -> None:
+def shard(
+    resolution: Resolution, model: nn.Module, blocks: Iterable[nn.Module], options: dict[str, Any]
+) -> None:
     """``fully_shard`` on the regions that need groups of their own, on ``blocks``, and on the model."""
     from torch.distributed.fsdp import fully_shard
 
-    wanted = [*own_groups(plan, model), *blocks]
-    inner = {id(module) for module in wanted}
-    policies = {id(module): mp_policy(plan, module, model) for module in [*wanted, model]}
-    order = [module for module in model.modules() if id(module) in inner and module is not model]
-    for module in [*reversed(order), model]:  # children before their parents
-        fully_shard(module, mp_policy=policies[id(module)], **options)
+    paths = {module: path for path, module in model.named_modules()}
+    wanted = {*_own_groups(resolution, model), *blocks, model}
+    for module in wanted - paths.keys():
+        _path_of(module, model)
+    for module in reversed([module for module in paths if module in wanted]):  # children before their parents
+        fully_shard(module, mp_policy=_policy(resolution.stored_in(paths[module])), **options)
 
 
-def check_groups(plan: Plan, model: nn.Module) -> None:
+def _sharded(resolution: Resolution, model: nn.Module) -> Iterator[tuple[str, str, Tensor, Any, torch.dtype | None]]:
+    """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, format by the plan."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for path, _, parameter, policy in _torch.fsdp_groups(model):
+        name = names[parameter]
+        yield path, name, parameter, policy, resolution.stored_in(name.rpartition(".")[0])
+
+
+def check_groups(resolution: Resolution, model: nn.Module) -> None:
     """See that FSDP2 gathers every parameter in the format that the plan stores it in.
 
     Raises:
         StateError: It does not; names the parameter, the group and what to do.
     """
-    groups = _torch.fsdp_groups(model)
-    if not groups:
-        return
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    assigned = regions.assign(model, plan.regions)
-    for path, module, parameter, policy in groups:
-        name = names.get(id(parameter), "?")
-        want = _stored_in(plan, name.rpartition(".")[0], assigned)
+    for path, name, _, policy, want in _sharded(resolution, model):
         got = None if policy.param_dtype is torch.float32 else policy.param_dtype
         if got is not want:
             said = [str(dtype or torch.float32).removeprefix("torch.") for dtype in (got, want)]
             raise StateError(
-                f"prepare: FSDP2 gathers {name} in {said[0]}, in the group of {path or type(module).__name__!r}, but the plan "
-                f"{plan} has it in {said[1]}. Shard by the plan: amp.fully_shard(model, blocks=...), or fully_shard(module, "
-                "mp_policy=amp.mp_policy(module, model)) with a group of its own for each region that stores parameters in "
-                "another format."
+                f"prepare: FSDP2 gathers {name} in {said[0]}, in the group of {path or type(model).__name__!r}, but the plan "
+                f"{resolution.plan} has it in {said[1]}. Shard by the plan: amp.fully_shard(model, blocks=...), or "
+                "fully_shard(module, mp_policy=amp.mp_policy(module, model)) with a group of its own for each region that "
+                "stores parameters in another format."
             )
 
 
-def store_shards(plan: Plan, model: nn.Module) -> None:
-    """Under a plan without masters keep the shards themselves low, as the plan says; the optimizer's state follows."""
-    if not plan.stores_low or plan.keeps_masters:
-        return
-    assigned = regions.assign(model, plan.regions)
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for _, _, parameter, _ in _torch.fsdp_groups(model):
-        dtype = _stored_in(plan, names.get(id(parameter), "").rpartition(".")[0], assigned)
-        if dtype is not None and parameter.dtype is not dtype:
-            _torch.store_dtensor(parameter, dtype)
+def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtype that each shard is to be stored in.
+
+    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, but for a plan
+    without masters, where the shards themselves are low and the optimizer's state follows.
+    """
+    plan = resolution.plan
+    low = plan.stores_low and not plan.keeps_masters
+    return {
+        parameter: (dtype if low and dtype is not None else parameter.dtype)
+        for _, _, parameter, _, dtype in _sharded(resolution, model)
+    }

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise import _torch, masters, process, regions
+from castwise import _torch, borders, masters, process
 from castwise.casting import autocast, frames
 from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
@@ -23,8 +24,10 @@ from castwise.parallel import fsdp, wrappers
 from castwise.parallel.agreement import clip_by_norm
 from castwise.parallel.plans import check_same_plan
 from castwise.plan import Plan, as_plan
+from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult
-from castwise.session.checks import check_model, check_optimizer, check_parameters, inference_dtypes
+from castwise.session import storage
+from castwise.session.checks import check_model, check_optimizer, check_parameters
 from castwise.session.ranks import AmongRanks
 
 __all__ = ["Amp"]
@@ -79,7 +82,8 @@ class Amp(AmongRanks):
             self.scaler.param_names = self._parameter_names
         self._claim: process.Claim | None = None
         self._region: autocast | None = None
-        self._root: regions.Border | None = None
+        self._root: borders.Border | None = None
+        self._undo = contextlib.ExitStack()
         self._stepped = False
 
     @staticmethod
@@ -129,56 +133,95 @@ class Amp(AmongRanks):
                 f"prepare: this {type(target).__name__} is already prepared, by "
                 f"{'this Amp' if owner is self else repr(owner)}; close() that Amp first (castwise.Amp.of(model) finds it)"
             )
-        regions.strip(target)  # a copy of a prepared model brings the original's borders along
-        for optimizer in optimizers:
-            check_optimizer(optimizer, target, any(known() is optimizer for known in self._optimizers))
         if inference and optimizers:
             raise StateError(
                 "prepare(inference=True) takes no optimizer: weights are cast once and have no masters"
             )
-        if self._claim is None:
-            self._claim = process.Claim(self.plan, self.device_type)
+        for optimizer in optimizers:
+            check_optimizer(optimizer, target, self.plan)
         check_parameters(target, self.plan)
+        borders.check_methods(target, methods)
+        resolution = self.resolve(target, part=part, inference=inference)
+        fsdp.check_groups(resolution, target)
+        dtypes = storage.dtypes_of(resolution, target)
+        storage.check_range(target, dtypes)
         if optimizers and not self._models and self._agreement.world_size > 1:
             check_same_plan(self.plan, self._agreement.group)
-        plan = regions.only_matching(self.plan, target) if part else self.plan
-        self._patterns |= {region.pattern for region in plan.regions}
-        fsdp.check_groups(plan, target)
-        fsdp.store_shards(plan, target)
-        dtypes = regions.storage_dtypes(target, plan, keep=fsdp.sharded_params(target))
-        if inference:
-            dtypes = {**inference_dtypes(target, plan), **dtypes}
-        frames.get_ready_for_compile()
-        root, remove = regions.install(target, plan, self.device_type, methods)
-        self._root = self._root or root
-        self._roots[target] = root
-        wrappers.on_ddp(_meet_ddp)
-        self._agreement.forget()
-        former = regions.store(target, dtypes)
-        if self.plan.memory_format == "channels_last":
-            former = self._to_channels_last(target, former)
-        for optimizer in optimizers:
-            if self.plan.keeps_masters:
-                attachment = masters.attach(optimizer, target, originals=former)
-                self._closers.append(functools.partial(attachment.detach, write_back=True))
-            if self.plan.optimizer == "fused":
-                fuse(optimizer)
-            if all(known() is not optimizer for known in self._optimizers):
-                self._optimizers.append(weakref.ref(optimizer))
-        self._closers.append(remove)
-        self._note_order(target)
-        _prepared[target] = self
-        self._models.append(weakref.ref(target))
+        with contextlib.ExitStack() as log:
+            self._apply(target, optimizers, resolution, dtypes, methods, log)
+            self._undo.push(log.pop_all())
         return (model, *optimizers) if optimizers else model
 
-    def _to_channels_last(
-        self, model: nn.Module, former: dict[torch.Tensor, torch.Tensor]
-    ) -> dict[torch.Tensor, torch.Tensor]:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return {
-            tensor: value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
-            for tensor, value in former.items()
-        }
+    def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
+        """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
+
+        Args:
+            model: In any state.
+            part: As for :meth:`prepare`.
+            inference: As for :meth:`prepare`.
+
+        Returns:
+            The format of each module, the dtype of each tensor that changes, and the borders.
+
+        Raises:
+            PatternError: A region of the plan that does not fit the model.
+        """
+        return resolve(self.plan, model, self.device_type, part=part, inference=inference)
+
+    def _apply(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        resolution: Resolution,
+        dtypes: Mapping[torch.Tensor, torch.dtype],
+        methods: Sequence[str],
+        log: contextlib.ExitStack,
+    ) -> None:
+        """Carry a resolution out. Whatever is changed here is an entry of the log, made before the change or with it."""
+        alive = weakref.ref(model)  # the log must not keep the model
+        held = [weakref.ref(optimizer) for optimizer in optimizers]
+        log.callback(self._agreement.forget)
+        if self._claim is None or self._claim.closed:
+            self._claim = process.Claim(self.plan, self.device_type)
+            log.callback(self._claim.close)
+            weakref.finalize(self, self._claim.close).atexit = False
+        # a copy of a prepared model brings the original's borders along
+        log.callback(borders.strip(model))
+        frames.get_ready_for_compile()
+        root, remove = borders.install(model, resolution, self.device_type, methods)
+        log.callback(remove)
+        restride = self.plan.memory_format == "channels_last"
+        log.callback(_restride, held if restride else ())
+        changed = [
+            weakref.ref(parameter)
+            for parameter in model.parameters()
+            if parameter in dtypes and not (resolution.plan.keeps_masters and parameter.requires_grad)
+        ]
+        log.callback(storage.follow_state, held, changed)
+        former = storage.store(model, self.plan, dtypes, log)
+        storage.follow_state(held, changed)
+        _restride(held if restride else ())
+        for optimizer in optimizers:
+            if self.plan.keeps_masters:
+                attachment = masters.attach(optimizer, model, originals=former)
+                log.callback(functools.partial(attachment.detach, write_back=True))
+            if self.plan.optimizer == "fused":
+                log.callback(fuse(optimizer))
+        for optimizer in optimizers:
+            if all(known() is not optimizer for known in self._optimizers):
+                reference = weakref.ref(optimizer)
+                log.callback(_without, self._optimizers, reference)
+                self._optimizers.append(reference)
+        wrappers.on_ddp(_meet_ddp)
+        self._agreement.forget()
+        log.callback(_forget_model, alive)
+        log.callback(_without, self._models, alive)
+        self._models.append(alive)
+        _prepared[model] = self
+        self._patterns |= {region.pattern for region in resolution.plan.regions}
+        self._note_order(model)
+        self._roots[model] = root
+        self._root = self._root or root
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
         """The plan's casting as a region, for code outside a prepared module: a loss, a function.
@@ -358,7 +401,7 @@ class Amp(AmongRanks):
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
         if frames.thread.state.saved:
-            regions.leave_interrupted()
+            borders.leave_interrupted()
         if self._unchecked:
             self._check_order()
         scaler = self.scaler
@@ -479,19 +522,21 @@ class Amp(AmongRanks):
         return masters.fp32_state_dict(getattr(model, "_orig_mod", model))
 
     def close(self) -> None:
-        """Take the plan off again: hooks, masters (whose values go back into the model), process-wide settings."""
-        for closer in reversed(self._closers):
-            closer()
-        self._closers.clear()
-        self._region = None
+        """Take the plan off again: all that :meth:`prepare` has changed is as it was, and weights are what they became.
+
+        Hooks, dtypes and memory formats, masters (whose values go back into the model), fused flags, the optimizer's state
+        and process-wide settings. What an entry of the undo log fails at does not keep the others from being undone.
+        """
+        self._undo.close()
+        self._region = self._root = None
         self._narrows.clear()
-        for model in self._live(self._models):
-            _prepared.pop(model, None)
-        self._models.clear()
-        self._optimizers.clear()
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        self._unchecked.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "Amp: a session holds hooks, masters and settings of this process, so it cannot be pickled or copied. Save "
+            "amp.state_dict() and amp.model_state_dict(model), and make Amp(plan) anew where they are loaded."
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -503,6 +548,23 @@ class Amp(AmongRanks):
 
     def __repr__(self) -> str:
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
+
+
+def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+    for reference in optimizers:
+        optimizer = reference()
+        if optimizer is not None:
+            masters.restride_state(optimizer)
+
+
+def _forget_model(reference: weakref.ref[nn.Module]) -> None:
+    model = reference()
+    if model is not None:
+        _prepared.pop(model, None)
+
+
+def _without(references: list[Any], gone: Any) -> None:
+    references[:] = [reference for reference in references if reference is not gone]
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What ``prepare`` refuses, and what it stores otherwise for inference."""
+"""What ``prepare`` refuses before it changes anything."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise import _torch, masters, regions
+from castwise import _torch, masters
 from castwise.errors import PlanError, StateError
+from castwise.fused import check_fused
 from castwise.parallel import wrappers
 from castwise.plan import Plan
 
-__all__ = ["check_model", "check_optimizer", "check_parameters", "inference_dtypes"]
+__all__ = ["check_model", "check_optimizer", "check_parameters"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -38,8 +39,7 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
         )
     inner = getattr(model, "_orig_mod", None)
     target = inner if isinstance(inner, nn.Module) else model
-    compiled = inner is not None or getattr(model, "_compiled_call_impl", None) is not None
-    if compiled and _torch.ran_compiled(target):
+    if _torch.ran_compiled(target):
         raise StateError(
             "prepare: this module has already run compiled, and hooks added now would be ignored; prepare the module "
             "first, then torch.compile it"
@@ -53,23 +53,30 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
     return target
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module, known: bool) -> None:
-    """See that an optimizer can be prepared with a model; one that is ``known`` already must update this one too.
+def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
+    """See that an optimizer can be prepared with a model.
 
     Raises:
-        StateError: It cannot.
+        StateError: It is none, holds nothing of the model, or calls no hooks where the plan needs them.
+        DeviceError: The plan wants a fused kernel and there is none.
     """
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
+        raise StateError(f"prepare: {kind} is not a torch.optim.Optimizer; create it before prepare")
+    held = {id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
         raise StateError(
-            f"prepare: {type(optimizer).__name__} is not a torch.optim.Optimizer; create it before prepare"
+            f"prepare: this {kind} holds no parameter of this {type(model).__name__}; give each model with the optimizer that "
+            "updates it, made from model.parameters() after the last change that replaces them"
         )
-    if known:
-        held = {id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(parameter) in held for parameter in model.parameters()):
-            raise StateError(
-                f"prepare: this {type(optimizer).__name__} is already prepared, and holds no parameter of this "
-                f"{type(model).__name__}; give each model with the optimizer that updates it"
-            )
+    followed = plan.loss_scale is not None or (plan.stores_low and plan.keeps_masters)
+    if followed and not _torch.has_step_hooks(optimizer):
+        raise StateError(
+            f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
+            "the optimizer inside it"
+        )
+    if plan.optimizer == "fused":
+        check_fused(optimizer)
 
 
 def check_parameters(model: nn.Module, plan: Plan) -> None:
@@ -93,28 +100,3 @@ def check_parameters(model: nn.Module, plan: Plan) -> None:
             f"{short}: their updates and gradients would be {short}. Use the plan {instead!r} (fp32 masters in the "
             "optimizer), or call model.float() before the optimizer is made."
         )
-
-
-def inference_dtypes(model: nn.Module, plan: Plan) -> dict[torch.Tensor, torch.dtype]:
-    """Weights of layers whose operators a mixed plan computes low anyway."""
-    layers = (
-        nn.Linear,
-        nn.Bilinear,
-        nn.modules.conv._ConvNd,
-        nn.MultiheadAttention,
-        nn.RNNBase,
-        nn.RNNCellBase,
-    )
-    if not plan.autocasts or plan.stores_low:
-        return {}
-    exempt = regions.assign(model, plan.regions)
-    out: dict[torch.Tensor, torch.dtype] = {}
-    shared: set[torch.Tensor] = set()
-    for name, module in model.named_modules():
-        for tensor in module.parameters(recurse=False):
-            inside_region = any(name == path or name.startswith(path + ".") or not path for path in exempt)
-            if isinstance(module, layers) and not inside_region and tensor.dtype is torch.float32:
-                out[tensor] = plan.compute_dtype
-            else:
-                shared.add(tensor)
-    return {tensor: dtype for tensor, dtype in out.items() if tensor not in shared}

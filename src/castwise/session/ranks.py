@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise import masters, regions
+from castwise import borders, masters
 from castwise.errors import StateError
 from castwise.parallel import fsdp, pipeline, wrappers
 from castwise.parallel.agreement import Agreement, clip_by_norm
 from castwise.parallel.pieces import is_dtensor, world_group
 from castwise.parallel.plans import check_patterns
 from castwise.plan import Plan
+from castwise.resolve import resolve
 from castwise.scaler import GradScaler
 
 __all__ = ["AmongRanks"]
@@ -31,6 +33,7 @@ class AmongRanks:
 
     plan: Plan
     scaler: GradScaler | None
+    _undo: contextlib.ExitStack
 
     def __init__(self, group: Any) -> None:
         self._agreement = Agreement(group)
@@ -38,8 +41,7 @@ class AmongRanks:
         self._patterns: set[str] = set()
         self._unchecked: list[tuple[weakref.ref[nn.Module], frozenset[str]]] = []
         self._narrows: list[masters.Attachment] = []
-        self._roots: weakref.WeakKeyDictionary[nn.Module, regions.Border] = weakref.WeakKeyDictionary()
-        self._closers: list[Any] = []
+        self._roots: weakref.WeakKeyDictionary[nn.Module, borders.Border] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._models: list[weakref.ref[nn.Module]] = []
 
@@ -92,7 +94,7 @@ class AmongRanks:
         Returns:
             The model.
         """
-        fsdp.shard(regions.only_matching(self.plan, model) if part else self.plan, model, blocks, options)
+        fsdp.shard(resolve(self.plan, model, part=part), model, blocks, options)
         return model
 
     def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
@@ -169,7 +171,7 @@ class AmongRanks:
                 )
                 self._narrows.append(attachment)
         if self._narrows:
-            self._closers.append(module.register_forward_pre_hook(self._before_forward).remove)
+            self._undo.callback(module.register_forward_pre_hook(self._before_forward).remove)
         self._agreement.note_averaged(averaged, group)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

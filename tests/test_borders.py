@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from castwise import Plan, Region, regions
+import castwise
+from castwise import Plan, Region, borders
 from castwise.casting import frames, kernels
 from castwise.errors import PatternError, PlanError
+from castwise.resolve import assign
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
 
@@ -49,8 +51,9 @@ class Net(nn.Module):
 
 
 def prepare(model: nn.Module, plan: Plan) -> Any:
-    regions.store(model, regions.storage_dtypes(model, plan))
-    return regions.install(model, plan, "cpu")[1]
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model)
+    return amp.close
 
 
 # --- patterns -----------------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ def prepare(model: nn.Module, plan: Plan) -> Any:
     ],
 )
 def test_patterns(pattern: str, want: set[str]) -> None:
-    assert set(regions.assign(Net(), [Region(pattern, compute="fp32")])) == want
+    assert set(assign(Net(), [Region(pattern, compute="fp32")])) == want
 
 
 def test_last_match_wins_and_bases_count() -> None:
@@ -77,8 +80,8 @@ def test_last_match_wins_and_bases_count() -> None:
 
     model = nn.Sequential(Special(3), nn.Linear(3, 3))
     first, last = Region("type:*", compute="fp32"), Region("type:BatchNorm*", params="fp32")
-    assert regions.assign(model, [first, last])["0"] is last
-    assert regions.assign(model, [last, first])["0"] is first
+    assert assign(model, [first, last])["0"] is last
+    assert assign(model, [last, first])["0"] is first
 
 
 @pytest.mark.parametrize(
@@ -96,12 +99,12 @@ def test_last_match_wins_and_bases_count() -> None:
 )
 def test_patterns_that_cannot_work_are_refused(model: nn.Module, pattern: str, words: str) -> None:
     with pytest.raises(PatternError, match=words):
-        regions.assign(model, [Region(pattern, compute="fp32")])
+        assign(model, [Region(pattern, compute="fp32")])
 
 
 def test_type_pattern_that_reaches_out_proj_among_others_warns() -> None:
     with pytest.warns(UserWarning, match="does not reach self_attn.out_proj"):
-        regions.assign(nn.TransformerEncoderLayer(8, 2), [Region("type:Linear", compute="fp32")])
+        assign(nn.TransformerEncoderLayer(8, 2), [Region("type:Linear", compute="fp32")])
 
 
 # --- borders ------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ def test_an_interrupted_forward_is_left_at_the_next_step() -> None:
     prepare(model, Plan(compute="bf16"))
     with pytest.raises(KeyboardInterrupt):
         model(X)
-    regions.leave_interrupted()
+    borders.leave_interrupted()
     assert frames.depth() == 0
     assert not torch.is_autocast_enabled("cpu")
 
@@ -264,7 +267,7 @@ def test_each_forward_is_a_scope_of_the_weight_cache() -> None:
 def test_storage_follows_plan_and_regions() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Linear(3, 3))
     plan = Plan(compute="bf16", params="compute", regions=[Region("type:_BatchNorm", params="fp32")])
-    regions.store(model, regions.storage_dtypes(model, plan))
+    prepare(model, plan)
     assert {name: t.dtype for name, t in model.state_dict().items() if t.is_floating_point()} == {
         "0.weight": torch.bfloat16, "0.bias": torch.bfloat16, "1.weight": torch.float32, "1.bias": torch.float32,
         "1.running_mean": torch.float32, "1.running_var": torch.float32,
@@ -276,7 +279,7 @@ def test_shared_parameter_takes_the_widest_storage() -> None:
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     plan = Plan(compute="bf16", params="compute", master="none", regions={"1": "fp32"})
-    regions.store(model, regions.storage_dtypes(model, plan))
+    prepare(model, plan)
     assert model[0].weight is model[1].weight
     assert model[0].weight.dtype is torch.float32
 
@@ -287,12 +290,12 @@ def test_weights_beyond_fp16_are_refused_and_tiny_ones_reported() -> None:
     with torch.no_grad():
         model.weight[0, 0] = 1e6
     with pytest.raises(PlanError, match=r"weight \(largest 9\.994e\+05\)"):
-        regions.store(model, regions.storage_dtypes(model, plan))
+        prepare(model, plan)
     assert model.weight.dtype is torch.bfloat16  # nothing is half done
     with torch.no_grad():
         model.weight.fill_(1e-9)
     with pytest.warns(UserWarning, match="become zero"):
-        regions.store(model, regions.storage_dtypes(model, plan))
+        prepare(model, plan)
 
 
 # --- mismatches ---------------------------------------------------------------------------------------------

@@ -1,0 +1,331 @@
+"""Borders: where a module with a format of its own begins and ends.
+
+A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks: on the way in
+it casts inputs and puts the region's frame in force, on the way out it restores what was there and casts outputs.
+``forward`` itself is never replaced, so a prepared model pickles, copies and compiles.
+
+An output is rounded no more than its next consumer needs. Where operators around are autocast, they cast their inputs
+themselves: outputs leave as wide as they are, and formats that the operators would refuse leave in fp32. Where they
+are not, outputs are cast to the format around, since nothing else would; the wide value stays beside the rounded one
+for a border that it is handed to as it is: a neighbouring region in fp32, or the end of the model. A 0-dim tensor, such
+as a loss, widens nothing that it meets and is not rounded.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from castwise import _torch, rules
+from castwise.casting import frames, kernels
+from castwise.casting.context import override_rows
+from castwise.casting.frames import Frame, mark_boundary, thread
+from castwise.casting.kernels import frame_of
+from castwise.casting.trees import cast_floating, map_tensors
+from castwise.errors import StateError
+from castwise.formats import FORMATS
+from castwise.mismatch import explain_mismatch
+from castwise.plan import Plan
+from castwise.resolve import Resolution, casts_operators
+
+__all__ = ["Border", "check_methods", "install", "leave_interrupted", "strip"]
+
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+_NOT_FP32 = (*LOW_DTYPES, torch.float64)
+_WIDE = "_castwise_wide"
+"""Attribute of a rounded output: what it was before, and its version then."""
+
+
+class Border:
+    """The border of a region, or of the whole model: a pair of forward hooks.
+
+    Args:
+        frame: What is in force inside.
+        cast_inputs: Dtype of floating inputs inside; None leaves them.
+        cast_outputs: Dtype of floating outputs outside; None leaves them.
+        outer: Frame around the border by the module tree; None around the whole model.
+        root: Whether this is the border of the whole model.
+        follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides.
+        path: Module path, for messages.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        *,
+        cast_inputs: torch.dtype | None = None,
+        cast_outputs: torch.dtype | None = None,
+        outer: Frame | None = None,
+        root: bool = False,
+        follow_backward: bool = False,
+        path: str = "",
+    ) -> None:
+        self.frame = frame
+        self.key = frame.key
+        self.cast_inputs = cast_inputs
+        self.cast_outputs = cast_outputs
+        self.outer = outer
+        self.root = root
+        self.follow_backward = follow_backward
+        self.path = path
+        self.open()
+
+    def open(self) -> None:
+        """Have the override kernels of the frame registered."""
+        self._lease = kernels.Lease(self.frame.rows, self.frame.device_type) if self.frame.rows else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lease"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.open()
+
+    def close(self) -> None:
+        """Give up the override kernels; the hooks must have been removed before."""
+        if self._lease is not None:
+            self._lease.close()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook where inputs need no cast."""
+        if is_compiling():
+            frames.graph_push(self.key)
+        else:
+            frames.push(self.frame, self, self.root)
+
+    def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
+        cast = self.cast_inputs
+        if cast is not None:
+            args = map_tensors(_widened, args) if cast not in LOW_DTYPES else args
+            kwargs = map_tensors(_widened, kwargs) if cast not in LOW_DTYPES else kwargs
+            args = cast_floating(args, cast)
+            kwargs = cast_floating(kwargs, cast)
+        if is_compiling():
+            frames.graph_push(self.key)
+            return args, kwargs
+        if self.follow_backward:
+            args = self._marked(args, self.outer)
+            kwargs = self._marked(kwargs, self.outer)
+        frames.push(self.frame, self, self.root)
+        return args, kwargs
+
+    @staticmethod
+    def _marked(value: Any, frame: Frame | None) -> Any:
+        return map_tensors(lambda tensor: mark_boundary(tensor, frame), value)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook; runs after an exception too, then with ``output=None``."""
+        if is_compiling():
+            frames.graph_pop()
+        else:
+            saved = thread.state.saved
+            if not saved or saved[-1][6] is not self:
+                return output  # an exception came before enter
+            frames.pop()
+            if self.follow_backward and output is not None:
+                output = self._marked(output, self.frame)
+        cast = self.cast_outputs
+        if not self.root:
+            if cast is None:
+                return output
+            if cast in LOW_DTYPES:
+                return map_tensors(lambda tensor: _rounded(tensor, cast), output)
+            return cast_floating(output, cast)
+        if output is None and not is_compiling():
+            explain_mismatch(sys.exc_info()[1], module)
+        if isinstance(output, torch.Tensor):
+            output = _widened(output) if output.dtype in LOW_DTYPES else output
+            return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
+        output = map_tensors(_widened, output)
+        return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A wide output in a low dtype, with the wide one beside it."""
+    if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
+        return tensor
+    low = tensor.to(dtype)
+    if not tensor.is_inference():  # without versions nobody would know that the rounded one was written to
+        low._castwise_wide = (tensor, _torch.version(low))  # type: ignore[attr-defined]
+    return low
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """What an output was before it was rounded, unless it was written to since; any other tensor itself."""
+    wide = getattr(tensor, _WIDE, None)
+    return wide[0] if wide is not None and wide[1] == _torch.version(tensor) else tensor
+
+
+class Method:
+    """A method of a prepared model other than ``forward``, run inside the model's border.
+
+    Stands in the instance's dictionary; pickles and copies with it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, border: Border) -> None:
+        self.module = module
+        self.name = name
+        self.border = border
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        border, depth = self.border, frames.depth()
+        method = getattr(type(self.module), self.name).__get__(self.module)
+        args, kwargs = border.enter_and_cast(self.module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException as error:
+            frames.unwind(depth)
+            explain_mismatch(error, self.module)
+            raise
+        return border.leave(self.module, args, output)
+
+
+def strip(model: nn.Module) -> Callable[[], None]:
+    """Remove borders that came with a copy or a pickle of a prepared model.
+
+    Returns:
+        What puts them back.
+    """
+    taken: list[tuple[Any, Any, Any]] = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            taken += [
+                (hooks, key, hook)
+                for key, hook in hooks.items()
+                if isinstance(getattr(hook, "__self__", None), Border)
+            ]
+        taken += [(module.__dict__, name, v) for name, v in vars(module).items() if isinstance(v, Method)]
+    stripped = {value.border if isinstance(value, Method) else value.__self__ for *_, value in taken}
+    for table, key, _ in taken:
+        del table[key]
+    for border in stripped:
+        border.close()
+
+    def put_back() -> None:
+        for border in stripped:
+            border.open()
+        for table, key, value in taken:
+            table[key] = value
+
+    return put_back
+
+
+def leave_interrupted() -> None:
+    """Leave borders that were entered and never left. Called where no forward can be running."""
+    saved = thread.state.saved
+    while saved and isinstance(saved[-1][6], Border):
+        frames.pop()
+
+
+def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
+    """See that a model has the methods that are to be run by the plan.
+
+    Raises:
+        StateError: It has not.
+    """
+    for method in methods:
+        if not callable(getattr(type(model), method, None)):
+            known = [n for n in dir(type(model)) if not n.startswith("_") and n not in dir(nn.Module)]
+            raise StateError(
+                f"prepare: methods={method!r}: {type(model).__name__} has no method of that name; "
+                f"it has {', '.join(known) or 'none beyond forward'}"
+            )
+
+
+def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, rules.Row]) -> Frame:
+    dtype = FORMATS[compute].dtype
+    if casts_operators(plan, compute):
+        return frame_of(device_type, dtype, rows)
+    return frame_of(device_type, None, surrounding=dtype)
+
+
+def _cast_outputs(plan: Plan, inside: str, around: str) -> torch.dtype | None:
+    """What a region's outputs are cast to; see the module."""
+    if not casts_operators(plan, around):
+        return FORMATS[around].dtype
+    return None if inside in (around, "fp32") else torch.float32
+
+
+def install(
+    model: nn.Module, resolution: Resolution, device_type: str, methods: Iterable[str] = ()
+) -> tuple[Border, Callable[[], None]]:
+    """Put the borders of a resolution on a model.
+
+    Args:
+        model: What was resolved; its class, ``forward`` and parameters stay what they are.
+        resolution: Of a plan for this model.
+        device_type: Where the model runs.
+        methods: Names of methods other than ``forward`` that are called from outside, checked before.
+
+    Returns:
+        The border of the whole model, and what removes all of it again.
+    """
+    plan, root_place = resolution.plan, resolution.places[""]
+    computes = {place.compute for place in resolution.places.values()}
+    rows = dict(override_rows(plan, device_type)) if any(casts_operators(plan, c) for c in computes) else {}
+    if device_type == "cpu" and "fp16" in computes and any(isinstance(m, nn.LSTM) for m in model.modules()):
+        # torch.autocast asks oneDNN for an fp16 LSTM, which it has on no CPU so far ("could not create a primitive
+        # descriptor"). Casting around the whole operator runs it in fp16 by torch's own kernels instead.
+        rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
+    follow = bool(rows)
+    made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
+    casts_root = plan.params == "compute" or root_place.compute != plan.compute
+    alive = weakref.ref(model)  # what removes the borders must not keep the model
+    borders: list[Border] = []
+    removers: list[Callable[[], None]] = []
+
+    def remove() -> None:
+        for remover in removers:
+            remover()
+        target = alive()
+        for method in methods:
+            if target is not None:
+                target.__dict__.pop(method, None)
+        for border in borders:
+            border.close()
+
+    def put(module: nn.Module, border: Border) -> None:
+        borders.append(border)
+        if border.cast_inputs is not None or border.follow_backward:
+            pre = module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)
+        else:
+            pre = module.register_forward_pre_hook(border.enter)
+        post = module.register_forward_hook(border.leave, always_call=True)
+        removers.extend([pre.remove, post.remove, _torch.guard_calls(module, frames.depth, frames.unwind)])
+
+    try:
+        root = Border(
+            made[root_place.compute],
+            cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
+            cast_outputs=torch.float32 if plan.output == "fp32" else None,
+            root=True,
+            follow_backward=follow,
+        )
+        put(model, root)
+        modules = dict(model.named_modules())
+        for place in resolution.borders:
+            assert place.around is not None
+            put(
+                modules[place.path],
+                Border(
+                    made[place.compute],
+                    cast_inputs=FORMATS[place.compute].dtype,
+                    cast_outputs=_cast_outputs(plan, place.compute, place.around),
+                    outer=made[place.around],
+                    follow_backward=follow,
+                    path=place.path,
+                ),
+            )
+        for method in methods:
+            model.__dict__[method] = Method(model, method, root)
+    except BaseException:
+        remove()
+        raise
+    return root, remove

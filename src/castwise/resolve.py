@@ -1,0 +1,339 @@
+"""A plan and a model make a resolution: which module runs in which format, which tensor is stored in which, and where
+the borders are.
+
+:func:`resolve` changes nothing and is computed once; whatever carries a plan out (borders, storage, shard groups)
+reads it. ``print(amp.resolve(model))`` shows it.
+
+Patterns are globs over module paths in which ``*`` stays within one level and ``**`` crosses levels
+(``encoder.layers.*.norm``, ``**.norm``), or ``type:`` and a glob over the names of a module's class and its bases.
+Where several regions match a module the last one wins; a module that none matches belongs to the region around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from castwise import rules
+from castwise.casting.kernels import widest_dtype
+from castwise.errors import PatternError
+from castwise.formats import FORMATS, LOW
+from castwise.plan import Plan, Region
+
+__all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+# --- which module belongs to which region --------------------------------------------------------------------
+
+
+def _path_regex(glob: str) -> re.Pattern[str]:
+    wild = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
+    return re.compile(
+        "".join(wild.get(piece) or re.escape(piece) for piece in re.split(r"(\*\*|\*|\?)", glob))
+    )
+
+
+def _matches(region: Region, name: str, module: nn.Module) -> bool:
+    if region.is_type:
+        names = (cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object))
+        return any(fnmatch.fnmatchcase(cls, region.glob) for cls in names)
+    if not name:
+        return region.glob == "**"
+    return _path_regex(region.glob).fullmatch(name) is not None
+
+
+def _never_called(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules whose forward does not run in normal use, with the reason."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(module, _CONTAINERS):
+            found[module] = f"{type(module).__name__} is a container; name its children with '.*'"
+        if isinstance(module, nn.MultiheadAttention):
+            found[module.out_proj] = (
+                "nn.MultiheadAttention uses the weights of out_proj without calling it; name the attention itself"
+            )
+    return found
+
+
+def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
+    """Which region each named module is matched by, itself and not through a parent.
+
+    Args:
+        model: The model that the plan is applied to.
+        regions: The plan's regions, in order.
+
+    Returns:
+        Module path -> the last region that matches it.
+
+    Raises:
+        PatternError: A pattern that matches no module, or none whose forward runs. Type patterns may match
+            nothing: a plan that keeps ``type:BatchNorm*`` in fp32 is right for a model without one.
+    """
+    modules = dict(model.named_modules())
+    silent = _never_called(model)
+    out: dict[str, Region] = {}
+    for region in regions:
+        hits = [name for name, module in modules.items() if _matches(region, name, module)]
+        if not hits and not region.is_type:
+            last = region.glob.split(".")[-1].strip("*")
+            near = [name for name in modules if last and last in name][:5]
+            hint = f" Modules with a similar name: {', '.join(near)}." if near else ""
+            raise PatternError(
+                f"Region({region.pattern!r}): no module of {type(model).__name__} matches.{hint} A '*' stays within one "
+                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. For one stage of a "
+                "pipeline, whose other stages may have it, call prepare(..., part=True)."
+            )
+        quiet = [name for name in hits if modules[name] in silent]
+        if region.compute is not None and quiet:
+            reason = silent[modules[quiet[0]]]
+            if len(quiet) == len(hits):
+                raise PatternError(
+                    f"Region({region.pattern!r}): matches only {quiet[0]!r}, whose forward never runs: {reason}."
+                )
+            if not all(isinstance(modules[name], _CONTAINERS) for name in quiet):
+                warnings.warn(
+                    f"Region({region.pattern!r}) does not reach {', '.join(quiet)}: {reason}.", stacklevel=5
+                )
+        for name in hits:
+            out[name] = region
+    return out
+
+
+def only_matching(plan: Plan, model: nn.Module) -> Plan:
+    """The plan without the regions by path that match nothing in a model: those of a pipeline's other stages."""
+    modules = list(model.named_modules())
+    here = tuple(
+        region
+        for region in plan.regions
+        if region.is_type or any(_matches(region, name, module) for name, module in modules)
+    )
+    return dataclasses.replace(plan, regions=here)
+
+
+def casts_operators(plan: Plan, compute: str) -> bool:
+    """Whether the operators of a region that computes in a format are autocast."""
+    return compute in LOW and (plan.rules != "none" or bool(plan.ops))
+
+
+# --- the resolution ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a plan makes of one module.
+
+    Attributes:
+        path: Module path; empty for the model itself.
+        kind: Name of the module's class.
+        compute: Format that it runs in.
+        stored: Format that its own parameters are to be stored in; None leaves them as they are.
+        around: Format of what lies around a border; None where no border is, and for the model itself.
+    """
+
+    path: str
+    kind: str
+    compute: str
+    stored: str | None
+    around: str | None = None
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What a plan makes of a model.
+
+    Attributes:
+        plan: The plan; for one stage of a pipeline without the regions of other stages.
+        places: Each module, by path, in the model's order.
+        storage: Path of a parameter or buffer -> dtype that it is to be stored in, for those that must change.
+        kept: Floating buffers that stay as they are in a module whose parameters are stored low.
+    """
+
+    plan: Plan
+    places: Mapping[str, Place]
+    storage: Mapping[str, torch.dtype]
+    kept: tuple[str, ...]
+
+    @property
+    def borders(self) -> tuple[Place, ...]:
+        """The modules that run in a format by a region of their own."""
+        return tuple(place for place in self.places.values() if place.around is not None)
+
+    def stored_in(self, path: str) -> torch.dtype | None:
+        """The low dtype that a module's own parameters are stored in; None for fp32."""
+        stored = self.places[path].stored
+        return FORMATS[stored].dtype if stored in LOW else None
+
+    def __str__(self) -> str:
+        root = self.places[""]
+        rows = [("module", "runs in", "its parameters", "border")]
+        shown: dict[str, Place] = {}
+        for path, place in self.places.items():
+            above = self.places.get(path.rpartition(".")[0], root)
+            if not path or place.around or (place.compute, place.stored) != (above.compute, above.stored):
+                shown[path] = place
+        for place in shown.values():
+            border = "whole model" if place is root else f"in {place.around}" if place.around else ""
+            rows.append((place.path or place.kind, place.compute, place.stored or "as they are", border))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        count: dict[str, int] = {}
+        for dtype in self.storage.values():
+            name = str(dtype).removeprefix("torch.")
+            count[name] = count.get(name, 0) + 1
+        stored = ", ".join(f"{number} in {name}" for name, number in count.items()) or "none"
+        lines += [f"tensors to be stored otherwise: {stored}"]
+        if self.kept:
+            lines += [f"buffers kept as they are: {', '.join(self.kept)}"]
+        return "\n".join([f"{self.plan} on {root.kind}", *lines])
+
+
+def resolve(
+    plan: Plan, model: nn.Module, device_type: str = "cpu", *, part: bool = False, inference: bool = False
+) -> Resolution:
+    """Find out what a plan makes of a model; changes neither.
+
+    A parameter shared by several regions takes the widest of their formats. Buffers are state: they keep their dtype
+    unless a region with ``params`` names their very module. Where operators are not autocast, an operator takes no
+    fp32 table beside low activations, and buffers that can be told to be constants follow the parameters, as in
+    ``module.half()``: what a parametrization keeps beside its weight, and tables of two and more dimensions that do
+    not hold whole numbers alone. Running statistics, scalars, vectors and whole numbers (counters, positions,
+    frequencies) stay; a BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones
+    beside fp32 ones.
+
+    Args:
+        plan: The plan.
+        model: In any state of training.
+        device_type: Where it runs.
+        part: It is one stage of a pipeline: regions that match nothing belong to other stages.
+        inference: Store the weights low of layers that the plan computes low anyway.
+
+    Raises:
+        PatternError: As :func:`assign`.
+    """
+    if part:
+        plan = only_matching(plan, model)
+    assigned = assign(model, plan.regions)
+    silent = _never_called(model)
+    layers = _lower_layers(plan, device_type) if inference else {}
+    places: dict[str, Place] = {}
+    owners: dict[str, Region | None] = {}
+    wanted: dict[Tensor, list[torch.dtype]] = {}
+    kept = []
+    for path, module in model.named_modules():
+        above = path.rpartition(".")[0]
+        region = assigned.get(path)
+        owners[path] = region if region is not None else owners[above] if path else None
+        compute, around = (places[above].compute, None) if path else (plan.compute, None)
+        if region is not None and region.compute is not None and module not in silent:
+            compute, around = region.compute, compute if path else None
+        stored = _stored_format(plan, owners[path])
+        explicit = region.params if region is not None else None
+        if explicit is None and stored in LOW and _has_statistics(module):
+            stored = None
+        places[path] = Place(path, type(module).__name__, compute, stored, around)
+        dtype = FORMATS[stored].dtype if stored else None
+        low_names = () if owners[path] is not None else _names_of(module, layers)
+        for name, tensor in module.named_parameters(recurse=False):
+            if tensor.is_floating_point():
+                low = plan.compute_dtype if name in low_names and tensor.dtype is torch.float32 else None
+                wanted.setdefault(tensor, []).append(dtype or low or tensor.dtype)
+        for name, tensor in module.named_buffers(recurse=False):
+            if not tensor.is_floating_point():
+                continue
+            follows = dtype is not None and (
+                explicit is not None
+                or _is_wider(dtype, tensor.dtype)
+                or (not casts_operators(plan, compute) and _is_constant(path, module, tensor))
+            )
+            wanted.setdefault(tensor, []).append(dtype if follows and dtype is not None else tensor.dtype)
+            if dtype is not None and not follows and _is_wider(tensor.dtype, dtype):
+                kept.append(f"{path}.{name}" if path else name)
+    storage = {}
+    for name, tensor in named_tensors(model):
+        widest = widest_dtype(wanted.get(tensor, ()))
+        if widest is not None and widest is not tensor.dtype:
+            storage[name] = widest
+    return Resolution(plan, places, storage, tuple(kept))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of a model once, by its first path."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _stored_format(plan: Plan, region: Region | None) -> str | None:
+    """Format that a region's parameters are stored in; None leaves them as they are."""
+    if region is not None:
+        if region.params is not None:
+            return region.params
+        if region.compute is not None and (
+            plan.params == "compute" or region.compute == "fp64" or plan.rules == "none"
+        ):
+            return region.compute
+    return plan.compute if plan.params == "compute" else None
+
+
+def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(one).bits > torch.finfo(other).bits
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+
+
+def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
+    """Whether a buffer can be told to be a constant that meets activations, and no state, counter or position."""
+    if "parametrizations" in path.split(".") or hasattr(module, "weight_orig"):
+        return True  # the vectors of spectral_norm are multiplied with the weight
+    if buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
+        return False
+    values = buffer.detach()
+    return not bool((values == values.round()).logical_and(values.isfinite()).all())
+
+
+# --- weights for inference -----------------------------------------------------------------------------------
+
+_OPERATORS: Final[tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = (
+    (nn.Linear, ("linear",)),
+    (nn.Bilinear, ("bilinear",)),
+    (nn.modules.conv._ConvTransposeNd, ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
+    (nn.modules.conv._ConvNd, ("conv1d", "conv2d", "conv3d")),
+    (nn.MultiheadAttention, ("linear", "bmm", "scaled_dot_product_attention")),
+    (nn.LSTM, ("lstm",)),
+    (nn.GRU, ("gru",)),
+    (nn.LSTMCell, ("lstm_cell",)),
+    (nn.GRUCell, ("gru_cell",)),
+)
+"""Layers and the operators that take their weights; the first class that fits counts."""
+
+
+def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:
+    """Whether a plan computes the operators of each kind of layer low on a device."""
+    if not plan.autocasts or plan.stores_low:
+        return {}
+    table = dict(rules.base_table(plan.rules, device_type))
+    chosen = {**{op: row.rule for op, row in table.items()}, **dict(plan.ops)}
+    return {
+        kind: all(chosen.get(op) in ("lower", "unfused") for op in operators)
+        for kind, operators in _OPERATORS
+    }
+
+
+def _names_of(module: nn.Module, layers: Mapping[type[nn.Module], bool]) -> Iterable[str]:
+    """The parameters of a layer that can be stored low: none where a parametrization computes its weight."""
+    for kind, lower in layers.items():
+        if isinstance(module, kind):
+            whole = not (hasattr(module, "parametrizations") or hasattr(module, "weight_orig"))
+            return [name for name, _ in module.named_parameters(recurse=False)] if lower and whole else ()
+    return ()

@@ -1,0 +1,160 @@
+"""Store a model's tensors as a resolution says, and as they were again.
+
+Every change is an entry of an undo log (``contextlib.ExitStack``) that is made before the change itself, so that a
+failure at any point, Ctrl-C included, can be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise import _torch, masters
+from castwise.errors import PlanError, StateError
+from castwise.parallel import fsdp
+from castwise.plan import Plan
+from castwise.resolve import Resolution, named_tensors
+
+__all__ = ["check_range", "dtypes_of", "follow_state", "store"]
+
+
+def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtype that each tensor of a model is to be stored in, for those that must change."""
+    by_name = dict(named_tensors(model))
+    dtypes = {by_name[name]: dtype for name, dtype in resolution.storage.items()}
+    dtypes.update(fsdp.shard_dtypes(resolution, model))
+    return {tensor: dtype for tensor, dtype in dtypes.items() if tensor.dtype is not dtype}
+
+
+def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """See that weights fit the formats that they are to be stored in.
+
+    Raises:
+        PlanError: Some are beyond fp16's largest number, 65504, and would become infinite.
+
+    Warns:
+        UserWarning: Some are below its smallest numbers and would become zero.
+    """
+    names = {tensor: name for name, tensor in named_tensors(model)}
+    over, under = [], []
+    finfo = torch.finfo(torch.float16)
+    for tensor, dtype in dtypes.items():
+        if dtype is not torch.float16 or tensor.is_meta:
+            continue
+        values = masters.local(tensor)
+        finite = values[values.isfinite()].abs()
+        if finite.numel() == 0:
+            continue
+        if bool((finite > finfo.max).any()):
+            over.append(f"{names[tensor]} (largest {float(finite.max()):.4g})")
+        lost = (finite < finfo.smallest_normal / 2048) & (finite > 0)
+        if float(lost.float().mean()) > 0.01:
+            under.append(names[tensor])
+    if over:
+        raise PlanError(
+            f"prepare: weights beyond fp16's largest number, 65504, would become infinite: {', '.join(over[:5])}. "
+            "Use a bf16 plan, or Region(path, params='fp32') for these modules."
+        )
+    if under:
+        import warnings
+
+        warnings.warn(
+            f"prepare: more than 1 % of the weights of {', '.join(under[:5])} are below fp16's smallest numbers and become "
+            "zero; a model trained in bf16 may need a bf16 plan",
+            stacklevel=4,
+        )
+
+
+def store(
+    model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: contextlib.ExitStack
+) -> dict[Tensor, Tensor]:
+    """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
+
+    Args:
+        model: Whose tensors they are.
+        plan: Says the memory format.
+        dtypes: Of those that change.
+        log: Gets what undoes each change.
+
+    Returns:
+        Former contents of the parameters that were narrowed: what masters start from.
+    """
+    former: dict[Tensor, Tensor] = {}
+    for _, tensor in named_tensors(model):
+        dtype = dtypes.get(tensor, tensor.dtype)
+        strides = plan.memory_format == "channels_last" and tensor.dim() == 4
+        if dtype is tensor.dtype and not strides:
+            continue
+        narrowed = torch.finfo(dtype).bits < torch.finfo(tensor.dtype).bits
+        log.callback(_as_before(tensor, tensor.detach() if narrowed else None))
+        if narrowed:
+            former[tensor] = tensor.detach()
+        _put(tensor, dtype)
+        if strides and not hasattr(tensor, "device_mesh"):
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+            if tensor in former:
+                former[tensor] = former[tensor].contiguous(memory_format=torch.channels_last)
+    return {tensor: values for tensor, values in former.items() if isinstance(tensor, nn.Parameter)}
+
+
+def _put(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Change the dtype of a tensor and its gradient in place."""
+    if tensor.dtype is dtype:
+        return
+    grad, tensor.grad = tensor.grad, None
+    if hasattr(tensor, "device_mesh"):
+        _torch.store_dtensor(tensor, dtype)
+    else:
+        tensor.data = tensor.data.to(dtype)
+    if tensor.requires_grad and tensor.grad_dtype not in (None, dtype):
+        tensor.grad_dtype = dtype
+    if grad is not None:
+        tensor.grad = grad.to(dtype)
+
+
+def _as_before(tensor: Tensor, values: Tensor | None) -> Callable[[], None]:
+    """What gives a tensor the dtype, the strides and the kind of gradient back that it has now.
+
+    Args:
+        tensor: Held weakly.
+        values: What it holds now, where it is about to be narrowed: elements that nobody has changed come back whole.
+    """
+    alive = weakref.ref(tensor)
+    dtype, stride = tensor.dtype, tensor.stride()
+    grad_dtype = tensor.grad_dtype if tensor.requires_grad else None
+
+    @torch.no_grad()
+    def restore() -> None:
+        target = alive()
+        if target is None:
+            return
+        if target.dtype is not dtype:
+            low = masters.local(target)
+            _put(target, dtype)
+            if values is not None and low.shape == masters.local(values).shape:
+                whole, now = masters.local(values), masters.local(target)
+                now.copy_(torch.where(whole.to(low.dtype) == low, whole.to(low.device), now))
+        if target.stride() != stride and not hasattr(target, "device_mesh") and target.dim() == len(stride):
+            data = torch.empty_strided(target.shape, stride, dtype=dtype, device=target.device)
+            target.data = data.copy_(target.data)
+        if target.requires_grad and grad_dtype is not None and target.grad_dtype is not grad_dtype:
+            grad, target.grad = target.grad, None
+            target.grad_dtype = grad_dtype
+            target.grad = None if grad is None else grad.to(grad_dtype)
+
+    return restore
+
+
+def follow_state(
+    optimizers: Iterable[weakref.ref[Optimizer]], params: Iterable[weakref.ref[nn.Parameter]]
+) -> None:
+    """Give the optimizer state of parameters without masters their dtype, as the kernels of optimizers want it."""
+    for optimizer in [found for ref in optimizers if (found := ref()) is not None]:
+        for parameter in [found for ref in params if (found := ref()) is not None]:
+            masters.move_state(optimizer, parameter, parameter)
