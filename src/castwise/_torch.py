@@ -409,7 +409,8 @@ def ran_compiled(module: torch.nn.Module) -> bool:
     if not any(_debug_get_cache_entry_list(code) for code in codes):
         return False
     return is_compiled(module) or any(
-        type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module for thing in gc.get_objects()
+        type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
+        for thing in gc.get_objects()
     )
 
 

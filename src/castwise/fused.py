@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -71,7 +72,9 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
     check_fused(optimizer)
     alive = weakref.ref(optimizer)
     tables = (optimizer.defaults, *optimizer.param_groups)
-    flags = [{name: table[name] for name in ("fused", "foreach") if name in table} for table in tables]
+    flags: list[dict[str, Any]] = [
+        {name: table[name] for name in ("fused", "foreach") if name in table} for table in tables
+    ]
     first = optimizer.defaults.get("fused")
     forget = _torch.mark_fused(optimizer)
     for table in tables:

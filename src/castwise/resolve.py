@@ -1,5 +1,4 @@
-"""A plan and a model make a resolution: which module runs in which format, which tensor is stored in which, and where
-the borders are.
+"""A plan and a model make a resolution: the format of each module, the storage of each tensor, the borders.
 
 :func:`resolve` changes nothing and is computed once; whatever carries a plan out (borders, storage, shard groups)
 reads it. ``print(amp.resolve(model))`` shows it.
@@ -21,6 +20,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from castwise import rules
 from castwise.casting.kernels import widest_dtype
@@ -185,7 +185,9 @@ class Resolution:
             border = "whole model" if place is root else f"in {place.around}" if place.around else ""
             rows.append((place.path or place.kind, place.compute, place.stored or "as they are", border))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         count: dict[str, int] = {}
         for dtype in self.storage.values():
             name = str(dtype).removeprefix("torch.")
@@ -208,7 +210,7 @@ def resolve(
     ``module.half()``: what a parametrization keeps beside its weight, and tables of two and more dimensions that do
     not hold whole numbers alone. Running statistics, scalars, vectors and whole numbers (counters, positions,
     frequencies) stay; a BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones
-    beside fp32 ones.
+    beside fp32 ones, and where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
 
     Args:
         plan: The plan.
@@ -229,7 +231,8 @@ def resolve(
     owners: dict[str, Region | None] = {}
     wanted: dict[Tensor, list[torch.dtype]] = {}
     kept = []
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         above = path.rpartition(".")[0]
         region = assigned.get(path)
         owners[path] = region if region is not None else owners[above] if path else None
@@ -238,11 +241,19 @@ def resolve(
             compute, around = region.compute, compute if path else None
         stored = _stored_format(plan, owners[path])
         explicit = region.params if region is not None else None
-        if explicit is None and stored in LOW and _has_statistics(module):
+        low_operators = casts_operators(plan, compute)
+        if (
+            explicit is None
+            and stored in LOW
+            and (_has_statistics(module) or (low_operators and _has_vectors(module)))
+        ):
             stored = None
         places[path] = Place(path, type(module).__name__, compute, stored, around)
         dtype = FORMATS[stored].dtype if stored else None
-        low_names = () if owners[path] is not None else _names_of(module, layers)
+        fused = plan.rules != "native" and any(
+            isinstance(parent, nn.TransformerEncoderLayer) for parent in _parents(path, modules)
+        )
+        low_names = () if owners[path] is not None or fused else _names_of(module, layers)
         for name, tensor in module.named_parameters(recurse=False):
             if tensor.is_floating_point():
                 low = plan.compute_dtype if name in low_names and tensor.dtype is torch.float32 else None
@@ -253,7 +264,7 @@ def resolve(
             follows = dtype is not None and (
                 explicit is not None
                 or _is_wider(dtype, tensor.dtype)
-                or (not casts_operators(plan, compute) and _is_constant(path, module, tensor))
+                or (not low_operators and _is_constant(path, module, tensor))
             )
             wanted.setdefault(tensor, []).append(dtype if follows and dtype is not None else tensor.dtype)
             if dtype is not None and not follows and _is_wider(tensor.dtype, dtype):
@@ -292,6 +303,18 @@ def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
 
 
+def _has_vectors(module: nn.Module) -> bool:
+    """Whether a layer's weight is computed from its parameters and vectors kept beside them, as by spectral_norm."""
+    reparametrized = isinstance(module, ParametrizationList) or hasattr(module, "weight_orig")
+    return reparametrized and any(buffer.is_floating_point() for buffer in module.buffers())
+
+
+def _parents(path: str, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield modules[path]
+
+
 def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
     """Whether a buffer can be told to be a constant that meets activations, and no state, counter or position."""
     if "parametrizations" in path.split(".") or hasattr(module, "weight_orig"):
@@ -310,8 +333,7 @@ _OPERATORS: Final[tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = (
     (nn.modules.conv._ConvTransposeNd, ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
     (nn.modules.conv._ConvNd, ("conv1d", "conv2d", "conv3d")),
     (nn.MultiheadAttention, ("linear", "bmm", "scaled_dot_product_attention")),
-    (nn.LSTM, ("lstm",)),
-    (nn.GRU, ("gru",)),
+    (nn.RNNBase, ("lstm", "gru", "rnn_tanh", "rnn_relu")),
     (nn.LSTMCell, ("lstm_cell",)),
     (nn.GRUCell, ("gru_cell",)),
 )
@@ -322,8 +344,10 @@ def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:
     """Whether a plan computes the operators of each kind of layer low on a device."""
     if not plan.autocasts or plan.stores_low:
         return {}
-    table = dict(rules.base_table(plan.rules, device_type))
-    chosen = {**{op: row.rule for op, row in table.items()}, **dict(plan.ops)}
+    table = rules.base_table(plan.rules, device_type)
+    chosen = {op: row.rule for op, row in table.items()} | dict(plan.ops)
+    if plan.rules == "native":  # torch.autocast casts for them inside, by operators of cuDNN and oneDNN
+        chosen = {"lstm": "lower", "gru": "lower", "rnn_tanh": "lower", "rnn_relu": "lower", **chosen}
     return {
         kind: all(chosen.get(op) in ("lower", "unfused") for op in operators)
         for kind, operators in _OPERATORS

@@ -78,7 +78,9 @@ def shard(
         fully_shard(module, mp_policy=_policy(resolution.stored_in(paths[module])), **options)
 
 
-def _sharded(resolution: Resolution, model: nn.Module) -> Iterator[tuple[str, str, Tensor, Any, torch.dtype | None]]:
+def _sharded(
+    resolution: Resolution, model: nn.Module
+) -> Iterator[tuple[str, str, Tensor, Any, torch.dtype | None]]:
     """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, format by the plan."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for path, _, parameter, policy in _torch.fsdp_groups(model):

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from castwise import _torch, borders, masters, process
 from castwise.casting import autocast, frames
@@ -207,6 +208,8 @@ class Amp(AmongRanks):
                 log.callback(functools.partial(attachment.detach, write_back=True))
             if self.plan.optimizer == "fused":
                 log.callback(fuse(optimizer))
+        if resolution.plan.keeps_masters and former:
+            log.callback(register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, alive)).remove)
         for optimizer in optimizers:
             if all(known() is not optimizer for known in self._optimizers):
                 reference = weakref.ref(optimizer)
@@ -400,6 +403,9 @@ class Amp(AmongRanks):
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
+        for optimizer in optimizers:
+            if all(known() is not optimizer for known in self._optimizers):
+                self._refuse_unknown(optimizer)
         if frames.thread.state.saved:
             borders.leave_interrupted()
         if self._unchecked:
@@ -457,6 +463,13 @@ class Amp(AmongRanks):
         frames.clear_weight_cache()
         self._stepped = True
         return scaler.result_of(*optimizers, grad_norm=norm)
+
+    def _refuse_unknown(self, optimizer: Optimizer) -> NoReturn:
+        raise StateError(
+            f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither masters "
+            "nor a loss scale that it knows of; call amp.prepare(model, optimizer) with it before training, and give step the "
+            "very object that was prepared"
+        )
 
     def _decide_and_clip(
         self, scaler: GradScaler, optimizers: Sequence[Optimizer], max_norm: float
@@ -555,6 +568,21 @@ def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
         optimizer = reference()
         if optimizer is not None:
             masters.restride_state(optimizer)
+
+
+def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """At any optimizer's step: one that never got masters must not update what is stored low to have them."""
+    model = reference()
+    if model is None or masters.attachment_of(optimizer) is not None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held and masters.is_low(parameter) and parameter.grad is not None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): {name} of {type(model).__name__} is stored in "
+                f"{str(parameter.dtype).removeprefix('torch.')} by a plan whose fp32 masters live in the optimizer, and this one has "
+                "none: updates would be rounded away. Prepare both: amp.prepare(model, optimizer)."
+            )
 
 
 def _forget_model(reference: weakref.ref[nn.Module]) -> None:

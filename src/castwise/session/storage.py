@@ -7,7 +7,7 @@ failure at any point, Ctrl-C included, can be taken back.
 from __future__ import annotations
 
 import contextlib
-import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import _torch, masters
-from castwise.errors import PlanError, StateError
+from castwise.errors import PlanError
 from castwise.parallel import fsdp
 from castwise.plan import Plan
 from castwise.resolve import Resolution, named_tensors
@@ -62,8 +62,6 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
             "Use a bf16 plan, or Region(path, params='fp32') for these modules."
         )
     if under:
-        import warnings
-
         warnings.warn(
             f"prepare: more than 1 % of the weights of {', '.join(under[:5])} are below fp16's smallest numbers and become "
             "zero; a model trained in bf16 may need a bf16 plan",
@@ -155,6 +153,9 @@ def follow_state(
     optimizers: Iterable[weakref.ref[Optimizer]], params: Iterable[weakref.ref[nn.Parameter]]
 ) -> None:
     """Give the optimizer state of parameters without masters their dtype, as the kernels of optimizers want it."""
-    for optimizer in [found for ref in optimizers if (found := ref()) is not None]:
-        for parameter in [found for ref in params if (found := ref()) is not None]:
-            masters.move_state(optimizer, parameter, parameter)
+    alive = [parameter for ref in params if (parameter := ref()) is not None]
+    for reference in optimizers:
+        optimizer = reference()
+        if optimizer is not None:
+            for parameter in alive:
+                masters.move_state(optimizer, parameter, parameter)

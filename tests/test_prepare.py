@@ -1,0 +1,405 @@
+"""prepare is whole or not at all, and close gives back exactly what was there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise import Plan, masters
+from castwise.casting import frames, kernels
+from castwise.errors import DeviceError, PlanError, StateError
+from castwise.plan import PRESETS
+
+NAMES = [name for name in PRESETS if name != "tf32"]
+MASTERS = ["bf16-master", "fp16-master", "O2", "naive"]
+
+
+class Net(nn.Module):
+    """A convolution, a BatchNorm, a frozen layer and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.frozen, self.last = nn.Linear(16, 8).requires_grad_(False), nn.Linear(8, 2)
+        self.register_buffer("table", torch.rand(1, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.frozen(self.norm(self.conv(x)).flatten(1) + self.table)))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)
+
+
+X = torch.rand(4, 3, 4, 4)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, eps=1e-3),
+    "fused": lambda params: torch.optim.AdamW(params, fused=True, eps=1e-3),
+}
+
+
+def photograph(model: nn.Module, *optimizers: torch.optim.Optimizer, values: bool = True) -> dict[str, Any]:
+    """Everything about a model and its optimizers that prepare may touch."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    hooks = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+    )
+    return {
+        "tensors": {
+            key: (id(t), t.dtype, t.stride(), t.requires_grad and t.grad_dtype, t.clone() if values else None)
+            for key, t in tensors.items()
+        },
+        "modules": [
+            (sorted(vars(m)), [len(getattr(m, hook)) for hook in hooks], type(m)) for m in model.modules()
+        ],
+        "groups": [
+            [
+                ({k: v for k, v in g.items() if k != "params"}, [id(p) for p in g["params"]])
+                for g in o.param_groups
+            ]
+            for o in optimizers
+        ],
+        "defaults": [dict(o.defaults) for o in optimizers],
+        "attributes": [
+            {key: len(value) if key.endswith("hooks") else None for key, value in vars(o).items()}
+            for o in optimizers
+        ],
+        "state": [
+            {
+                id(p): {
+                    k: (v.dtype, v.clone()) if isinstance(v, torch.Tensor) and values else None
+                    for k, v in s.items()
+                }
+                for p, s in o.state.items()
+            }
+            for o in optimizers
+        ],
+        "kernels": kernels.registered("cpu"),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "settings": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        "masters": [masters.master_of(p) is not None for p in model.parameters()],
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def train(amp: castwise.Amp, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        amp.backward(1e-2 * model(X).square().mean())
+        amp.step(optimizer)
+        optimizer.zero_grad()
+
+
+# --- refused ------------------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As many wrappers are: an Optimizer that never calls Optimizer.__init__."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no fused kernel": (DeviceError, "no fused kernel"),
+    "a weight beyond fp16": (PlanError, "65504"),
+    "a typo in methods": (StateError, "no method of that name; it has encode"),
+    "a bad second optimizer": (StateError, "holds no parameter of this Net"),
+    "no optimizer": (StateError, "not a torch.optim.Optimizer"),
+    "a wrapper": (StateError, "does not call Optimizer.__init__"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> None:
+    plan = Plan.parse(f"{name}+fp32_matmul=ieee")
+    model = Net()
+    optimizer: Any = OPTIMIZERS["sgd"](model.parameters())
+    others: tuple[Any, ...] = ()
+    methods: tuple[str, ...] = ()
+    if why == "no fused kernel":
+        plan = Plan.parse(f"{plan}+optimizer=fused")
+        others = (torch.optim.RMSprop(model.parameters()),)
+    elif why == "a weight beyond fp16":
+        if plan.compute != "fp16" or not plan.stores_low:
+            pytest.skip("stores nothing in fp16")
+        with torch.no_grad():
+            model.last.weight[0, 0] = 1e5
+    elif why == "a typo in methods":
+        methods = ("encod",)
+    elif why == "a bad second optimizer":
+        others = (torch.optim.SGD(nn.Linear(2, 2).parameters()),)
+    elif why == "no optimizer":
+        others = (object(),)
+    elif not (plan.loss_scale or (plan.stores_low and plan.keeps_masters)):
+        pytest.skip("nothing has to be followed")
+    else:
+        others = (Wrapper(torch.optim.SGD(model.parameters())),)
+    watched = [
+        o for o in (optimizer, *others) if isinstance(o, torch.optim.Optimizer) and not isinstance(o, Wrapper)
+    ]
+    before, want = photograph(model, *watched), copy.deepcopy(model)(X)
+    amp = castwise.Amp(plan, device="cpu")
+    error, text = REFUSED[why]
+    for _ in range(2):  # it was not half done, so it is refused again for the same reason
+        with pytest.raises(error, match=text):
+            amp.prepare(model, optimizer, *others, methods=methods)
+        assert same(photograph(model, *watched), before)
+    assert torch.equal(copy.deepcopy(model)(X), want)
+    amp.close()
+    assert same(photograph(model, *watched), before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["install", "store", "attach", "fuse", "note"])
+def test_a_prepare_that_is_interrupted_is_taken_back(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from castwise.session import amp as room
+
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer.step()
+    before = photograph(model, optimizer)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    owner, attribute = {
+        "install": (room.borders, "install"),
+        "store": (room.storage, "follow_state"),
+        "attach": (room.masters, "attach"),
+        "fuse": (room, "fuse"),
+        "note": (room.wrappers, "on_ddp"),
+    }[where]
+    amp = castwise.Amp(Plan.parse(f"{name}+optimizer=fused+memory_format=channels_last"), device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            amp.prepare(model, optimizer)
+            amp.close()  # a plan that does not come by there
+    assert same(photograph(model, optimizer), before)
+    amp.prepare(model, optimizer)
+    train(amp, model, optimizer)
+    amp.close()
+
+
+# --- closed -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
+    """Without a step between them weights are the very bits that they were; after some, their fp32 values."""
+    model = Net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = photograph(model, optimizer)
+    plan = Plan.parse(f"{name}+memory_format=channels_last+optimizer=fused+fp32_matmul=ieee")
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model, optimizer, methods=("encode",))
+        assert not same(photograph(model, optimizer), before)
+    after = photograph(model, optimizer)
+    for key in before.keys() - {"state"}:
+        assert same(after[key], before[key]), key
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        train(amp, model, optimizer)
+        frozen = amp.model_state_dict(model)["frozen.weight"].clone()
+        trained = {key: value.clone() for key, value in amp.model_state_dict(model).items()}
+    assert torch.equal(frozen, before["tensors"]["frozen.weight"][-1])
+    before, after = (
+        {
+            key: [t[:-1] for t in shot["tensors"].values()],
+            "rest": [shot[k] for k in ("modules", "groups", "defaults")],
+        }
+        for key, shot in (("tensors", before), ("tensors", photograph(model, optimizer)))
+    )
+    assert same(after, before)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, trained[key]), key
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_pair_of_presets_trains_one_after_the_other(kind: str) -> None:
+    failed = []
+    for first, second in itertools.product(NAMES, NAMES):
+        model = Net()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        try:
+            for name in (first, second):
+                with castwise.Amp(name, device="cpu") as amp:
+                    amp.prepare(model, optimizer)
+                    train(amp, model, optimizer)
+            model(X).sum().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            failed.append((first, second, str(error)[:80]))
+    assert not failed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_weights_come_back(name: str) -> None:
+    model = Net().eval()
+    before, want = photograph(model), model(X)
+    with castwise.Amp(name, device="cpu") as amp:
+        amp.prepare(model, inference=True)
+        with torch.inference_mode():
+            model(X)
+    assert same(photograph(model), before)
+    assert torch.equal(model(X), want)
+
+
+def test_a_collected_session_gives_its_settings_up() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    model = Net()
+    castwise.Amp("bf16-mixed+fp32_matmul=ieee", device="cpu").prepare(model)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
+    del model
+    gc.collect()
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
+    with castwise.Amp(
+        "fp32+fp32_matmul=bf16" if castwise._torch.cpu_has_bf16() else "fp32", device="cpu"
+    ) as amp:
+        amp.prepare(Net())
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_step_refuses_an_optimizer_that_prepare_never_saw(name: str) -> None:
+    model = Net()
+    optimizer, other = (OPTIMIZERS["sgd"](model.parameters()) for _ in range(2))
+    with castwise.Amp(name, device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        amp.backward(1e-3 * model(X).mean())
+        with pytest.raises(StateError, match=r"step\(SGD\): this optimizer was not prepared by this Amp"):
+            amp.step(other)
+        amp.step(optimizer)
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_training_low_weights_without_masters_is_noticed(name: str) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with castwise.Amp(name, device="cpu") as amp:
+        amp.prepare(model)
+        amp.backward(1e-3 * model(X).mean())
+        with pytest.raises(
+            StateError,
+            match=r"SGD.step\(\): conv.weight of Net is stored in .*amp.prepare\(model, optimizer\)",
+        ):
+            optimizer.step()
+
+
+# --- compiled, pickled, interrupted -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["compiled", "raw", "module.compile()"])
+@pytest.mark.parametrize("kind", ["own class", "sequential"])
+def test_what_has_run_compiled_is_refused(kind: str, how: str) -> None:
+    torch._dynamo.reset()
+    model: Any = Net() if kind == "own class" else nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = X if kind == "own class" else torch.rand(2, 4)
+    if how == "module.compile()":
+        model.compile(backend="aot_eager")
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    with pytest.raises(StateError, match="already run compiled"):
+        amp.prepare(model if how == "raw" else compiled)
+    other = Net() if kind == "own class" else nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    amp.prepare(other)  # another module of the class has not
+    amp.close()
+    torch._dynamo.reset()
+
+
+def test_a_session_says_why_it_cannot_be_pickled() -> None:
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(StateError, match=r"cannot be pickled or copied\. Save amp.state_dict"):
+            attempt(amp)
+
+
+class Stops(nn.Module):
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.inner, self.error = nn.Linear(4, 4), error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+import asyncio  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit, ValueError]
+)
+@pytest.mark.parametrize(
+    "plan", ["bf16-mixed", "O1", "bf16-true", "bf16-mixed+regions.0.inner=fp32+regions.0=fp16"]
+)
+@pytest.mark.parametrize("how", ["call", "method"])
+def test_an_interrupted_forward_leaves_no_autocast_behind(
+    how: str, plan: str, error: type[BaseException]
+) -> None:
+    class Model(nn.Sequential):
+        def again(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    model = Model(Stops(error()), nn.Linear(4, 4))
+    x = torch.rand(2, 4)
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model, methods=("again",))
+        try:
+            model(x) if how == "call" else model.again(x)
+        except error:
+            assert not torch.is_autocast_enabled("cpu")  # at once, and not when the exception is forgotten
+            assert frames.depth() == 0
+        model[0].error = None
+        out = model(x)
+        model[0].error = error()
+        with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.suppress(error):
+            model(x)
+        assert not torch.is_autocast_enabled("cpu")
+        model[0].error = None
+        assert torch.equal(model(x), out)
