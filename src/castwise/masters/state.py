@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise.masters.parameter import is_low
+from castwise.masters.originals import is_low
 
 __all__ = ["move_state", "restride_state"]
 
