@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -371,14 +372,14 @@ def cpu_has_tf32() -> bool:
 
 def mark_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Let a GradScaler hand its scale and flag to the optimizer's fused kernel; returns what undoes it."""
-    before = vars(optimizer).get("_step_supports_amp_scaling")
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    name, alive = "_step_supports_amp_scaling", weakref.ref(optimizer)
+    before = {key: value for key, value in vars(optimizer).items() if key == name}
+    vars(optimizer)[name] = True
 
     def undo() -> None:
-        if before is None:
-            vars(optimizer).pop("_step_supports_amp_scaling", None)
-        else:
-            optimizer._step_supports_amp_scaling = before  # type: ignore[attr-defined]
+        if (found := alive()) is not None:
+            vars(found).pop(name, None)
+            vars(found).update(before)
 
     return undo
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -35,13 +40,17 @@ def _unfit_dtensors(optimizer: Optimizer) -> bool:
     return any(True in kind and (len(kind) > 1 or not known) for kind in kinds)
 
 
-def fuse(optimizer: Optimizer) -> None:
+def fuse(optimizer: Optimizer) -> Callable[[], None]:
     """Use the fused kernel from the next step on, keeping all state.
 
     State is brought into the strides of its parameter, which the fused kernels assume and do not check.
 
+    Returns:
+        What undoes it: flags of the groups, those added since included, and state in the form that the optimizer's
+        former kernel has it. The optimizer may have stepped in between, and is not kept alive.
+
     Raises:
-        DeviceError: An optimizer without a fused kernel.
+        DeviceError: An optimizer without a fused kernel; nothing was changed.
     """
     if type(optimizer) in _FUSED and _unfit_dtensors(optimizer):
         raise DeviceError(
@@ -54,10 +63,41 @@ def fuse(optimizer: Optimizer) -> None:
             f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel here; torch has one for {names}. "
             "Use one of these, or optimizer='as_given'."
         )
+    former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
     restride_state(optimizer)
     for parameter, state in optimizer.state.items():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
-    _torch.mark_fused(optimizer)
+    return functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.mark_fused(optimizer))
+
+
+def _flags(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
+
+
+def _unfuse(
+    reference: weakref.ref[Optimizer], former: list[dict[str, Any]], unmark: Callable[[], None]
+) -> None:
+    optimizer = reference()
+    if optimizer is None:
+        return
+    groups = optimizer.param_groups
+    added = [former[0]] * (len(groups) + 1 - len(former))  # groups that took the defaults
+    for group, flags in zip((optimizer.defaults, *groups), (*former, *added), strict=False):
+        for name in ("fused", "foreach"):
+            group.pop(name, None)
+        group.update(flags)
+    for group in groups:
+        if group.get("fused") or group.get("capturable"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:  # counted on the host, as torch's other kernels have it
+                state["step"] = torch.as_tensor(state["step"], device="cpu", dtype=_step_dtype())
+    unmark()
+
+
+def _step_dtype() -> torch.dtype:
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
