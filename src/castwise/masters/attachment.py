@@ -220,16 +220,18 @@ class Attachment:
         optimizer = self._optimizer()
         for handle in (*self._handles, *self._model_hooks):
             handle.remove()
+        self.refresh_from_model()
+        for master in self._masters:
+            release(master, write_back=write_back)
         if optimizer is not None:
-            self.refresh_from_model()
             optimizer.__dict__.pop("__reduce_ex__", None)
             _attachments.pop(optimizer, None)
             for group in optimizer.param_groups:
                 params = group["params"]
                 for index, master in enumerate(params):
                     if isinstance(master, Master):
-                        params[index] = release(master, write_back=write_back)
-                        move_state(optimizer, master, params[index])  # type: ignore[arg-type]
+                        params[index] = master.stored
+                        move_state(optimizer, master, master.stored)
         sync.live[:] = [reference for reference in sync.live if reference() is not self]
         _follow_all_steps()
         self._stored, self._masters, self._targets, self._sources = [], [], [], []
@@ -264,10 +266,13 @@ class Attachment:
         versions where nothing was written.
         """
         optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        if self._frozen or len(optimizer.param_groups) != len(self._group_sizes):
+        if optimizer is not None and (
+            self._frozen or len(optimizer.param_groups) != len(self._group_sizes)
+        ):
             self._scan_for_more(optimizer)
+        self._push_written()
+
+    def _push_written(self) -> None:
         versions = _torch.versions(self._masters)
         if versions != self._updated:
             for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
@@ -286,7 +291,7 @@ class Attachment:
         Elements of a parameter that still are its master rounded leave the master's full value alone.
         Synchronises with the device.
         """
-        self.sync()
+        self._push_written()
         for index, parameter in enumerate(self._stored):
             if is_low(parameter):
                 self._settle(index)

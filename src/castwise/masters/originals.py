@@ -1,4 +1,4 @@
-"""Values in fp32 of parameters that are stored low and have no master: frozen ones, and those of no optimizer yet.
+"""Values in their former format of parameters that are stored low and have no master: frozen ones, and those of no optimizer yet.
 
 A session remembers what it rounds. A master that is made later starts from it, checkpoints hold it, and
 :func:`restore` puts it back. Elements that were changed in the parameter since then are taken from the parameter.
@@ -90,9 +90,10 @@ def remember_original(parameter: nn.Parameter, values: Tensor) -> None:
 
     Args:
         parameter: Stored in bf16 or fp16 now; of any other nothing is kept.
-        values: Its values in a wider format, same shape. The tensor itself is kept, not a copy.
+        values: Its values in another format, bf16 before fp16 included, same shape. The tensor itself is kept, not a
+            copy.
     """
-    if is_low(parameter) and values.dtype.itemsize > parameter.dtype.itemsize:
+    if is_low(parameter) and values.dtype is not parameter.dtype:
         # values may be the parameter's former self, detached, which counts writes together with the parameter.
         _originals[parameter] = values.detach().data
 

@@ -59,9 +59,8 @@ def in_fp32(value: Tensor) -> Tensor:
     if master is not None:
         return master.data
     original = original_of(value)
-    if original is not None:
-        return original
-    return value.detach().to(torch.float32) if is_low(value) else value.detach()
+    full = value.detach() if original is None else original
+    return full.to(torch.float32) if is_low(full) else full
 
 
 def named_masters(
@@ -109,8 +108,8 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
 class LoadIntoMasters:
     """Hook of a module: ``load_state_dict`` gives the masters the full values of a checkpoint, not rounded ones.
 
-    So it does for what is remembered of parameters without masters. Values in bf16 or fp16 take nothing from what
-    rounds to them: ``model.load_state_dict(model.state_dict())`` changes nothing.
+    So it does for what is remembered of parameters without masters. Values in the format of the parameter take
+    nothing from what rounds to them: ``model.load_state_dict(model.state_dict())`` changes nothing.
 
     In a copy of the model, whose parameters have no masters, it does nothing. ``copy.deepcopy`` of a module comes by
     here after its parameters, which is how copies are found (see ``copies``).
@@ -150,7 +149,8 @@ class LoadIntoMasters:
                 continue
             if value.shape != parameter.shape or value.is_meta:
                 continue  # torch reports it in its own words
-            if is_low(value) and hasattr(value, "device_mesh") == hasattr(full, "device_mesh"):
+            alike = hasattr(value, "device_mesh") == hasattr(full, "device_mesh")
+            if alike and value.dtype is parameter.dtype and is_low(value):
                 merge_values(full, value.to(full.device))
             else:
                 full.copy_(value)
