@@ -372,7 +372,10 @@ def cpu_has_tf32() -> bool:
 
 def mark_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Let a GradScaler hand its scale and flag to the optimizer's fused kernel; returns what undoes it."""
-    names = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")  # torch sets the latter at a step
+    names = (
+        "_step_supports_amp_scaling",
+        "_need_device_dtype_check_for_fused",
+    )  # torch sets the latter at a step
     before = {name: value for name, value in vars(optimizer).items() if name in names}
     alive = weakref.ref(optimizer)
     vars(optimizer)[names[0]] = True

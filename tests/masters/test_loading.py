@@ -31,7 +31,9 @@ def test_loading_a_models_own_state_changes_nothing(through: str, assign: bool) 
     if through == "clone":
         state = {key: value.clone() for key, value in state.items()}
     if through == "wrapper":
-        nn.Sequential(model).load_state_dict({f"0.{key}": value for key, value in state.items()}, assign=assign)
+        nn.Sequential(model).load_state_dict(
+            {f"0.{key}": value for key, value in state.items()}, assign=assign
+        )
     else:
         model.load_state_dict(state, assign=assign)
     model(torch.ones(2, 8))
@@ -58,7 +60,9 @@ def test_values_in_other_formats_are_taken_as_they_are() -> None:
     for dtype in (torch.float32, torch.float16):
         with torch.no_grad():
             held(optimizer)[0].fill_(1.0009)
-        model.load_state_dict({key: torch.ones_like(v, dtype=dtype) for key, v in Weights().state_dict().items()})
+        model.load_state_dict({
+            key: torch.ones_like(v, dtype=dtype) for key, v in Weights().state_dict().items()
+        })
         model(torch.ones(2, 8))
         assert (held(optimizer)[0] == 1).all()
 

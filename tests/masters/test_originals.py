@@ -13,15 +13,18 @@ import castwise
 from castwise.masters import (
     attach,
     attachment_of,
+    fit_state,
     forget_original,
     fp32_state_dict,
     master_of,
     original_of,
     remember_original,
     restore,
+    store,
 )
 from castwise.masters.originals import _originals
-from tests.test_masters_optimizers import Weights, batches, lower
+from tests.test_masters_optimizers import Weights, batches, lower, train
+from tests.test_masters_state import STATEFUL
 
 
 def test_a_later_master_starts_from_the_original() -> None:
@@ -149,3 +152,50 @@ def test_unfreezing_and_adding_work_under_a_loss_scale(plan: str, own: bool) -> 
         assert torch.equal(parameter.detach(), master.detach().to(parameter.dtype))
     amp.close()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_store_and_restore_undo_each_other(dtype: torch.dtype, sticky: bool, grads: bool) -> None:
+    """Also where grad_dtype was set before, as it is on a parameter that once had a master."""
+    parameter = nn.Parameter(torch.randn(4, 4))
+    if sticky:
+        parameter.grad_dtype = torch.float32
+    if grads:
+        parameter.grad = torch.randn(4, 4)
+    full = parameter.detach().clone()
+    for _ in range(2):
+        store(parameter, dtype)
+        assert parameter.dtype is dtype
+        assert parameter.grad_dtype is dtype
+        assert (parameter.grad is not None) == grads
+        (parameter.float() * 2).sum().backward()
+        assert parameter.grad is not None
+        assert parameter.grad.dtype is dtype
+        if not grads:
+            parameter.grad = None
+        store(parameter, torch.float16)  # from one low format into another: from the full values
+        assert torch.equal(parameter.detach(), full.half())
+        assert restore(parameter)
+        assert torch.equal(parameter.detach(), full)
+        assert parameter.grad_dtype is torch.float32
+        assert parameter.grad is None or parameter.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
+def test_state_follows_parameters_that_are_stored_anew(make: Any) -> None:
+    """Under plans without masters, there and back; torch's kernels want it so."""
+    model = Weights()
+    optimizer = make(list(model.parameters()))
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for parameter in model.parameters():
+            if dtype is torch.bfloat16:
+                store(parameter, dtype)
+            else:
+                restore(parameter)
+        fit_state(optimizer)
+        train(model, optimizer, 2)
+        for parameter in model.parameters():
+            for key, value in optimizer.state[parameter].items():
+                assert key == "step" or not isinstance(value, torch.Tensor) or value.dtype is dtype

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import castwise
 from castwise.errors import StateError
 from castwise.masters import Master, attach, attachment_of, fp32_state_dict, master_of
-from tests.masters.presets import MASTERS
 from tests.masters.outside import SAM, Lookahead, ScheduleFree
+from tests.masters.presets import MASTERS
 from tests.test_masters_gradients import held, prepared
 from tests.test_masters_optimizers import Weights, batches, lower
 

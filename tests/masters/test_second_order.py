@@ -21,7 +21,9 @@ def fit(plan: str, steps: int) -> tuple[list[float], Any]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = AdaHessian(model.parameters())
     losses = []
-    with castwise.Amp(f"{plan}+loss_scale=none" if "fp16" in plan or plan[0] == "O" else plan, device="cpu") as amp:
+    with castwise.Amp(
+        f"{plan}+loss_scale=none" if "fp16" in plan or plan[0] == "O" else plan, device="cpu"
+    ) as amp:
         amp.prepare(model, optimizer)
         for x in batches(1) * steps:
             loss = (model(x).float() - x[:, :1]).square().mean()

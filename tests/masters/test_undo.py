@@ -113,7 +113,9 @@ def test_an_optimizer_that_skipped_its_init_is_refused_in_words() -> None:
     lower(model, torch.bfloat16)
     inner = torch.optim.AdamW(model.parameters())
     before = picture(model, inner)
-    with pytest.raises(StateError, match=r"Skips is a torch.optim.Optimizer whose Optimizer.__init__ was never"):
+    with pytest.raises(
+        StateError, match=r"Skips is a torch.optim.Optimizer whose Optimizer.__init__ was never"
+    ):
         attach(Skips(inner), model)
     assert picture(model, inner) == before
 
@@ -123,7 +125,9 @@ def test_an_attach_that_fails_half_way_leaves_all_as_it_was() -> None:
     model = Weights()
     former = lower(model, torch.bfloat16)
     full = former[model.a.weight].clone()
-    model.b.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16).expand(10**14))  # no memory for its master
+    model.b.weight = nn.Parameter(
+        torch.zeros(1, dtype=torch.bfloat16).expand(10**14)
+    )  # no memory for its master
     optimizer = torch.optim.AdamW(model.parameters())
     before = picture(model, optimizer)
     with pytest.raises(RuntimeError, match="alloc"):
@@ -212,8 +216,14 @@ FUSIBLE: dict[str, Any] = {
 
 def flags(optimizer: Optimizer) -> Any:
     return (
-        [{k: v for k, v in g.items() if k != "params"} for g in (optimizer.defaults, *optimizer.param_groups)],
-        {id(p): (type(s.get("step")), getattr(s.get("step"), "dtype", None)) for p, s in optimizer.state.items()},
+        [
+            {k: v for k, v in g.items() if k != "params"}
+            for g in (optimizer.defaults, *optimizer.param_groups)
+        ],
+        {
+            id(p): (type(s.get("step")), getattr(s.get("step"), "dtype", None))
+            for p, s in optimizer.state.items()
+        },
         getattr(optimizer, "_step_supports_amp_scaling", "unset"),
         sorted(vars(optimizer)),
     )

@@ -10,9 +10,16 @@ from __future__ import annotations
 
 from castwise.masters.attachment import Attachment, attach, attachment_of, refresh_master
 from castwise.masters.averages import AveragedModel
-from castwise.masters.originals import forget_original, is_low, original_of, remember_original, restore
+from castwise.masters.originals import (
+    forget_original,
+    is_low,
+    original_of,
+    remember_original,
+    restore,
+    store,
+)
 from castwise.masters.parameter import Master, master_of, model_param_of
-from castwise.masters.state import restride_state
+from castwise.masters.state import fit_state, restride_state
 from castwise.masters.weights import LoadIntoMasters, fp32_state_dict
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "Master",
     "attach",
     "attachment_of",
+    "fit_state",
     "forget_original",
     "fp32_state_dict",
     "is_low",
@@ -32,4 +40,5 @@ __all__ = [
     "remember_original",
     "restore",
     "restride_state",
+    "store",
 ]

@@ -169,6 +169,7 @@ class Attachment:
         """Look through the optimizer's groups and give masters to covered parameters that lack one."""
         covered = None if self.covers_all else self._covered()
         made: list[tuple[list[Any], int, Any]] = []
+        masters: list[Any] = []
         frozen = []
         try:
             for group in optimizer.param_groups:
@@ -195,8 +196,10 @@ class Attachment:
         known |= {id(master.stored): self._marks(master) for _, _, master in made}
         self._frozen = frozen
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._masters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Master)]
-        self._stored = [master.stored for master in self._masters]
+        for group in optimizer.param_groups:
+            masters += [p for p in group["params"] if isinstance(p, Master)]
+        self._masters = masters
+        self._stored = [master.stored for master in masters]
         self._targets = [local(parameter) for parameter in self._stored]
         self._sources = [local(master) for master in self._masters]
         # A parameter whose history is unknown is compared with its master before the next step.
@@ -227,11 +230,11 @@ class Attachment:
             optimizer.__dict__.pop("__reduce_ex__", None)
             _attachments.pop(optimizer, None)
             for group in optimizer.param_groups:
-                params = group["params"]
+                params: list[Any] = group["params"]
                 for index, master in enumerate(params):
                     if isinstance(master, Master):
-                        params[index] = master.stored
-                        move_state(optimizer, master, master.stored)
+                        params[index] = parameter = master.stored
+                        move_state(optimizer, master, parameter)  # type: ignore[arg-type]  # a tensor, too
         sync.live[:] = [reference for reference in sync.live if reference() is not self]
         _follow_all_steps()
         self._stored, self._masters, self._targets, self._sources = [], [], [], []
@@ -266,9 +269,7 @@ class Attachment:
         versions where nothing was written.
         """
         optimizer = self._optimizer()
-        if optimizer is not None and (
-            self._frozen or len(optimizer.param_groups) != len(self._group_sizes)
-        ):
+        if optimizer is not None and (self._frozen or len(optimizer.param_groups) != len(self._group_sizes)):
             self._scan_for_more(optimizer)
         self._push_written()
 
@@ -483,7 +484,8 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     if torch.compiler.is_compiling() or optimizer in _attachments:
         return
-    held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Master)]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    held: list[Any] = [p for p in params if isinstance(p, Master)]
     if held:
         torch.autograd.graph.increment_version(held)
         sync.sync()

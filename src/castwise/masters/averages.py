@@ -37,7 +37,7 @@ class AveragedModel(swa_utils.AveragedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the averaged model."""
         if not self._stored:
-            return super().forward(*args, **kwargs)
+            return self.module(*args, **kwargs)
         stored = {
             name: average.to(self._stored[name])
             for name, average in self.module.named_parameters()

@@ -44,7 +44,9 @@ def look_at_copies() -> None:
         if source is None or not is_low(copied) or master_of(copied) is not None:
             excuse(copied)
         elif now != version:
-            if copied.shape == source.shape and torch.equal(copied.detach(), source.detach().to(copied.device)):
+            if copied.shape == source.shape and torch.equal(
+                copied.detach(), source.detach().to(copied.device)
+            ):
                 _watched[copied] = (reference, now)  # the model's weights were copied over
                 continue
             _watched.clear()

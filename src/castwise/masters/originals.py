@@ -26,6 +26,7 @@ __all__ = [
     "original_of",
     "remember_original",
     "restore",
+    "store",
 ]
 
 _LOW_DTYPES = frozenset(get_format(name).dtype for name in LOW)
@@ -60,7 +61,9 @@ def assign(parameter: Tensor, values: Tensor) -> None:
 def agree(full: Tensor, values: Tensor) -> bool:
     """Whether low values are the full ones rounded, NaN included. Synchronises with the device."""
     rounded, values = local(full).to(values.dtype), local(values)
-    return torch.equal(rounded, values) or bool(((rounded == values) | (rounded.isnan() & values.isnan())).all())
+    return torch.equal(rounded, values) or bool(
+        ((rounded == values) | (rounded.isnan() & values.isnan())).all()
+    )
 
 
 @torch.no_grad()
@@ -83,6 +86,22 @@ def merge_values(full: Tensor, values: Tensor) -> bool:
         return False
     full.copy_(torch.where(rounded == values, full, values.to(full.dtype)))
     return True
+
+
+def store(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Store a parameter in another format, in place, and remember the values that it had: :func:`restore` undoes it.
+
+    Its gradient and ``grad_dtype`` follow.
+
+    Args:
+        parameter: Not a master's; DTensors too.
+        dtype: bf16 or fp16; for any other nothing is remembered.
+    """
+    former = original_of(parameter)
+    if former is None:
+        former = parameter.detach()
+    _replace(parameter, former.to(dtype))
+    remember_original(parameter, former)
 
 
 def remember_original(parameter: nn.Parameter, values: Tensor) -> None:
@@ -134,12 +153,17 @@ def restore(parameter: nn.Parameter) -> bool:
         return False
     if values.stride() != parameter.stride():  # the memory format was changed since
         values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
+    _replace(parameter, values)
+    forget_original(parameter)
+    return True
+
+
+def _replace(parameter: nn.Parameter, values: Tensor) -> None:
+    # A grad_dtype that equals the dtype is torch's default, or what is left of it once it was set: it cannot be unset.
     grad, follows = parameter.grad, parameter.grad_dtype is parameter.dtype
     parameter.grad = None
     assign(parameter, values)
-    if follows:
+    if follows and parameter.grad_dtype is not parameter.dtype:
         parameter.grad_dtype = parameter.dtype
     if grad is not None:
         parameter.grad = grad.to(parameter.dtype) if follows else grad
-    forget_original(parameter)
-    return True

@@ -165,7 +165,8 @@ class _DifferentiatedByStored:
 
 def _differentiate_by_stored(master: Any) -> None:
     if not isinstance(master, _DifferentiatedByStored):
-        master.__class__ = _differentiated(type(master))
+        kind: type = type(master)
+        master.__class__ = _differentiated(kind)
 
 
 @functools.cache
@@ -207,7 +208,8 @@ def release(master: Any, *, write_back: bool) -> nn.Parameter:
         The parameter. Nothing happens to it where the master was released before, by another optimizer.
     """
     parameter: nn.Parameter = master.stored
-    if master_of(parameter) is not master:
+    current: Any = master_of(parameter)
+    if current is not master:
         return parameter
     grad, follows = parameter.grad, master.former_grad_dtype is parameter.dtype
     parameter.grad = None

@@ -24,7 +24,7 @@ def sync(*_: Any) -> None:
 
 def settle_all() -> None:
     """Bring parameters and masters together, whichever of the two was written."""
-    for reference in list(live):
+    for reference in live:
         attachment = reference()
         if attachment is not None:
             attachment.settle()
