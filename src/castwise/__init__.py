@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from castwise.errors import CastwiseError
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
+    from castwise.masters import AveragedModel
     from castwise.numerics.parity import ParityResult, parity
     from castwise.plan import LossScale, Plan, Region
     from castwise.scaler import GradScaler, StepResult
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Amp",
+    "AveragedModel",
     "CastwiseError",
     "GradScaler",
     "LossScale",
@@ -48,6 +50,7 @@ __all__ = [
 
 _HOME = {
     "Amp": "session",
+    "AveragedModel": "masters",
     "CastwiseError": "errors",
     "GradScaler": "scaler",
     "LossScale": "plan",

@@ -376,21 +376,29 @@ def cpu_has_tf32() -> bool:
 
 
 def mark_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel instead of reading them back.
-
-    Returns:
-        What undoes it.
-    """
-    known = {"_step_supports_amp_scaling": vars(optimizer).get("_step_supports_amp_scaling")}
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel; returns what undoes it."""
+    names = (
+        "_step_supports_amp_scaling",
+        "_need_device_dtype_check_for_fused",
+    )  # torch sets the latter at a step
+    before = {name: value for name, value in vars(optimizer).items() if name in names}
+    alive = weakref.ref(optimizer)
+    vars(optimizer)[names[0]] = True
 
     def undo() -> None:
-        for name, value in known.items():
-            optimizer.__dict__.pop(name, None)
-            if value is not None:
-                setattr(optimizer, name, value)
+        if (found := alive()) is not None:
+            for name in names:
+                vars(found).pop(name, None)
+            vars(found).update(before)
 
     return undo
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``Optimizer.__init__`` has run, which some wrappers leave out: without it no hook can be registered."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(
+        optimizer, "_optimizer_load_state_dict_post_hooks"
+    )
 
 
 def ran_compiled(module: torch.nn.Module) -> bool:
@@ -484,19 +492,23 @@ def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer calls step hooks; a wrapper whose ``__init__`` skips that of Optimizer does not."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
-
-
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was written in place, as autograd counts; writes through ``.data`` are not seen."""
+    """How often each tensor was written in place, as autograd counts.
+
+    Not counted are writes through ``.data`` and those of torch's fused optimizers.
+    """
     return [tensor._version for tensor in tensors]
 
 
 def version(tensor: torch.Tensor) -> int:
     """How often one tensor was written in place, as :func:`versions`; 0 of an inference tensor, which does not count."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call ``function`` as if no argument had a ``__torch_function__`` of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
 
 
 def refuse_inlining(function: Callable[..., Any]) -> None:
@@ -555,16 +567,23 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local if wait is None or type(local) is torch.Tensor else wait()
 
 
+_set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # also where a subclass has a property data
+
+
 def store_dtensor(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     """Store a DTensor in another dtype, in place.
 
     ``parameter.data = parameter.data.to(dtype)`` changes what the DTensor says of itself and leaves its memory as it was;
     ``torch.utils.swap_tensors`` refuses what has weak references.
     """
-    converted: Any = parameter.detach().to(dtype)
-    parameter.data = converted
-    parameter._local_tensor = converted._local_tensor  # type: ignore[attr-defined]
-    parameter._spec = converted._spec  # type: ignore[attr-defined]
+    set_dtensor(parameter, parameter.detach().to(dtype))
+
+
+def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
+    """Give a DTensor the memory of another: ``parameter.data = values`` as plain tensors have it."""
+    _set_data(parameter, values)
+    parameter._local_tensor = values._local_tensor  # type: ignore[attr-defined]
+    parameter._spec = values._spec  # type: ignore[attr-defined]
 
 
 def was_dtensor(parameter: torch.Tensor) -> bool:

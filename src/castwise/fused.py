@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -64,39 +65,48 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
     State is brought into the strides of its parameter, which the fused kernels assume and do not check.
 
     Returns:
-        What undoes it, as far as state that came meanwhile allows: the flags, and the form of ``step``.
+        What undoes it: flags of the groups, those added since included, and state in the form that the optimizer's
+        former kernel has it. The optimizer may have stepped in between, and is not kept alive.
 
     Raises:
-        DeviceError: An optimizer without a fused kernel.
+        DeviceError: An optimizer without a fused kernel; nothing was changed.
     """
     check_fused(optimizer)
-    alive = weakref.ref(optimizer)
-    tables = (optimizer.defaults, *optimizer.param_groups)
-    flags: list[dict[str, Any]] = [
-        {name: table[name] for name in ("fused", "foreach") if name in table} for table in tables
-    ]
-    first = optimizer.defaults.get("fused")
-    forget = _torch.mark_fused(optimizer)
-    for table in tables:
-        table["fused"], table["foreach"] = True, False
+    former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"], group["foreach"] = True, False
     restride_state(optimizer)
     for parameter, state in optimizer.state.items():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
+    return functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.mark_fused(optimizer))
 
-    def undo() -> None:
-        target = alive()
-        if target is None:
-            return
-        forget()
-        for table in (target.defaults, *target.param_groups):
-            known = next((k for t, k in zip(tables, flags, strict=True) if t is table), flags[0])
-            for name in ("fused", "foreach"):
-                table.pop(name, None)
-            table.update(known)
-        if not first:
-            for state in target.state.values():
-                if "step" in state and not target.defaults.get("capturable", False):
-                    state["step"] = state["step"].cpu()
 
-    return undo
+def _flags(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
+
+
+def _unfuse(
+    reference: weakref.ref[Optimizer], former: list[dict[str, Any]], unmark: Callable[[], None]
+) -> None:
+    optimizer = reference()
+    if optimizer is None:
+        return
+    groups = optimizer.param_groups
+    added = [former[0]] * (len(groups) + 1 - len(former))  # groups that took the defaults
+    for group, flags in zip((optimizer.defaults, *groups), (*former, *added), strict=False):
+        for name in ("fused", "foreach"):
+            group.pop(name, None)
+        group.update(flags)
+    for group in groups:
+        if group.get("fused") or group.get("capturable"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:  # counted on the host, as torch's other kernels have it
+                state["step"] = torch.as_tensor(state["step"], device="cpu", dtype=_step_dtype())
+    unmark()
+
+
+def _step_dtype() -> torch.dtype:
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32

@@ -1,30 +1,47 @@
 """Parameters stored low with fp32 masters, for any torch optimizer.
 
-``parameter``: the master itself, which shares its gradient with the parameter. ``attachment``: masters in an
-optimizer, kept in step with the model. ``state``: optimizer state under new keys, dtypes and strides.
-``weights``: fp32 weights out of a model and into it.
+``parameter``: the master itself, which shares its gradient with the parameter. ``originals``: fp32 values of parameters
+without a master. ``attachment``: masters in an optimizer, kept in step with the model. ``sync``: before whatever reads
+a model. ``state``: optimizer state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into
+it. ``averages``: averages of weights; ``copies``: averages that would lose their movement.
 """
 
 from __future__ import annotations
 
-from castwise.masters.attachment import Attachment, attach, attachment_of
-from castwise.masters.parameter import Master, is_low, local, master_of, model_param_of, refresh_master
-from castwise.masters.state import move_state, restride_state
-from castwise.masters.weights import LoadIntoMasters, fp32_state_dict, install_load_hooks
+from castwise.masters.attachment import Attachment, attach, attachment_of, refresh_master
+from castwise.masters.averages import AveragedModel
+from castwise.masters.originals import (
+    forget_original,
+    is_low,
+    local,
+    original_of,
+    remember_original,
+    restore,
+    store,
+)
+from castwise.masters.parameter import Master, master_of, model_param_of
+from castwise.masters.state import fit_state, move_state, restride_state
+from castwise.masters.weights import LoadIntoMasters, fp32_state_dict
 
 __all__ = [
     "Attachment",
+    "AveragedModel",
     "LoadIntoMasters",
     "Master",
     "attach",
     "attachment_of",
+    "fit_state",
+    "forget_original",
     "fp32_state_dict",
-    "install_load_hooks",
     "is_low",
     "local",
     "master_of",
     "model_param_of",
     "move_state",
+    "original_of",
     "refresh_master",
+    "remember_original",
+    "restore",
     "restride_state",
+    "store",
 ]

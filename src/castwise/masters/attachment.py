@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -10,25 +11,27 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from castwise import _torch
 from castwise.errors import StateError
+from castwise.masters import sync
+from castwise.masters.copies import look_at_copies
+from castwise.masters.originals import address, agree, is_low, local, merge_values, remember_original
 from castwise.masters.parameter import (
     Master,
     allow_low_grad,
-    forget,
-    is_low,
-    local,
     make_master,
-    merge_values,
+    master_of,
     mirror_grad,
     narrow_grad,
-    want_grad_as_stored,
+    release,
 )
 from castwise.masters.state import move_state, restride_state
-from castwise.masters.weights import install_load_hooks, named_masters, write_masters
+from castwise.masters.weights import install_hooks, named_masters, write_masters
 
-__all__ = ["Attachment", "attach", "attachment_of"]
+__all__ = ["Attachment", "attach", "attachment_of", "refresh_master"]
 
 _Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _attachments: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
@@ -55,14 +58,29 @@ def attach(
 
     Returns:
         What keeps masters and model in step. It lives as long as the optimizer.
+
+    Raises:
+        StateError: An optimizer whose ``Optimizer.__init__`` never ran. After this or any other error the optimizer,
+            the parameters and the model's hooks are as they were.
     """
+    if not _torch.has_step_hooks(optimizer):
+        raise StateError(
+            f"prepare: {type(optimizer).__name__} is a torch.optim.Optimizer whose Optimizer.__init__ was never called, so that "
+            "its steps cannot be followed. Prepare the optimizer that it wraps, or call super().__init__(params, defaults) in it."
+        )
+    for parameter, values in () if originals is None else originals.items():
+        if isinstance(parameter, nn.Parameter) and master_of(parameter) is None:
+            remember_original(parameter, values)
     attachment = _attachments.get(optimizer)
-    if attachment is None:
-        attachment = Attachment(optimizer)
-        attachment.cover(params)
-    elif not attachment.covers_all:
-        attachment.cover(params)
-    attachment.scan(optimizer, originals)
+    if attachment is not None:
+        attachment.extend(params)
+        return attachment
+    attachment = Attachment(optimizer)
+    try:
+        attachment.extend(params)
+    except BaseException:
+        attachment.detach()
+        raise
     return attachment
 
 
@@ -74,7 +92,11 @@ def attachment_of(optimizer: Optimizer) -> Attachment | None:
 class Attachment:
     """The masters of one optimizer and the hooks that keep them in step; made by :func:`attach`.
 
-    Writes to parameters through ``parameter.data`` (``parameter.data.copy_(...)``) cannot be seen; after them call
+    Whoever writes to a master or to its parameter, outside of ``step`` too, changes both: what was written to masters
+    reaches the model before its next ``forward`` and ``state_dict``, what was written to parameters reaches the masters
+    before the next step. Where both were written in between and differ, the master's values hold, and a warning says so.
+
+    Writes to *parameters* through ``parameter.data`` (``parameter.data.copy_(...)``) cannot be seen; after them call
     :meth:`refresh_from_model`, or write under ``torch.no_grad()`` instead.
     """
 
@@ -84,6 +106,7 @@ class Attachment:
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
         self._models: list[weakref.ref[nn.Module]] = []
+        self._model_hooks: list[RemovableHandle] = []
         self._params: list[weakref.ref[nn.Parameter]] = []
         self._stored: list[nn.Parameter] = []
         self._masters: list[nn.Parameter] = []
@@ -105,6 +128,8 @@ class Attachment:
         # reach a model.
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
         _attachments[optimizer] = self
+        sync.live.append(weakref.ref(self, sync.live.remove))
+        _follow_all_steps()
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:
@@ -118,15 +143,19 @@ class Attachment:
 
     # --- which parameters have masters ---------------------------------------------------------------------
 
-    def cover(self, params: nn.Module | Iterable[nn.Parameter] | None) -> None:
-        """Let these parameters have masters once :meth:`scan` finds them in the optimizer, trainable and low."""
+    def extend(self, params: nn.Module | Iterable[nn.Parameter] | None) -> None:
+        """Let these parameters have masters, now if they are in the optimizer, trainable and low, else once they are."""
         if params is None:
             self.covers_all = True
         elif isinstance(params, nn.Module):
-            self._models.append(weakref.ref(params))
-            install_load_hooks(params)
+            if all(known() is not params for known in self._models):
+                self._models.append(weakref.ref(params))
+                self._model_hooks += install_hooks(params)
         else:
             self._params.extend(weakref.ref(parameter) for parameter in params)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self.scan(optimizer)
 
     def _covered(self) -> set[int]:
         covered = {id(parameter) for ref in self._params if (parameter := ref()) is not None}
@@ -136,78 +165,80 @@ class Attachment:
                 covered.update(map(id, model.parameters()))
         return covered
 
-    def scan(self, optimizer: Optimizer, originals: Mapping[Any, Tensor] | None = None) -> None:
+    def scan(self, optimizer: Optimizer) -> None:
         """Look through the optimizer's groups and give masters to covered parameters that lack one."""
         covered = None if self.covers_all else self._covered()
-        masters: list[nn.Parameter] = []
-        self._frozen = []
-        fresh = set()
-        for group in optimizer.param_groups:
-            params = group["params"]
-            for index, parameter in enumerate(params):
-                if not isinstance(parameter, Master):
-                    if not is_low(parameter) or (covered is not None and id(parameter) not in covered):
+        made: list[tuple[list[Any], int, Any]] = []
+        masters: list[Any] = []
+        frozen = []
+        try:
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    if isinstance(parameter, Master) or not is_low(parameter):
                         continue
-                    if not parameter.requires_grad:
-                        self._frozen.append(parameter)
+                    if covered is not None and id(parameter) not in covered:
                         continue
-                    master = make_master(parameter, None if originals is None else originals.get(parameter))
-                    params[index] = master
-                    move_state(optimizer, parameter, master)
-                    fresh.add(id(parameter))
-                    if self._low_gradients:
-                        allow_low_grad(parameter)
-                masters.append(params[index])
-        known = dict(
-            zip(map(id, self._stored), zip(self._written, self._addresses, strict=True), strict=True)
-        )
+                    if parameter.requires_grad:
+                        made.append((group["params"], index, make_master(parameter)))
+                    else:
+                        frozen.append(parameter)
+        except BaseException:
+            for _, _, master in made:
+                release(master, write_back=False)
+            raise
+        for params, index, master in made:
+            params[index] = master
+            move_state(optimizer, master.stored, master)
+            if self._low_gradients:
+                allow_low_grad(master.stored)
+        marks = zip(self._written, self._addresses, self._updated, strict=True)
+        known = dict(zip(map(id, self._stored), marks, strict=True))
+        known |= {id(master.stored): self._marks(master) for _, _, master in made}
+        self._frozen = frozen
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            masters += [p for p in group["params"] if isinstance(p, Master)]
         self._masters = masters
-        self._stored = [master.stored for master in masters]  # type: ignore[attr-defined]
+        self._stored = [master.stored for master in masters]
         self._targets = [local(parameter) for parameter in self._stored]
-        self._sources = [local(master) for master in masters]
-        now = zip(_torch.versions(self._stored), map(_address, self._stored), strict=True)
+        self._sources = [local(master) for master in self._masters]
         # A parameter whose history is unknown is compared with its master before the next step.
-        marks = [
-            mark if id(parameter) in fresh else known.get(id(parameter), (-1, -1))
-            for parameter, mark in zip(self._stored, now, strict=True)
-        ]
-        self._written = [version for version, _ in marks]
-        self._addresses = [address for _, address in marks]
-        self._updated = [-1] * len(masters)
+        now = [known.get(id(parameter), (-1, -1, -1)) for parameter in self._stored]
+        self._written, self._addresses, self._updated = ([mark[i] for mark in now] for i in range(3))
+
+    @staticmethod
+    def _marks(master: Any) -> tuple[int, int, int]:
+        """What tells later whether a parameter or its master was written since they were equal."""
+        stored, own = _torch.versions([master.stored, master])
+        return stored, address(master.stored), own
 
     def detach(self, *, write_back: bool = False) -> None:
-        """Take the masters out of the optimizer and put the model's own parameters back.
+        """Take the masters out of the optimizer and put the model's own parameters back, hooks and ``grad_dtype`` too.
 
         Args:
             write_back: The parameters become fp32 and take the masters' values (and memory). Otherwise they stay
-                low and the optimizer's state takes their format.
+                low, the optimizer's state takes their format, and the masters' values are remembered as their
+                originals (see :func:`castwise.masters.original_of`).
         """
         optimizer = self._optimizer()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._model_hooks):
             handle.remove()
+        self.refresh_from_model()
+        for master in self._masters:
+            release(master, write_back=write_back)
         if optimizer is not None:
-            self.scan(optimizer)
-            self.refresh_from_model()
             optimizer.__dict__.pop("__reduce_ex__", None)
             _attachments.pop(optimizer, None)
             for group in optimizer.param_groups:
-                params = group["params"]
+                params: list[Any] = group["params"]
                 for index, master in enumerate(params):
                     if isinstance(master, Master):
-                        params[index] = self._release(optimizer, master, write_back)
+                        params[index] = parameter = master.stored
+                        move_state(optimizer, master, parameter)  # type: ignore[arg-type]  # a tensor, too
+        sync.live[:] = [reference for reference in sync.live if reference() is not self]
+        _follow_all_steps()
         self._stored, self._masters, self._targets, self._sources = [], [], [], []
-        self._written, self._addresses, self._updated = [], [], []
-
-    def _release(self, optimizer: Optimizer, master: Any, write_back: bool) -> nn.Parameter:
-        parameter: nn.Parameter = master.stored
-        if write_back:
-            parameter.data = master.data
-        else:
-            want_grad_as_stored(parameter)
-        forget(parameter)
-        move_state(optimizer, master, parameter)
-        return parameter
+        self._written, self._addresses, self._updated, self._frozen = [], [], [], []
 
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
@@ -230,18 +261,48 @@ class Attachment:
 
     # --- values ---------------------------------------------------------------------------------------------
 
+    def sync(self) -> None:
+        """Bring the model up to date with masters that were written outside of a step.
+
+        Parameters that were unfrozen or added to the optimizer get their masters as well, so that the gradients of
+        the coming backward are fp32. Called before each ``forward`` of a prepared model; costs a comparison of
+        versions where nothing was written.
+        """
+        optimizer = self._optimizer()
+        if optimizer is not None and (self._frozen or len(optimizer.param_groups) != len(self._group_sizes)):
+            self._scan_for_more(optimizer)
+        self._push_written()
+
+    def _push_written(self) -> None:
+        versions = _torch.versions(self._masters)
+        if versions != self._updated:
+            for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
+                if now != before:
+                    self._settle(index)
+
+    def settle(self) -> None:
+        """Bring parameters and masters together, whichever of the two was written. Looks at versions, not at values."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._pull(optimizer)
+
     def refresh_from_model(self) -> None:
         """Bring the masters up to date with parameters that were changed by hand, however that was done.
 
         Elements of a parameter that still are its master rounded leave the master's full value alone.
         Synchronises with the device.
         """
-        for index in range(len(self._stored)):
-            self._refresh(index)
+        self._push_written()
+        for index, parameter in enumerate(self._stored):
+            if is_low(parameter):
+                self._settle(index)
+                merge_values(self._sources[index], self._targets[index])
+                self._updated[index] = _torch.versions([self._masters[index]])[0]
 
     def copy_to_model(self) -> None:
         """Write every master into its parameter, rounded."""
         self._targets = [local(parameter) for parameter in self._stored]
+        self._sources = [local(master) for master in self._masters]
         self._push(list(range(len(self._stored))))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -278,7 +339,8 @@ class Attachment:
                 write(master)
         self.copy_to_model()
 
-    def _refresh(self, index: int) -> None:
+    def _settle(self, index: int) -> None:
+        """Bring one parameter and its master together."""
         parameter, master = self._stored[index], self._masters[index]
         if not is_low(parameter):
             raise StateError(
@@ -286,6 +348,9 @@ class Attachment:
                 f"model was prepared and is {parameter.dtype} now, as model.float() makes it; its master would no "
                 "longer reach it. Prepare the model again after changing its dtype."
             )
+        written, where, own = self._marks(master)
+        ahead = own != self._updated[index] and self._updated[index] != -1
+        changed = (written, where) != (self._written[index], self._addresses[index])
         layout = (parameter.shape, parameter.stride(), parameter.device)
         if (master.shape, master.stride(), master.device) != layout:
             moved = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
@@ -295,20 +360,38 @@ class Attachment:
             optimizer = self._optimizer()
             if optimizer is not None:
                 restride_state(optimizer)
-        self._targets[index], self._sources[index] = local(parameter), local(master)
-        merge_values(self._sources[index], self._targets[index])
-        self._written[index], self._addresses[index] = _torch.versions([parameter])[0], _address(parameter)
+        target = self._targets[index] = local(parameter)
+        source = self._sources[index] = local(master)
+        if not ahead:
+            if changed:
+                merge_values(source, target)
+        elif not changed:
+            _torch.copy_each([target], [source])
+        elif not agree(source, target):
+            warnings.warn(
+                f"A parameter of shape {tuple(parameter.shape)} and its fp32 master were both written, to different values, "
+                "with no forward, state_dict or step of the model in between that would have brought them together. The "
+                "master's values hold. Write to one of them, or call model.state_dict() between the two.",
+                stacklevel=5,
+            )
+            _torch.copy_each([target], [source])
+        self._written[index], self._addresses[index], self._updated[index] = self._marks(master)
 
-    def _pull(self, optimizer: Optimizer) -> None:
-        """Before a step: new and unfrozen parameters get masters, changed ones refresh theirs."""
+    def _scan_for_more(self, optimizer: Optimizer) -> None:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != self._group_sizes or any(parameter.requires_grad for parameter in self._frozen):
             self.scan(optimizer)
-        written, addresses = _torch.versions(self._stored), [_address(p) for p in self._stored]
-        if written != self._written or addresses != self._addresses:
-            for index, mark in enumerate(zip(written, addresses, strict=True)):
-                if mark != (self._written[index], self._addresses[index]):
-                    self._refresh(index)
+
+    def _pull(self, optimizer: Optimizer) -> None:
+        """Before a step: new and unfrozen parameters get masters, whatever was written by hand is seen to."""
+        self._scan_for_more(optimizer)
+        written, addresses = _torch.versions(self._stored), [address(p) for p in self._stored]
+        updated = _torch.versions(self._masters)
+        if written != self._written or addresses != self._addresses or updated != self._updated:
+            before = list(zip(self._written, self._addresses, self._updated, strict=True))
+            for index, mark in enumerate(zip(written, addresses, updated, strict=True)):
+                if mark != before[index]:
+                    self._settle(index)
 
     def _push_updated(self) -> None:
         """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
@@ -338,6 +421,7 @@ class Attachment:
     ) -> _Call | None:
         """Called by the optimizer: see to the masters, and let a closure see the model at the masters' values."""
         self._pull(optimizer)
+        look_at_copies()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._wrap(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -367,8 +451,44 @@ class Attachment:
             mirror_grad(master, None)
 
 
-def _address(parameter: Tensor) -> int:
-    return parameter.data_ptr() if type(parameter) is nn.Parameter else local(parameter).data_ptr()
+def refresh_master(parameter: nn.Parameter) -> bool:
+    """Bring the parameter's master up to date with it, as after ``parameter.data.copy_(...)``, which is invisible.
+
+    Returns:
+        Whether anything differed; False also if there is no master. Synchronises with the device.
+    """
+    sync.sync()
+    master = master_of(parameter)
+    return master is not None and merge_values(master, parameter)
+
+
+# --- optimizers that hold masters and were not attached ---------------------------------------------------------
+
+_all_steps: RemovableHandle | None = None
+
+
+def _follow_all_steps() -> None:
+    """As long as there are masters, look at the steps of every optimizer."""
+    global _all_steps
+    if sync.live and _all_steps is None:
+        _all_steps = register_optimizer_step_post_hook(_after_any_step)
+    elif not sync.live and _all_steps is not None:
+        _all_steps.remove()
+        _all_steps = None
+
+
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer inside a prepared one (SAM's base, Lookahead's) steps the masters by itself, too.
+
+    Its fused kernels do not count as writes, so the masters that it holds are marked as written.
+    """
+    if torch.compiler.is_compiling() or optimizer in _attachments:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    held: list[Any] = [p for p in params if isinstance(p, Master)]
+    if held:
+        torch.autograd.graph.increment_version(held)
+        sync.sync()
 
 
 # Under a compiled step these two frames are left alone by Dynamo, and what they call is run with Dynamo off; in
@@ -427,5 +547,5 @@ class _Reducer:
 def _rebuild_optimizer(kind: type[Optimizer]) -> Optimizer:
     optimizer: Optimizer = kind.__new__(kind)
     optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": []})
-    Attachment(optimizer).cover(None)
+    Attachment(optimizer).extend(None)
     return optimizer

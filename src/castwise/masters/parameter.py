@@ -15,29 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from castwise.formats import LOW, get_format
+from castwise import _torch
+from castwise.masters.originals import assign, forget_original, is_low, original_of, remember_original
 
 __all__ = [
     "Master",
-    "forget",
-    "is_low",
-    "local",
     "make_master",
     "master_of",
-    "merge_values",
     "mirror_grad",
     "model_param_of",
-    "refresh_master",
+    "release",
 ]
 
-_LOW_DTYPES = frozenset(get_format(name).dtype for name in LOW)
+_own_data: Any = torch.Tensor.data
 _own_grad: Any = torch.Tensor.grad
 _masters: Any = WeakTensorKeyDictionary()
-
-
-def is_low(tensor: Tensor) -> bool:
-    """Whether a tensor is stored in bf16 or fp16."""
-    return tensor.dtype in _LOW_DTYPES
 
 
 class Master:
@@ -50,6 +42,27 @@ class Master:
 
     stored: nn.Parameter
     """The model's parameter, in bf16 or fp16."""
+    former_grad_dtype: torch.dtype | None
+    """Its ``grad_dtype`` before it had a master; None: any."""
+
+    @property
+    def data(self) -> Tensor:
+        """The master's values without history, in its own memory.
+
+        What is written to them counts as a write to the master, as it does not with torch's own ``data``: SAM and
+        Lookahead write weights in this way outside of ``step``, and the model must get them.
+        """
+        tensor: Any = self
+        return tensor.detach()  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        master: Any = self
+        if hasattr(master, "device_mesh"):
+            _torch.set_dtensor(master, value)
+        else:
+            _own_data.__set__(master, value)
+        torch.autograd.graph.increment_version(master)
 
     @property
     def grad(self) -> Tensor | None:
@@ -58,8 +71,11 @@ class Master:
         A gradient that somebody left on the parameter in a lower format is replaced there by its fp32 value.
         """
         grad = self.stored.grad
-        if grad is not None and grad.dtype is not torch.float32:
-            grad = take_grad_fp32(self.stored)
+        if grad is not None:
+            if grad.dtype is not torch.float32:
+                grad = take_grad_fp32(self.stored)
+            if grad.requires_grad:
+                _differentiate_by_stored(self)
         return grad
 
     @grad.setter
@@ -102,8 +118,9 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
 
     Args:
         stored: Parameter in bf16 or fp16; from now on its gradients are fp32.
-        values: What to start from, any floating dtype, same shape; the parameter itself if None. An fp32 tensor
-            with the parameter's strides on its device is taken as it is, without a copy.
+        values: What to start from, any floating dtype, same shape; if None, what is remembered as the parameter's
+            original, else the parameter itself. An fp32 tensor with the parameter's strides on its device is taken
+            as it is, without a copy.
 
     Returns:
         fp32, with the parameter's shape, strides and device.
@@ -111,8 +128,10 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
     existing = master_of(stored)
     if existing is not None:
         return existing
-    source = stored.detach() if values is None else values.detach()
-    data = source
+    if values is None:
+        values = original_of(stored)
+    # Tensor.data, unlike detach(), does not count writes together with where it comes from.
+    data = source = (stored if values is None else values).detach().data
     if (
         source.dtype is not torch.float32
         or source.stride() != stored.stride()
@@ -124,10 +143,35 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
     else:  # DTensor and the like: nn.Parameter keeps their class, and so must the master
         master = nn.Parameter(data.detach(), requires_grad=True)
         master.__class__ = _class_for(type(data))
-    master.stored = stored
+    master.stored, master.former_grad_dtype = stored, stored.grad_dtype
     want_grad_fp32(stored)
     _masters[stored] = TensorWeakRef(master)
+    forget_original(stored)
     return master  # type: ignore[no-any-return]
+
+
+class _DifferentiatedByStored:
+    """A master whose gradient has a graph, as ``backward(create_graph=True)`` makes it.
+
+    The graph knows the parameter, and second-order optimizers (AdaHessian) differentiate by what they hold.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            args = (args[0], tuple(model_param_of(tensor) for tensor in args[1]), *args[2:])
+        return _torch.below_torch_function(func, args, kwargs or {})
+
+
+def _differentiate_by_stored(master: Any) -> None:
+    if not isinstance(master, _DifferentiatedByStored):
+        kind: type = type(master)
+        master.__class__ = _differentiated(kind)
+
+
+@functools.cache
+def _differentiated(kind: type) -> type:
+    return type(f"Differentiated{kind.__name__}", (_DifferentiatedByStored, kind), {})
 
 
 @functools.cache
@@ -152,9 +196,32 @@ def model_param_of(parameter: Tensor) -> Tensor:
     return parameter.stored if isinstance(parameter, Master) else parameter
 
 
-def forget(parameter: nn.Parameter) -> None:
-    """Let the parameter be without a master again."""
-    _masters.pop(parameter, None)
+def release(master: Any, *, write_back: bool) -> nn.Parameter:
+    """Let a master's parameter be without it again; gradient and ``grad_dtype`` become what torch has for it.
+
+    Args:
+        master: From :func:`make_master`.
+        write_back: The parameter becomes fp32 and takes the master's values and memory. Otherwise it stays low, and
+            the master's values are remembered as its original.
+
+    Returns:
+        The parameter. Nothing happens to it where the master was released before, by another optimizer.
+    """
+    parameter: nn.Parameter = master.stored
+    current: Any = master_of(parameter)
+    if current is not master:
+        return parameter
+    grad, follows = parameter.grad, master.former_grad_dtype is parameter.dtype
+    parameter.grad = None
+    del _masters[parameter]
+    if not write_back:
+        remember_original(parameter, master.data)
+    elif is_low(parameter):
+        assign(parameter, master.data)
+    parameter.grad_dtype = parameter.dtype if follows else master.former_grad_dtype
+    if grad is not None:
+        parameter.grad = grad.to(parameter.grad_dtype or parameter.dtype)
+    return parameter
 
 
 def want_grad_fp32(parameter: nn.Parameter) -> None:
@@ -164,15 +231,6 @@ def want_grad_fp32(parameter: nn.Parameter) -> None:
     parameter.grad_dtype = torch.float32
     if grad is not None:
         parameter.grad = grad.to(torch.float32)
-
-
-def want_grad_as_stored(parameter: nn.Parameter) -> None:
-    """Undo :func:`want_grad_fp32`: gradients in the parameter's own dtype, as torch has it."""
-    grad = parameter.grad
-    parameter.grad = None
-    parameter.grad_dtype = parameter.dtype
-    if grad is not None:
-        parameter.grad = grad.to(parameter.dtype)
 
 
 def allow_low_grad(parameter: nn.Parameter) -> None:
@@ -202,42 +260,3 @@ def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
 def mirror_grad(master: nn.Parameter, grad: Tensor | None) -> None:
     """Put a reference to the gradient where code that bypasses the property looks, or take it away with None."""
     _own_grad.__set__(master, grad)
-
-
-@torch.no_grad()
-def merge_values(master: Tensor, values: Tensor) -> bool:
-    """Bring a master up to date with low values that may have been changed by hand.
-
-    Elements that still are the master rounded keep the master's full value; all others are taken over. So a
-    parameter half of which was overwritten loses nothing in the other half.
-
-    Args:
-        master: fp32, written to.
-        values: bf16 or fp16, same shape.
-
-    Returns:
-        Whether anything differed. Synchronises with the device.
-    """
-    master, values = local(master), local(values)
-    rounded = master.to(values.dtype)
-    if torch.equal(rounded, values):
-        return False
-    master.copy_(torch.where(rounded == values, master, values.to(master.dtype)))
-    return True
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, detached and in the same memory; for a DTensor, its shard."""
-    detached = tensor.detach()
-    to_local = getattr(detached, "to_local", None)
-    return detached if to_local is None else to_local()
-
-
-def refresh_master(parameter: nn.Parameter) -> bool:
-    """Bring the parameter's master up to date with it, as after ``parameter.data.copy_(...)``, which is invisible.
-
-    Returns:
-        Whether anything differed; False also if there is no master. Synchronises with the device.
-    """
-    master = master_of(parameter)
-    return master is not None and merge_values(master, parameter)

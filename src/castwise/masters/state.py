@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise.masters.parameter import is_low
+from castwise.masters.originals import is_low
 
-__all__ = ["move_state", "restride_state"]
+__all__ = ["fit_state", "move_state", "restride_state"]
 
 
 def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter) -> None:
@@ -25,9 +25,18 @@ def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter) -> No
     if source not in optimizer.state:
         return
     state = optimizer.state.pop(source)
-    optimizer.state[target] = {
-        key: value if key == "step" else _fit(value, target) for key, value in state.items()
-    }
+    optimizer.state[target] = {key: _fit_entry(key, value, target) for key, value in state.items()}
+
+
+def fit_state(optimizer: Optimizer) -> None:
+    """Bring all state into the form that the optimizer would have made for its parameters as they are stored now.
+
+    For parameters that were stored anew under the optimizer, without masters: torch's kernels want moments in the
+    parameter's dtype. As :func:`move_state` has it, in place.
+    """
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, Tensor):
+            state.update({key: _fit_entry(key, value, parameter) for key, value in state.items()})
 
 
 def restride_state(optimizer: Optimizer) -> None:
@@ -49,6 +58,10 @@ def restride_state(optimizer: Optimizer) -> None:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
                         value
                     )
+
+
+def _fit_entry(key: str, value: Any, target: Tensor) -> Any:
+    return value if key == "step" else _fit(value, target)
 
 
 def _fit(value: Any, target: Tensor) -> Any:

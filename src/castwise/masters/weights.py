@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from castwise.errors import CheckpointError
-from castwise.masters.parameter import is_low, master_of, merge_values
+from castwise.masters.copies import excuse, watch
+from castwise.masters.originals import is_low, merge_values, original_of
+from castwise.masters.parameter import master_of
+from castwise.masters.sync import sync, sync_first
 
-__all__ = ["LoadIntoMasters", "fp32_state_dict", "install_load_hooks", "named_masters", "write_masters"]
+__all__ = ["LoadIntoMasters", "fp32_state_dict", "in_fp32", "install_hooks", "named_masters", "write_masters"]
 
 
 def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
@@ -23,10 +28,11 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
         prefix: Put in front of every key.
 
     Returns:
-        Parameters that have a master as that master, sharing its memory as ``state_dict`` does; other bf16 and
-        fp16 tensors as fp32 copies; everything else as it is. Synchronises with the device, since weights that
+        Parameters that have a master, or whose original is remembered, as that, sharing its memory as ``state_dict``
+        does; other bf16 and fp16 tensors as fp32 copies; everything else as it is. Synchronises with the device, since weights that
         were changed by hand are looked for first.
     """
+    sync()
     converted: dict[int, Tensor] = {}
     result: dict[str, Any] = {}
     for key, value in model.state_dict(prefix=prefix, keep_vars=True).items():
@@ -34,22 +40,27 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
             result[key] = value
             continue
         if id(value) not in converted:
-            converted[id(value)] = _as_fp32(value)
+            master = master_of(value)
+            if master is not None:
+                merge_values(master, value)
+            converted[id(value)] = in_fp32(value)
         result[key] = converted[id(value)]
     return result
 
 
-def _as_fp32(value: Tensor) -> Tensor:
+def in_fp32(value: Tensor) -> Tensor:
+    """The full values of a tensor of a model, detached.
+
+    Returns:
+        Its master's memory, else that of the original that is remembered of it, else an fp32 copy of a low tensor
+        and any other tensor itself.
+    """
     master = master_of(value)
     if master is not None:
-        merge_values(master, value)
-        return _plain(master)
-    detached = value.detach()
-    return detached.to(torch.float32) if is_low(detached) else detached
-
-
-def _plain(master: nn.Parameter) -> Tensor:
-    return master.data if type(master.data) is Tensor else master.detach()
+        return master.data
+    original = original_of(value)
+    full = value.detach() if original is None else original
+    return full.to(torch.float32) if is_low(full) else full
 
 
 def named_masters(
@@ -69,7 +80,7 @@ def named_masters(
     names = [known.get(id(parameter), str(index)) for index, parameter in enumerate(stored)]
     often = Counter(names)
     return {
-        name if often[name] == 1 else f"{index}.{name}": _plain(master)
+        name if often[name] == 1 else f"{index}.{name}": master.data
         for index, (name, master) in enumerate(zip(names, masters, strict=True))
     }
 
@@ -97,10 +108,29 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
 class LoadIntoMasters:
     """Hook of a module: ``load_state_dict`` gives the masters the full values of a checkpoint, not rounded ones.
 
-    It holds nothing, so a model that has it can be pickled and copied; in a copy, whose parameters have no
-    masters, it does nothing.
+    So it does for what is remembered of parameters without masters. Values in the format of the parameter take
+    nothing from what rounds to them: ``model.load_state_dict(model.state_dict())`` changes nothing.
+
+    In a copy of the model, whose parameters have no masters, it does nothing. ``copy.deepcopy`` of a module comes by
+    here after its parameters, which is how copies are found (see ``copies``).
+
+    Args:
+        module: Whose hook it is; None in copies.
     """
 
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> Any:
+        return LoadIntoMasters, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadIntoMasters:
+        module = None if self._module is None else self._module()
+        if module is not None:
+            watch(module, memo)
+        return LoadIntoMasters()
+
+    @torch.no_grad()
     def __call__(
         self,
         module: nn.Module,
@@ -112,24 +142,34 @@ class LoadIntoMasters:
         """Write what ``state_dict`` has for the parameters of ``module`` itself into their masters."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
+            excuse(parameter)
             master = master_of(parameter)
-            if master is None or not isinstance(value, Tensor) or value is parameter:
+            full = original_of(parameter) if master is None else master
+            if full is None or not isinstance(value, Tensor) or value is parameter:
                 continue
             if value.shape != parameter.shape or value.is_meta:
                 continue  # torch reports it in its own words
-            with torch.no_grad():
-                master.copy_(value)
-                if local_metadata.get("assign_to_params_buffers", False):
-                    # assign=True would put the checkpoint's tensor in the place of the parameter that the
-                    # optimizer updates; the parameter takes the values and keeps its place.
-                    parameter.copy_(value)
-                    state_dict[prefix + name] = parameter
+            alike = hasattr(value, "device_mesh") == hasattr(full, "device_mesh")
+            if alike and value.dtype is parameter.dtype and is_low(value):
+                merge_values(full, value.to(full.device))
+            else:
+                full.copy_(value)
+            if local_metadata.get("assign_to_params_buffers", False):
+                # assign=True would put the checkpoint's tensor in the place of the parameter that the
+                # optimizer updates; the parameter takes the values and keeps its place.
+                parameter.copy_(value)
+                state_dict[prefix + name] = parameter
 
 
-def install_load_hooks(model: nn.Module) -> None:
-    """Put one :class:`LoadIntoMasters` on every module of ``model`` that does not have it yet."""
+def install_hooks(model: nn.Module) -> list[RemovableHandle]:
+    """Put on a model what keeps masters and parameters together: before ``forward``, ``state_dict`` and loading.
+
+    Returns:
+        What removes the hooks again.
+    """
+    handles = [model.register_forward_pre_hook(sync_first, prepend=True)]
     for module in model.modules():
-        installed = getattr(module, "_castwise_loads_masters", False)
-        if not installed and next(module.parameters(recurse=False), None) is not None:
-            module.register_load_state_dict_pre_hook(LoadIntoMasters())
-            module._castwise_loads_masters = True  # type: ignore[assignment]
+        if next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_load_state_dict_pre_hook(LoadIntoMasters(module)))
+            handles.append(module.register_state_dict_pre_hook(sync_first))
+    return handles

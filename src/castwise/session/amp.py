@@ -150,6 +150,8 @@ class Amp(AmongRanks):
             check_same_plan(self.plan, self._agreement.group)
         with contextlib.ExitStack() as log:
             self._apply(target, optimizers, resolution, dtypes, methods, log)
+            if inference or not self.plan.keeps_masters:
+                storage.forget_originals(dtypes, inference=inference)
             self._undo.push(log.pop_all())
         return (model, *optimizers) if optimizers else model
 
@@ -199,16 +201,16 @@ class Amp(AmongRanks):
             if parameter in dtypes and not (resolution.plan.keeps_masters and parameter.requires_grad)
         ]
         log.callback(storage.follow_state, held, changed)
-        former = storage.store(model, self.plan, dtypes, log)
+        storage.store(model, self.plan, dtypes, log)
         storage.follow_state(held, changed)
         _restride(held if restride else ())
         for optimizer in optimizers:
             if self.plan.keeps_masters:
-                attachment = masters.attach(optimizer, model, originals=former)
+                attachment = masters.attach(optimizer, model)
                 log.callback(functools.partial(attachment.detach, write_back=True))
             if self.plan.optimizer == "fused":
                 log.callback(fuse(optimizer))
-        if resolution.plan.keeps_masters and former:
+        if resolution.plan.keeps_masters and dtypes:
             log.callback(register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, alive)).remove)
         for optimizer in optimizers:
             if all(known() is not optimizer for known in self._optimizers):

@@ -21,7 +21,7 @@ from castwise.parallel import fsdp
 from castwise.plan import Plan
 from castwise.resolve import Resolution, named_tensors
 
-__all__ = ["check_range", "dtypes_of", "follow_state", "store"]
+__all__ = ["check_range", "dtypes_of", "follow_state", "forget_originals", "store"]
 
 
 def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
@@ -69,82 +69,62 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         )
 
 
-def store(
-    model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: contextlib.ExitStack
-) -> dict[Tensor, Tensor]:
+def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: contextlib.ExitStack) -> None:
     """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
+
+    What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it.
 
     Args:
         model: Whose tensors they are.
         plan: Says the memory format.
         dtypes: Of those that change.
         log: Gets what undoes each change.
-
-    Returns:
-        Former contents of the parameters that were narrowed: what masters start from.
     """
-    former: dict[Tensor, Tensor] = {}
     for _, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
         strides = plan.memory_format == "channels_last" and tensor.dim() == 4
         if dtype is tensor.dtype and not strides:
             continue
-        narrowed = torch.finfo(dtype).bits < torch.finfo(tensor.dtype).bits
-        log.callback(_as_before(tensor, tensor.detach() if narrowed else None))
-        if narrowed:
-            former[tensor] = tensor.detach()
-        _put(tensor, dtype)
+        log.callback(_as_before(tensor))
+        if dtype is not tensor.dtype:
+            masters.store(tensor, dtype)
         if strides and not hasattr(tensor, "device_mesh"):
             tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
-            if tensor in former:
-                former[tensor] = former[tensor].contiguous(memory_format=torch.channels_last)
-    return {tensor: values for tensor, values in former.items() if isinstance(tensor, nn.Parameter)}
 
 
-def _put(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Change the dtype of a tensor and its gradient in place."""
-    if tensor.dtype is dtype:
-        return
-    grad, tensor.grad = tensor.grad, None
-    if hasattr(tensor, "device_mesh"):
-        _torch.store_dtensor(tensor, dtype)
-    else:
-        tensor.data = tensor.data.to(dtype)
-    if tensor.requires_grad and tensor.grad_dtype not in (None, dtype):
-        tensor.grad_dtype = dtype
-    if grad is not None:
-        tensor.grad = grad.to(dtype)
+def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
+    """Let memory go that remembered values take under a plan without masters.
 
-
-def _as_before(tensor: Tensor, values: Tensor | None) -> Callable[[], None]:
-    """What gives a tensor the dtype, the strides and the kind of gradient back that it has now.
+    Those of trained parameters go for good. What stays as it is comes back whole by ``close``; its values wait on the host.
 
     Args:
-        tensor: Held weakly.
-        values: What it holds now, where it is about to be narrowed: elements that nobody has changed come back whole.
+        tensors: What was stored otherwise.
+        inference: Nothing is trained.
     """
+    for tensor in tensors:
+        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and not inference
+        values = None if trained else masters.original_of(tensor)
+        masters.forget_original(tensor)
+        if values is not None:
+            masters.remember_original(tensor, values.cpu())
+
+
+def _as_before(tensor: Tensor) -> Callable[[], None]:
+    """What gives a tensor the dtype and the strides back that it has now, and what it held as far as that is known."""
     alive = weakref.ref(tensor)
     dtype, stride = tensor.dtype, tensor.stride()
-    grad_dtype = tensor.grad_dtype if tensor.requires_grad else None
 
-    @torch.no_grad()
     def restore() -> None:
         target = alive()
         if target is None:
             return
+        masters.restore(target)
         if target.dtype is not dtype:
-            low = masters.local(target)
-            _put(target, dtype)
-            if values is not None and low.shape == masters.local(values).shape:
-                whole, now = masters.local(values), masters.local(target)
-                now.copy_(torch.where(whole.to(low.dtype) == low, whole.to(low.device), now))
+            masters.store(target, dtype)
+            masters.forget_original(target)
         if target.stride() != stride and not hasattr(target, "device_mesh") and target.dim() == len(stride):
             data = torch.empty_strided(target.shape, stride, dtype=dtype, device=target.device)
             target.data = data.copy_(target.data)
-        if target.requires_grad and grad_dtype is not None and target.grad_dtype is not grad_dtype:
-            grad, target.grad = target.grad, None
-            target.grad_dtype = grad_dtype
-            target.grad = None if grad is None else grad.to(grad_dtype)
 
     return restore
 

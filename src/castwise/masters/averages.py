@@ -1,0 +1,68 @@
+"""Averages of weights that are right under every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import swa_utils
+
+from castwise.masters.originals import assign, is_low
+from castwise.masters.sync import settle_all
+from castwise.masters.weights import in_fp32
+
+__all__ = ["AveragedModel"]
+
+
+class AveragedModel(swa_utils.AveragedModel):
+    """``torch.optim.swa_utils.AveragedModel`` that averages masters: an EMA or SWA that is right under every plan.
+
+    Takes what torch's takes (``device``, ``avg_fn``, ``multi_avg_fn``, ``use_buffers``). Its parameters, its
+    ``state_dict()`` and what ``avg_fn`` is given are fp32, whatever the plan stores the model in, and are read from
+    the masters where there are any. Called, it runs by the plan of the model that it was made from, on weights
+    rounded as that model's are; made before ``prepare``, it runs in fp32.
+    """
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self._stored: dict[str, torch.dtype] = {}
+        for (name, average), source in zip(self.module.named_parameters(), _parameters(model), strict=True):
+            if is_low(average):
+                self._stored[name] = average.dtype
+                assign(average, source.to(average.device, copy=True))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the averaged model."""
+        if not self._stored:
+            return self.module(*args, **kwargs)
+        stored = {
+            name: average.to(self._stored[name])
+            for name, average in self.module.named_parameters()
+            if name in self._stored
+        }
+        return functional_call(self.module, stored, args, kwargs)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Average the model's weights in: its masters, or the parameters themselves where they have none.
+
+        Args:
+            model: What is trained, of the same architecture.
+        """
+        view: Any = _InFp32(model)
+        super().update_parameters(view)
+
+
+class _InFp32:
+    """What ``update_parameters`` reads of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = lambda: _parameters(model)
+        self.buffers = model.buffers
+
+
+def _parameters(model: nn.Module) -> Iterator[Tensor]:
+    settle_all()
+    return map(in_fp32, model.parameters())

@@ -1,0 +1,1 @@
+"""Masters beyond the step: what else writes, averages, loads, freezes and closes."""

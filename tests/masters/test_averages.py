@@ -1,0 +1,163 @@
+"""Averages of weights are right under every plan, and one that cannot be is noticed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+import castwise
+from castwise.masters import is_low
+from castwise.plan import PRESETS
+from tests.masters.presets import ALL
+from tests.test_masters_gradients import prepared
+from tests.test_masters_optimizers import batches, train
+
+DECAY = 0.99
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def trained(plan: str, steps: int, *averages: Any) -> tuple[castwise.Amp, Any, list[list[torch.Tensor]]]:
+    """A model trained under a plan, averaged after each step, and its fp32 weights at each."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+    made = [average(model) for average in averages]
+    history = []
+    for x in batches(steps):
+        amp.backward((model(x) - 1).square().mean())
+        amp.step(optimizer)
+        optimizer.zero_grad()
+        for average in made:
+            average.update_parameters(model)
+        state = amp.model_state_dict(model)
+        history.append([state[name].detach().clone() for name, _ in model.named_parameters()])
+    return amp, (model, *made), history
+
+
+KINDS: dict[str, Any] = {
+    "swa": {},
+    "ema-multi": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(DECAY)},
+    "ema": {"avg_fn": swa_utils.get_ema_avg_fn(DECAY)},
+    "buffers": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(DECAY), "use_buffers": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", ALL)
+def test_averages_are_those_of_the_masters(plan: str, kind: str) -> None:
+    """In fp32, of the full weights at every step."""
+    amp, (model, average), history = trained(
+        plan, 12, lambda model: castwise.AveragedModel(model, **KINDS[kind])
+    )
+    want = [w.double() for w in history[0]]
+    for count, weights in enumerate(history[1:], start=1):
+        step = 1 / (count + 1) if kind == "swa" else 1 - DECAY
+        want = [w + (new.double() - w) * step for w, new in zip(want, weights, strict=True)]
+    for got, exact in zip(average.module.parameters(), want, strict=True):
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got.detach().double(), exact, rtol=1e-5, atol=1e-6)
+    assert {v.dtype for v in average.state_dict().values() if v.is_floating_point()} <= {
+        torch.float32,
+        *(b.dtype for b in model.buffers()),
+    }
+    x = batches(1)[0]
+    average.eval()
+    out = average(x)
+    assert out.dtype is torch.float32 if PRESETS[plan].output == "fp32" else True
+    reference = make().eval()
+    reference.load_state_dict({k: v.float() for k, v in average.module.state_dict().items()})
+    # Weights, activations and the two matrix products are rounded to the plan's format: bf16 has 8 bits.
+    torch.testing.assert_close(out.float(), reference(x), rtol=0.05, atol=0.05)
+    assert not any(is_low(p) for p in average.parameters())
+    for other in (copy.deepcopy(average), pickle.loads(pickle.dumps(average)) if kind == "swa" else average):
+        torch.testing.assert_close(other(x), out, rtol=0, atol=0)
+    amp.close()
+
+
+def test_most_of_an_averages_movement_is_lost_without() -> None:
+    """The reason for AveragedModel, and that the ordinary one is noticed, once, in words."""
+    ema = swa_utils.get_ema_multi_avg_fn(DECAY)
+    with pytest.warns(UserWarning, match=r"castwise\.AveragedModel") as said:
+        amp, (_, low, full), history = trained(
+            "bf16-master",
+            30,
+            lambda model: swa_utils.AveragedModel(model, multi_avg_fn=ema),
+            lambda model: castwise.AveragedModel(model, multi_avg_fn=ema),
+        )
+    assert len([w for w in said if "AveragedModel" in str(w.message)]) == 1
+    moved = [(w - v).abs().sum() for v, w in zip(history[0], full.module.parameters(), strict=True)]
+    missed = [
+        (w - v.float()).abs().sum() for v, w in zip(low.parameters(), full.module.parameters(), strict=True)
+    ]
+    assert missed[0] > moved[0] / 2
+    amp.close()
+
+
+def test_a_teacher_by_hand_is_noticed() -> None:
+    """``deepcopy`` and a loop of one's own."""
+    model, optimizer = prepared()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        for average, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
+            average.lerp_(parameter, 0.01)
+    with pytest.warns(UserWarning, match=r"castwise\.AveragedModel"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("how", ["nothing", "copied", "loaded", "fp32", "trained"])
+def test_other_copies_are_not_noticed(how: str) -> None:
+    """A target network that takes the weights over, a checkpoint, a copy with masters or in fp32."""
+    model, optimizer = prepared()
+    other = copy.deepcopy(model)
+    if how == "trained":
+        amp = castwise.Amp("bf16-master", device="cpu")
+        own = torch.optim.SGD(other.parameters(), lr=0.1)
+        amp.prepare(other, own)
+        train(other, own, 2)
+    if how == "fp32":
+        other.float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            train(model, optimizer, 1)
+            with torch.no_grad():
+                if how == "copied":
+                    for average, parameter in zip(other.parameters(), model.parameters(), strict=True):
+                        average.copy_(parameter)
+                elif how == "loaded":
+                    other.load_state_dict({k: v + step for k, v in model.state_dict().items()})
+                elif how == "fp32":
+                    other.a.weight.add_(1)
+        train(model, optimizer, 1)
+
+
+def test_an_average_made_before_prepare_is_fp32() -> None:
+    """And reads the masters as well."""
+    model = make()
+    average = castwise.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    with castwise.Amp("fp16-master", device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        for x in batches(2):
+            amp.backward(model(x).square().mean())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        state = amp.model_state_dict(model)
+        for name, value in average.module.named_parameters():
+            assert torch.equal(value.detach(), state[name])
+        average.eval()
+        assert average(batches(1)[0]).dtype is torch.float32
