@@ -203,6 +203,8 @@ def test_a_prepare_that_is_interrupted_is_taken_back(
         "fuse": (room, "fuse"),
         "note": (room.wrappers, "on_ddp"),
     }[where]
+    if where == "attach" and Plan.preset(name).master == "none":
+        pytest.skip("attaches nothing")
     amp = castwise.Amp(Plan.parse(f"{name}+optimizer=fused+memory_format=channels_last"), device="cpu")
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, interrupt)
@@ -227,6 +229,10 @@ def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
     model(X).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    if Plan.preset(name).master == "none":  # what is trained is rounded for good
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(Plan.preset(name).compute_dtype))
     before = photograph(model, optimizer)
     plan = Plan.parse(f"{name}+memory_format=channels_last+optimizer=fused+fp32_matmul=ieee")
     with castwise.Amp(plan, device="cpu") as amp:
@@ -341,7 +347,12 @@ def test_what_has_run_compiled_is_refused(kind: str, how: str) -> None:
     else:
         compiled = torch.compile(model, backend="aot_eager")
     compiled(x)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed+output=as_is", device="cpu")
+    if (kind, how) == ("sequential", "module.compile()"):  # torch calls it in Python, hooks and all
+        amp.prepare(model)
+        assert model(x).dtype is torch.bfloat16
+        amp.close()
+        return
     with pytest.raises(StateError, match="already run compiled"):
         amp.prepare(model if how == "raw" else compiled)
     other = Net() if kind == "own class" else nn.Sequential(nn.Linear(4, 4), nn.ReLU())

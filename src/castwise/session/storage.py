@@ -69,7 +69,9 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         )
 
 
-def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: contextlib.ExitStack) -> None:
+def store(
+    model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: contextlib.ExitStack
+) -> None:
     """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
 
     What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it.
