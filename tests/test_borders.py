@@ -484,3 +484,124 @@ def test_data_parallel_runs_a_prepared_module() -> None:
     remove = prepare(model, Plan(compute="bf16", ops={"exp": "fp32"}))
     assert torch.equal(nn.DataParallel(model)(X), model(X))
     remove()
+
+
+# --- what borders round -------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """A body, a norm and a head, each with something that bf16 and fp16 would lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+WITH_REGIONS = [
+    "bf16-mixed+regions.{0}=fp32", "fp16-mixed+regions.{0}=fp32", "bf16-master+regions.{0}=fp32",
+    "bf16-true+regions.{0}=fp32", "fp16-true+regions.{0}=fp32", "O2+regions.{0}=fp32", "O1+regions.{0}=fp32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("line", WITH_REGIONS)
+def test_an_fp32_head_gives_fp32_logits(line: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    model = Head()
+    seen: list[torch.Tensor] = []
+    with castwise.Amp(line.format("head"), device="cpu") as amp:
+        amp.prepare(model)
+        model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        logits = run(X)
+        want = nn.functional.linear(seen[-1].float(), model.head.weight, model.head.bias)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)  # bf16 would be off by 2**-9
+    assert not torch.equal(logits, logits.bfloat16().float())
+
+
+@pytest.mark.parametrize("line", WITH_REGIONS)
+def test_neighbouring_fp32_regions_hand_fp32_on(line: str) -> None:
+    model = Head()
+    plan = Plan.parse(line.format("norm") + "+regions.head=fp32")
+    left, entered = [], []
+    model.norm.register_forward_hook(lambda _, args, out: left.append(out.detach().clone()))
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model)
+        model.head.register_forward_pre_hook(lambda _, args: entered.append(args[0].detach().clone()))
+        model(X).sum().backward()
+    assert left[0].dtype is entered[0].dtype is torch.float32
+    assert torch.equal(left[0], entered[0])
+
+
+def test_what_was_written_to_a_rounded_output_counts() -> None:
+    class Model(Head):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return self.head(self.norm(self.body(x)).mul_(0))
+
+    with castwise.Amp("bf16-true+regions.norm=fp32+regions.head=fp32", device="cpu") as amp:
+        model = Model()
+        amp.prepare(model)
+        assert torch.equal(model(X), model.head.bias.expand(8, 4))
+
+
+@pytest.mark.parametrize("line", ["fp16-true", "O2", "fp16-mixed", "fp16-master", "naive"])
+def test_a_loss_kept_in_fp32_does_not_become_infinite_on_its_way_out(line: str) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1e6 * x.square().mean()
+
+    class Model(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = Loss()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            out = super().forward(x)
+            return {"loss": 0.5 * self.loss(out), "out": out}
+
+    with castwise.Amp(f"{line}+regions.loss=fp32", device="cpu") as amp:
+        model = Model()
+        amp.prepare(model)
+        out = model(X)
+        assert out["loss"].isfinite()
+        assert out["loss"].item() > 65504
+
+
+@pytest.mark.parametrize("line", ["bf16-mixed", "bf16-master", "bf16-true"])
+def test_a_region_in_the_format_around_it_casts_side_inputs(line: str) -> None:
+    class Side(nn.Module):
+        def forward(self, x: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
+            seen.append((x.dtype, side.dtype))
+            return x + side
+
+    class Model(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = Side()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.side(super().forward(x), torch.ones(4))
+
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    with castwise.Amp(f"{line}+regions.side=bf16", device="cpu") as amp:
+        model = Model()
+        amp.prepare(model)
+        model(X)
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("inside", ["fp64", "fp16"])
+def test_formats_that_operators_around_refuse_leave_in_fp32(inside: str) -> None:
+    dtypes = []
+    with castwise.Amp(f"bf16-mixed+regions.norm={inside}", device="cpu") as amp:
+        model = Head()
+        amp.prepare(model)
+        model.head.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+        model(X).sum().backward()
+    assert dtypes == [torch.float32]

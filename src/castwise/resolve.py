@@ -330,14 +330,18 @@ def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
 _OPERATORS: Final[tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = (
     (nn.Linear, ("linear",)),
     (nn.Bilinear, ("bilinear",)),
-    (nn.modules.conv._ConvTransposeNd, ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")),
-    (nn.modules.conv._ConvNd, ("conv1d", "conv2d", "conv3d")),
+    (nn.Conv1d, ("conv1d",)),
+    (nn.Conv2d, ("conv2d",)),
+    (nn.Conv3d, ("conv3d",)),
+    (nn.ConvTranspose1d, ("conv_transpose1d",)),
+    (nn.ConvTranspose2d, ("conv_transpose2d",)),
+    (nn.ConvTranspose3d, ("conv_transpose3d",)),
     (nn.MultiheadAttention, ("linear", "bmm", "scaled_dot_product_attention")),
     (nn.RNNBase, ("lstm", "gru", "rnn_tanh", "rnn_relu")),
     (nn.LSTMCell, ("lstm_cell",)),
     (nn.GRUCell, ("gru_cell",)),
 )
-"""Layers and the operators that take their weights; the first class that fits counts."""
+"""Layers and the operators that take their weights."""
 
 
 def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:

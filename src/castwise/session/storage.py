@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise import _torch, masters
+from castwise import masters
 from castwise.errors import PlanError
 from castwise.parallel import fsdp
 from castwise.plan import Plan
