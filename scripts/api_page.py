@@ -24,7 +24,7 @@ What `import castwise` offers, with one line each; `help(castwise.Amp)` has argu
 """
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "In a training loop": ("Amp", "StepResult"),
+    "In a training loop": ("Amp", "AveragedModel", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
     "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
     "Casting": (

@@ -86,6 +86,20 @@ def test_averages_are_those_of_the_masters(plan: str, kind: str) -> None:
     amp.close()
 
 
+@pytest.mark.parametrize("plan", ALL)
+def test_a_rule_of_ones_own_reads_the_sessions_weights(plan: str) -> None:
+    """As the guide has it."""
+    amp, (model, ema), history = trained(plan, 3, castwise.AveragedModel)
+    start = [p.detach().clone() for p in ema.module.parameters()]
+    weights = amp.model_state_dict(model)
+    with torch.no_grad():
+        for name, average in ema.module.named_parameters():
+            average.lerp_(weights[name], 0.01)
+    for average, before, new in zip(ema.module.parameters(), start, history[-1], strict=True):
+        assert torch.equal(average.detach(), before.lerp(new, 0.01))
+    amp.close()
+
+
 def test_most_of_an_averages_movement_is_lost_without() -> None:
     """The reason for AveragedModel, and that the ordinary one is noticed, once, in words."""
     ema = swa_utils.get_ema_multi_avg_fn(DECAY)

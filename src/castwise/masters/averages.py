@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,14 +20,28 @@ __all__ = ["AveragedModel"]
 class AveragedModel(swa_utils.AveragedModel):
     """``torch.optim.swa_utils.AveragedModel`` that averages masters: an EMA or SWA that is right under every plan.
 
-    Takes what torch's takes (``device``, ``avg_fn``, ``multi_avg_fn``, ``use_buffers``). Its parameters, its
-    ``state_dict()`` and what ``avg_fn`` is given are fp32, whatever the plan stores the model in, and are read from
-    the masters where there are any. Called, it runs by the plan of the model that it was made from, on weights
-    rounded as that model's are; made before ``prepare``, it runs in fp32.
+    Its parameters, its ``state_dict()`` and what ``avg_fn`` is given are fp32, whatever the plan stores the model in,
+    and are read from the masters where there are any. Called, it runs by the plan of the model that it was made from, on
+    weights rounded as that model's are; made before ``prepare``, it runs in fp32.
+
+    Args:
+        model: What is trained; copied.
+        device: Where the average lives; by default where the model does.
+        avg_fn: As in torch: called with the average, the weights and the number of averages so far, per parameter.
+        multi_avg_fn: As in torch: the same for lists of parameters, in place.
+        use_buffers: Average buffers, too; otherwise they are the model's.
     """
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model, *args, **kwargs)
+    def __init__(
+        self,
+        model: nn.Module,
+        device: int | torch.device | None = None,
+        avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
+        multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor | int], None] | None = None,
+        use_buffers: bool = False,
+    ) -> None:
+        many: Any = multi_avg_fn  # torch takes several kinds of lists
+        super().__init__(model, device, avg_fn, many, use_buffers)
         self._stored: dict[str, torch.dtype] = {}
         for (name, average), source in zip(self.module.named_parameters(), _parameters(model), strict=True):
             if is_low(average):

@@ -88,7 +88,7 @@ def merge_values(full: Tensor, values: Tensor) -> bool:
     return True
 
 
-def store(parameter: Tensor, dtype: torch.dtype) -> None:
+def store(parameter: Tensor, dtype: torch.dtype, *, remember: bool = True) -> None:
     """Store a parameter in another format, in place, and remember the values that it had: :func:`restore` undoes it.
 
     Its gradient and ``grad_dtype`` follow.
@@ -96,12 +96,17 @@ def store(parameter: Tensor, dtype: torch.dtype) -> None:
     Args:
         parameter: Not a master's; DTensors too.
         dtype: bf16 or fp16; for any other nothing is remembered.
+        remember: False where the rounded values are the parameter from now on, as under plans that train without
+            masters: the memory of the former ones is free.
     """
     former = original_of(parameter)
     if former is None:
         former = parameter.detach()
     _replace(parameter, former.to(dtype))
-    remember_original(parameter, former)
+    if remember:
+        remember_original(parameter, former)
+    else:
+        forget_original(parameter)
 
 
 def remember_original(parameter: Tensor, values: Tensor) -> None:

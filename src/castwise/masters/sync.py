@@ -16,7 +16,7 @@ live: list[weakref.ref[Any]] = []
 
 def sync(*_: Any) -> None:
     """Bring every model up to date with masters that were written outside of a step; cheap where there are none."""
-    for reference in live:
+    for reference in tuple(live):
         attachment = reference()
         if attachment is not None:
             attachment.sync()
@@ -24,7 +24,7 @@ def sync(*_: Any) -> None:
 
 def settle_all() -> None:
     """Bring parameters and masters together, whichever of the two was written."""
-    for reference in live:
+    for reference in tuple(live):
         attachment = reference()
         if attachment is not None:
             attachment.settle()
