@@ -204,7 +204,7 @@ def errors(folder: Path) -> None:
     run.save(late, 1)
     run.save(late, 2)
     if rank == 0:
-        with next((late / "step-00000002").glob("*.distcp")).open("r+b") as file:
+        with next((late / "step-00000002").glob("*.safetensors")).open("r+b") as file:
             file.seek(40)
             byte = file.read(1)
             file.seek(40)
@@ -219,7 +219,7 @@ def errors(folder: Path) -> None:
 
 def a_disk_fails(folder: Path) -> None:
     """While one rank writes: all raise, and the older checkpoint is the newest."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from castwise.checkpoint.storage import Stage
 
     run = Run("ddp", "bf16-mixed")
     run.save(folder, 1)
@@ -229,13 +229,13 @@ def a_disk_fails(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(FileSystemWriter, "write_data", broken)
+            patch.setattr(Stage, "write", broken)
         text = r"step-00000002 was not written; earlier.* rank 1: OSError: \[Errno 5\] Input/output error"
         raises(text, lambda: run.save(folder, 2))
         saving = run.save(folder, 2, asynchronous=True)
         run.train(0, 1)
         raises(text, saving.wait)
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-00000001"]
     run.save(folder, 3)
 
 

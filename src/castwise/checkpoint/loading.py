@@ -155,12 +155,21 @@ def load(
     path, manifest = checkpoint.path, dict(checkpoint.manifest)
     restore = ranks.agree(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
     restore.check(ranks)
-    ranks.agree(restore.read)
-    ranks.agree(restore.apply)
+    try:
+        ranks.agree(restore.read)
+        extra = ranks.agree(restore.extra)
+        ranks.agree(restore.apply)
+    except BaseException as error:
+        restore.undo()
+        if not isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"load({str(path)!r}): nothing was changed: {' '.join(str(error).split())}"
+        ) from error
     return Loaded(
         path=path,
         step=manifest["step"],
-        extra=restore.extra(),
+        extra=extra,
         plan=manifest["plan"],
         world_size=manifest["world_size"],
         random_state=restore.same_ranks,
