@@ -199,6 +199,16 @@ def errors(folder: Path) -> None:
     )
     del run.model.further
     same(run.state(), before)
+    # What fails on one rank while it is written is taken back by all.
+    if rank:
+        hook = run.model.layers["last"].register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    raises(
+        "nothing was changed: rank 1: ZeroDivisionError",
+        lambda: checkpoint.load(folder / "ddp" / "step-00000003", **run.parts()),
+    )
+    same(run.state(), before)
+    if rank:
+        hook.remove()
     # Damage is found by whichever rank looks at the file, and all take the same other checkpoint.
     late = folder / "damage"
     run.save(late, 1)

@@ -46,10 +46,10 @@ VALUES = "values.json"
 """What is saved and no tensor, and where the tensors lie."""
 DEEPEST = 200
 """How many levels the values may have."""
-_FILE = re.compile(r"values\.json|rank-\d{5,9}\.safetensors")
+_FILE = re.compile(r"values\.json|rank-[0-9]{5,9}\.safetensors")
 _LARGEST_MANIFEST = 1 << 26
-_NAME = re.compile(r"step-(\d+)")
-_HIDDEN = re.compile(r"\.step-(\d+)\.(partial|replaced|deleted)")
+_NAME = re.compile(r"step-([0-9]{1,18})")
+_HIDDEN = re.compile(r"\.step-([0-9]{1,18})\.(partial|replaced|deleted)")
 _CHUNK = 1 << 20
 
 
@@ -68,19 +68,17 @@ class Skipped:
 
 def candidates(folder: Path) -> list[tuple[int, Path]]:
     """The folders that are or might have been checkpoints, by step, the latest first; none where there is no folder."""
-    found: dict[tuple[int, bool], Path] = {}
-    replaced: dict[int, Path] = {}
+    plain: list[tuple[int, bool, Path]] = []
+    hidden: list[tuple[int, bool, Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        plain, hidden = _NAME.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
-        if plain and path.is_dir():
-            found[int(plain[1]), True] = path
-        elif hidden and hidden[2] == "partial":
-            found[int(hidden[1]), False] = path
-        elif hidden and hidden[2] == "replaced":
-            replaced[int(hidden[1])] = path
-    for step, path in replaced.items():  # a crash between the two renames that replace a checkpoint
-        found.setdefault((step, True), path)
-    return [(step, path) for (step, _), path in sorted(found.items(), reverse=True)]
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+            plain.append((int(match[1]), True, path))
+        elif (match := _HIDDEN.fullmatch(path.name)) and match[2] != "deleted":
+            hidden.append((int(match[1]), match[2] == "replaced", path))
+    steps = {step for step, _, _ in plain}
+    # A crash between the two renames that replace a checkpoint leaves the former one alone.
+    hidden = [one for one in hidden if not (one[1] and one[0] in steps)]
+    return [(step, path) for step, _, path in sorted(plain + hidden, reverse=True)]
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
@@ -120,7 +118,7 @@ def _is_sound(manifest: Mapping[str, Any]) -> bool:
     files = manifest.get("files")
     return (
         all(
-            type(manifest.get(key)) is int and manifest[key] >= least
+            type(manifest.get(key)) is int and least <= manifest[key] < 10**18
             for key, least in (("step", 0), ("world_size", 1))
         )
         and all(isinstance(manifest.get(key), str) for key in ("castwise", "torch", "plan", "digest"))
@@ -130,6 +128,7 @@ def _is_sound(manifest: Mapping[str, Any]) -> bool:
             _FILE.fullmatch(name)
             and isinstance(about, dict)
             and type(about.get("size")) is int
+            and about["size"] >= 0
             and isinstance(about.get("crc32"), str)
             for name, about in files.items()
         )
@@ -158,10 +157,9 @@ def _read(path: Path, largest: int) -> bytes:
     Raises:
         OSError: It is anything else.
     """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("it is no plain file")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError("it is no plain file")
+    with path.open("rb") as file:
         data = file.read(largest + 1)
     if len(data) > largest:
         raise OSError(f"it has more than {largest:,} bytes")

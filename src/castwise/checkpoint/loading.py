@@ -140,19 +140,18 @@ def load(
     """
     settle()
     ranks = Ranks(process_group)
-    if not isinstance(checkpoint, Found):
-        path = Path(checkpoint)
-        manifest = _verified(path, ranks, checksums=True)
-        if isinstance(manifest, str):
-            raise CheckpointError(
-                f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
-            )
-        checkpoint = Found(path, manifest["step"], (), manifest)
-    if checkpoint.path is None:
+    found = checkpoint if isinstance(checkpoint, Found) else Found(Path(checkpoint))
+    path = found.path
+    if path is None:
         raise CheckpointError(
             "load: there is no complete checkpoint; start from the beginning where newest(folder) is false"
         )
-    path, manifest = checkpoint.path, dict(checkpoint.manifest)
+    # newest() has read all contents; here sizes tell whether anything has become of it since.
+    manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))
+    if isinstance(manifest, str):
+        raise CheckpointError(
+            f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
+        )
     restore = ranks.agree(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
     restore.check(ranks)
     try:
@@ -173,5 +172,5 @@ def load(
         plan=manifest["plan"],
         world_size=manifest["world_size"],
         random_state=restore.same_ranks,
-        skipped=checkpoint.skipped,
+        skipped=found.skipped,
     )

@@ -19,6 +19,7 @@ from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
 from castwise.checkpoint.undo import Before
 from castwise.errors import CheckpointError
+from castwise.plan_parts import shown
 from castwise.session import Amp
 
 __all__ = ["Restore"]
@@ -152,7 +153,8 @@ class Restore:
         """Options and state that the optimizer could not work with."""
         was = self._values.optimizers[index]
         entry, name_in = self._values.tensors.__getitem__, self._name_in(was)
-        options, shapes = [], []
+        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        options, state = [], []
         for number, (group, names) in enumerate(
             zip(optimizer.param_groups, self._updated[index], strict=True)
         ):
@@ -162,16 +164,16 @@ class Restore:
                         options.append(f"{key} of group {number}")
                 own = optimizer.state.get(parameter, {})
                 for key, value in decode(was["state"].get(name, {"dict": []}), entry).items():
-                    wanted = getattr(own.get(key), "shape", None)
-                    if wanted is not None:
-                        wanted = self._amp.as_whole(parameter, own[key]).shape
-                    elif key in _OF_A_WEIGHT and type(optimizer).__module__.startswith("torch.optim."):
-                        wanted = self._amp.as_whole(parameter, parameter).shape
-                    if wanted is not None and isinstance(value, Entry) and value.shape != wanted:
-                        shapes.append(f"{key} of {name} ({list(value.shape)} saved, {list(wanted)} here)")
+                    wanted = own.get(key)
+                    if wanted is None and key in _OF_A_WEIGHT and of_torch and value is not None:
+                        wanted = masters.model_param_of(parameter)
+                    if isinstance(wanted, Tensor):
+                        wanted = self._amp.as_whole(parameter, wanted)
+                    if not _fits(wanted, value):
+                        state.append(f"{key} of {name} ({_said(value)} saved, {_said(wanted)} here)")
         return [
             *_listed(f"optimizer {index} has options of other kinds", dict.fromkeys(options)),
-            *_listed(f"optimizer {index} has state of other shapes", shapes),
+            *_listed(f"optimizer {index} has state of other shapes or kinds", state),
         ]
 
     def _first_name(self, name: str) -> str:
@@ -317,6 +319,17 @@ def _alike(own: Any, saved: Any) -> bool:
         same = isinstance(saved, (list, tuple)) and len(saved) == len(own)
         return same and all(map(_alike, own, saved))
     return own is None or isinstance(saved, type(own))
+
+
+def _fits(own: Any, saved: Any) -> bool:
+    """Whether a saved value can take the place of one of an optimizer's own state."""
+    if isinstance(own, Tensor) and own.dim() > 0:
+        return isinstance(saved, Entry) and saved.shape == own.shape
+    return not isinstance(own, (int, float, Tensor)) or _alike(own, saved)
+
+
+def _said(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, (Entry, Tensor)) else shown(value)
 
 
 def _as_kind(value: Any, own: Any) -> Any:

@@ -158,7 +158,7 @@ def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
 
 
 def _check(step: int, keep: int | None, amp: Amp) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise CheckpointError(f"save(step={step!r}) is not allowed. Allowed: a whole number, 0 or above.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(
