@@ -478,6 +478,16 @@ def test_what_fails_while_it_is_written_is_taken_back(
     saved.train(5, 1)
 
 
+def test_a_checkpoint_that_is_not_accepted_changes_nothing(tmp_path: Path, saved: Run) -> None:
+    def accept(extra: Any) -> None:
+        raise ValueError(f"of epoch {extra['epoch']}")
+
+    before = everything(saved)
+    with pytest.raises(CheckpointError, match="nothing was changed: ValueError: of epoch 3"):
+        checkpoint.load(tmp_path / "step-00000002", **saved.parts(), accept=accept)
+    same(everything(saved), before)
+
+
 class Counter(nn.Module):
     """A module with state of its own that is no tensor, and one that refuses some."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,18 @@ def load(
     model: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer] = (),
     amp: Amp,
+    accept: Callable[[Any], None] | None = None,
     process_group: Any = None,
 ) -> Loaded:
     """Continue a training: weights, masters, optimizer state, loss scale and random generators.
 
     All ranks call it, after ``prepare``. Under the plan and layout that saved, training goes on bit for bit. Under
     another plan, masters take the full fp32 weights, and the loss scale is kept where both plans have one. Under
-    another layout, each rank reads what it needs. Nothing is changed unless everything fits, on all ranks; meanwhile
-    weights and state need their memory twice.
+    another layout, each rank reads what it needs.
+
+    A checkpoint is data: nothing in it is executed, whoever wrote it. All of it is checked before anything is changed, on
+    all ranks, and what a module or an optimizer refuses nevertheless is taken back everywhere. Meanwhile weights and state
+    need their memory twice, and the weights as they were host memory.
 
     Args:
         checkpoint: What :func:`newest` returned, or the path of one checkpoint, which is verified first.
@@ -130,13 +134,14 @@ def load(
         optimizers: As for :func:`save`; none leaves the saved ones' state alone. Which kernel they use (``fused``,
             ``foreach``) is not loaded.
         amp: The session of the model.
+        accept: Called with what was saved as ``extra``, before anything is changed; what it raises refuses the checkpoint.
         process_group: The ranks that load together; None for all.
 
     Returns:
         What was loaded.
 
     Raises:
-        CheckpointError: A checkpoint that is damaged or does not fit; all its misfits are named.
+        CheckpointError: A checkpoint that is damaged, does not fit (all its misfits are named) or is not accepted.
     """
     settle()
     ranks = Ranks(process_group)
@@ -157,6 +162,8 @@ def load(
     try:
         ranks.agree(restore.read)
         extra = ranks.agree(restore.extra)
+        if accept is not None:
+            ranks.agree(lambda: accept(extra))
         ranks.agree(restore.apply)
     except BaseException as error:
         restore.undo()

@@ -160,7 +160,8 @@ class Restore:
         ):
             for parameter, name in zip(group["params"], map(name_in, names), strict=True):
                 for key, value in decode(was["options"][was["group_of"][name]], entry).items():
-                    if key not in _HOW_NOT_WHAT and not _alike(group.get(key), value):
+                    lost = key == "lr" and value is None
+                    if key not in _HOW_NOT_WHAT and (lost or not _alike(group.get(key), value)):
                         options.append(f"{key} of group {number}")
                 own = optimizer.state.get(parameter, {})
                 for key, value in decode(was["state"].get(name, {"dict": []}), entry).items():
@@ -312,20 +313,22 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _alike(own: Any, saved: Any) -> bool:
-    """Whether an option that was saved can take the place of an optimizer's own."""
+    """Whether an option that was saved can take the place of an optimizer's own; None may mean that it is left out."""
+    if own is None or saved is None:
+        return True
     if isinstance(own, (int, float, Tensor)):
         return isinstance(saved, (int, float)) or (isinstance(saved, Entry) and saved.shape in ((), (1,)))
     if isinstance(own, (list, tuple)):
         same = isinstance(saved, (list, tuple)) and len(saved) == len(own)
         return same and all(map(_alike, own, saved))
-    return own is None or isinstance(saved, type(own))
+    return isinstance(saved, type(own))
 
 
 def _fits(own: Any, saved: Any) -> bool:
     """Whether a saved value can take the place of one of an optimizer's own state."""
     if isinstance(own, Tensor) and own.dim() > 0:
         return isinstance(saved, Entry) and saved.shape == own.shape
-    return not isinstance(own, (int, float, Tensor)) or _alike(own, saved)
+    return not isinstance(own, (int, float, Tensor)) or (saved is not None and _alike(own, saved))
 
 
 def _said(value: Any) -> str:
