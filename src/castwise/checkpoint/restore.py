@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,14 +155,15 @@ class Restore:
         was = self._values.optimizers[index]
         entry, name_in = self._values.tensors.__getitem__, self._name_in(was)
         of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        options, state = [], []
+        options: list[str] = []
+        state: list[str] = []
         for number, (group, names) in enumerate(
             zip(optimizer.param_groups, self._updated[index], strict=True)
         ):
-            for parameter, name in zip(group["params"], map(name_in, names), strict=True):
+            saved = list(map(name_in, names))
+            for parameter, name in zip(group["params"], saved, strict=True):
                 for key, value in decode(was["options"][was["group_of"][name]], entry).items():
-                    lost = key == "lr" and value is None
-                    if key not in _HOW_NOT_WHAT and (lost or not _alike(group.get(key), value)):
+                    if key not in _HOW_NOT_WHAT and not _alike(group.get(key), value):
                         options.append(f"{key} of group {number}")
                 own = optimizer.state.get(parameter, {})
                 for key, value in decode(was["state"].get(name, {"dict": []}), entry).items():
@@ -172,6 +174,9 @@ class Restore:
                         wanted = self._amp.as_whole(parameter, wanted)
                     if not _fits(wanted, value):
                         state.append(f"{key} of {name} ({_said(value)} saved, {_said(wanted)} here)")
+            if of_torch and saved and not options:
+                refusal = _refusal(optimizer, decode(was["options"][was["group_of"][saved[0]]], entry))
+                options += [f"those of group {number}: {refusal}"] if refusal else []
         return [
             *_listed(f"optimizer {index} has options of other kinds", dict.fromkeys(options)),
             *_listed(f"optimizer {index} has state of other shapes or kinds", state),
@@ -316,12 +321,29 @@ def _alike(own: Any, saved: Any) -> bool:
     """Whether an option that was saved can take the place of an optimizer's own; None may mean that it is left out."""
     if own is None or saved is None:
         return True
+    if isinstance(saved, int) and abs(saved) >= 2**1000:  # which no float holds
+        return False
     if isinstance(own, (int, float, Tensor)):
         return isinstance(saved, (int, float)) or (isinstance(saved, Entry) and saved.shape in ((), (1,)))
     if isinstance(own, (list, tuple)):
         same = isinstance(saved, (list, tuple)) and len(saved) == len(own)
         return same and all(map(_alike, own, saved))
     return isinstance(saved, type(own))
+
+
+def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
+    """What one of torch's optimizers would say if it were made with some options."""
+    known = inspect.signature(type(optimizer)).parameters
+    given = {
+        key: value
+        for key, value in options.items()
+        if key in known and key not in _HOW_NOT_WHAT and not isinstance(value, Entry)
+    }
+    try:
+        type(optimizer)([torch.zeros(1, 1)], **given)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _fits(own: Any, saved: Any) -> bool:
