@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from castwise.errors import CastwiseError, PlanError, UnknownNameError
 from castwise.plan import PRESETS, LossScale, Plan, Region, as_plan
+from castwise.plan_parts import matches_path
 from castwise.rules import BASES, RULES
 
 # --- random plans -------------------------------------------------------------------------------------------
@@ -485,7 +486,8 @@ def test_contradictions_are_refused_with_the_way_out(fields: dict[str, Any], sai
         ({"init": None}, "LossScale(init=None)"),
         ({"growth": 1}, "Allowed: a finite number > 1."),
         ({"backoff": 1.0}, "Allowed: a number > 0 and < 1."),
-        ({"interval": 0}, "Allowed: a whole number of steps >= 1."),
+        ({"interval": 0}, "Allowed: a whole number of steps >= 1 and < 2**63."),
+        ({"interval": 2**63}, "LossScale(interval=9223372036854775808)"),
         ({"interval": 2.5}, "LossScale(interval=2.5)"),
         ({"hysteresis": True}, "LossScale(hysteresis=True)"),
         (
@@ -651,3 +653,163 @@ def test_bases_in_the_plan_are_those_of_the_rules() -> None:
 def test_a_region_on_the_line_says_each_format_once(value: str) -> None:
     with pytest.raises(PlanError, match="says one thing twice"):
         Plan.parse(f"bf16-mixed+regions.head={value}")
+
+
+# --- what an adversary writes -------------------------------------------------------------------------------
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LONG = "9" * 5_000
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DEEP, "not JSON of at most 50 levels: it is nested too deep"),
+        ('{"regions": ' * 60 + "1" + "}" * 60, "nested too deep"),
+        ('{"provenance": ' + DEEP + "}", "nested too deep"),
+        ('{"provenance": {"a": ' + "[" * 49 + "]" * 49 + "}}", "nested too deep"),
+        ('{"loss_scale": {"interval": ' + LONG + "}}", "a number of too many digits"),
+        ('{"loss_scale": {"interval": 1' + "0" * 4_000 + "}}", "a whole number of steps >= 1 and < 2**63"),
+        ('{"loss_scale": {"init": 1e999999}}', "LossScale(init=inf) is not allowed"),
+        ('{"provenance": {"n": 1' + "0" * 4_000 + "}}", "of up to 1,000 digits"),
+        ('{"compute": "bf16", "compute": "fp16"}', "it gives the key 'compute' twice"),
+        ('{"regions": [{"pattern": "a", "pattern": "b", "compute": "fp32"}]}', "the key 'pattern' twice"),
+        ('{"compute": "\\x"}', "not JSON at line 1"),
+        ('{"compute": "bf\x0016"}', "not JSON at line 1"),
+        ('{"compute": "bf\\u000016"}', r"compute='bf\x0016' is not allowed"),
+        ('{"compute": "\\ud800"}', r"compute='\ud800' is not allowed"),
+        ('{"compute": "' + "x" * 1_000_000 + '"}', "Plan: compute='xxx"),
+        ('{"' + "x" * 1_000_000 + '": 1}', "a plan has no field 'xxx"),
+        ('{"regions": ' + json.dumps(["a"] * 100_000) + "}", "a region 'a' is not a mapping"),
+        ('{"regions": {"a": {"compute": {"b": [[[[[[1]]]]]]}}}}', "Region('a'): compute={'b': [[[[...]]]]}"),
+        ("null", "a plan None is not a mapping"),
+        ("\ufeff{}", "not JSON at line 1"),
+    ],
+    ids=range(20),
+)
+def test_json_of_an_adversary_is_refused_in_one_short_sentence(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    for read in (lambda: Plan.from_json(text), lambda: Plan.load(tmp_path / "plan.json")):
+        with pytest.raises(PlanError) as error:
+            read()
+        assert said in sentence(error)
+        assert len(str(error.value)) < 1_500
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bf16-mixed+regions.%zz=fp32", "'regions.%zz=fp32' has a percent sign that begins no escaped UTF-8"),
+        ("bf16-mixed+regions.a%=fp32", "has a percent sign"),
+        ("bf16-mixed+regions.%ff=fp32", "has a percent sign"),
+        ("bf16-mixed\0", "no such preset"),
+        ("x" * 10_000_000, "no such preset"),
+        ("bf16-mixed+" + "x" * 10_000_000, "is not of the form field=value"),
+        ("bf16-mixed+" + "x" * 10_000_000 + "=1", "no field 'xxx"),
+        ("bf16-mixed" + "+" * 1_000_000, "'' is not of the form field=value"),
+        ("bf16-mixed" + "+regions.a=fp32" * 20_000 + "+x=1", "no field 'x'"),
+        (f"fp16-mixed+loss_scale.interval={LONG}", "LossScale(interval=inf) is not allowed"),
+        (f"fp16-mixed+loss_scale.init={LONG}", "LossScale(init=inf) is not allowed"),
+        (f"fp16-mixed+loss_scale.interval={LONG[:4000]}", "LossScale(interval=a number of 13,288 bits)"),
+        (f"fp16-mixed+output={'x' * 100_000}", "Plan: output='xxx"),
+    ],
+    ids=range(13),
+)
+def test_a_line_of_an_adversary_is_refused_in_one_short_sentence(text: str, said: str) -> None:
+    with pytest.raises(PlanError) as error:
+        Plan.parse(text)
+    assert said in sentence(error)
+    assert len(str(error.value)) < 1_500
+
+
+@pytest.mark.timeout(20)
+def test_values_of_an_adversary_are_refused_in_one_short_sentence() -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    number = 10**5_000
+    for fields in (
+        {"provenance": {"a": deep}},
+        {"provenance": {"a": number}},
+        {"provenance": deep},
+        {"regions": deep},
+        {"regions": number},
+        {"ops": deep},
+        {"ops": number},
+        {"compute": deep},
+        {"output": number},
+        {"loss_scale": deep},
+        {"loss_scale": {"interval": number}},
+        {"loss_scale": {"init": deep}},
+    ):
+        with pytest.raises(PlanError) as error:
+            Plan(**fields)
+        assert len(sentence(error)) < 1_500
+    level: Any = {"a": 1}
+    for _ in range(48):
+        level = {"a": level}
+    assert Plan.from_json(Plan(provenance=level).to_json()).provenance == Plan(provenance=level).provenance
+    with pytest.raises(PlanError, match="provenance is nested more than 49 deep"):
+        Plan(provenance={"a": level})
+    for call in (as_plan, Plan.preset, Plan.parse, Plan.from_json):
+        with pytest.raises(PlanError) as error:
+            call(number)
+        assert len(sentence(error)) < 1_500
+
+
+@pytest.mark.timeout(20)
+def test_a_path_or_a_file_of_an_adversary(tmp_path: Path) -> None:
+    for path, why in (("a\0.json", "null byte"), ("\ud800.json", "surrogates not allowed")):
+        for read in (Plan.load, as_plan):
+            with pytest.raises(PlanError, match=why) as error:
+                read(path)
+            sentence(error)
+    huge = tmp_path / "plan.json"
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(PlanError, match="it has more than 16,777,216 bytes"):
+        Plan.load(huge)
+
+
+# --- globs ---------------------------------------------------------------------------------------------------
+
+
+def by_regex(glob: str, path: str) -> bool:
+    wild = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
+    pieces = re.split(r"(\*\*|\*|\?)", glob)
+    regex = "".join(wild.get(piece) or re.escape(piece) for piece in pieces)
+    return re.fullmatch(regex, path, re.DOTALL) is not None
+
+
+@settings(max_examples=5_000, deadline=None)
+@given(st.text("ab.?*", max_size=8), st.text("ab.", max_size=10))
+def test_globs_mean_what_their_regular_expressions_mean(glob: str, path: str) -> None:
+    assert matches_path(glob, path) == by_regex(glob, path)
+
+
+@pytest.mark.parametrize(
+    ("glob", "path", "matches"),
+    [
+        ("encoder.layers.*.norm", "encoder.layers.0.norm", True),
+        ("encoder.layers.*.norm", "encoder.layers.0.x.norm", False),
+        ("**.norm", "encoder.layers.0.norm", True),
+        ("**norm", "norm", True),
+        ("layers.?", "layers.1", True),
+        ("layers.?", "layers.12", False),
+        ("layers.[0-3]", "layers.1", False),
+        ("*", "a.b", False),
+        ("**", "", True),
+        ("", "", True),
+        ("", "a", False),
+    ],
+)
+def test_what_a_glob_matches(glob: str, path: str, matches: bool) -> None:
+    assert matches_path(glob, path) is matches
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("glob", ["**a" * 200 + "z", "*a" * 200 + "z", "**?" * 200 + "z", "**a*.**?" * 100])
+def test_globs_take_no_exponential_time(glob: str) -> None:
+    assert not matches_path(glob, "a" * 2_000 + "b")

@@ -570,6 +570,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 _set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # also where a subclass has a property data
 
 
+def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of what this rank holds of a tensor, which is all of it but for DTensors.
+
+    It is what torch.distributed.checkpoint asks DTensors for.
+    """
+    if not hasattr(tensor, "device_mesh"):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
 def store_dtensor(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     """Store a DTensor in another dtype, in place.
 

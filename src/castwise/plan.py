@@ -23,19 +23,25 @@ from castwise.errors import PlanError, UnknownNameError
 from castwise.formats import FORMATS, LOW, get_format
 from castwise.plan_line import read_line, write_line
 from castwise.plan_parts import (
+    DEEPEST,
     LossScale,
     Record,
     Region,
     close_matches,
     format_name,
     from_mapping,
+    nested_deeper,
     one_of,
+    read_json,
+    shown,
     to_json,
 )
 from castwise.rules import BASES, check_rule
 
 __all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
 
+_LONGEST: Final = 1 << 24
+"""Bytes of a file: far more than any plan has, far less than memory."""
 _FP32_MODES: Final = ("as_is", "ieee", "tf32", "bf16")
 
 
@@ -106,7 +112,13 @@ class Plan:
                 value = from_mapping(LossScale, value, "Plan: loss_scale")
             elif f.name == "provenance" and value is not None:
                 if not isinstance(value, Mapping):
-                    raise PlanError(f"Plan: provenance={value!r} is not allowed. Allowed: None, a mapping.")
+                    raise PlanError(
+                        f"Plan: provenance={shown(value)} is not allowed. Allowed: None, a mapping."
+                    )
+                if nested_deeper(value, DEEPEST - 1):
+                    raise PlanError(
+                        f"Plan: provenance is nested more than {DEEPEST - 1} deep. Write what lies deeper as a string."
+                    )
                 value = Record(value)
             object.__setattr__(self, f.name, value)
         self._check_together()
@@ -122,7 +134,7 @@ class Plan:
             )
         if self.ops and self.formats.isdisjoint(LOW):
             raise PlanError(
-                f"Plan: ops={self.ops!r} with compute='fp32': operators are cast only where something "
+                f"Plan: ops={shown(self.ops)} with compute='fp32': operators are cast only where something "
                 "computes in bf16 or fp16. Use compute='bf16' or 'fp16', or leave ops out."
             )
         if self.compute in LOW and not (self.autocasts or self.stores_low or self.regions):
@@ -204,7 +216,7 @@ class Plan:
             return PRESETS[name]
         except (KeyError, TypeError):
             raise UnknownNameError(
-                f"Plan.preset({name!r}): no such preset{close_matches(name, PRESETS)}. Allowed: "
+                f"Plan.preset({shown(name)}): no such preset{close_matches(name, PRESETS)}. Allowed: "
                 f"{', '.join(PRESETS)}. Any other plan is named by the path of its plan.json."
             ) from None
 
@@ -230,10 +242,14 @@ class Plan:
             PlanError: A malformed line or a value that its field does not take.
         """
         if not isinstance(text, str):
-            raise PlanError(f"Plan.parse({text!r}): not text. Give a preset name or what str(plan) gives.")
+            raise PlanError(
+                f"Plan.parse({shown(text)}): not text. Give a preset name or what str(plan) gives."
+            )
         name = text.strip().partition("+")[0]
         base = cls.preset(f"{name}-mixed" if name in LOW else name)
-        return cls._from_values(f"Plan.parse({text!r})", read_line(text, _values(base), to_json(LossScale())))
+        return cls._from_values(
+            f"Plan.parse({shown(text)})", read_line(text, _values(base), to_json(LossScale()))
+        )
 
     # --- JSON -----------------------------------------------------------------------------------------------
 
@@ -286,11 +302,11 @@ class Plan:
             UnknownNameError: A key that no plan, region or loss scale has.
             PlanError: A file that cannot be read, malformed JSON, or a value that its field does not take.
         """
-        call = f"Plan.load({str(path)!r})"
+        call = f"Plan.load({shown(os.fsdecode(path))})"
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            text = _read(path)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
             raise PlanError(
                 f"{call}: cannot read it: {why}. Give the path of a file that plan.save(path) wrote."
             ) from None
@@ -298,12 +314,13 @@ class Plan:
 
     @classmethod
     def _from_json(cls, call: str, text: str) -> Plan:
+        if not isinstance(text, str):
+            raise PlanError(f"{call}: {shown(text)} is no text. Give what plan.to_json() returns.")
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = read_json(text)
+        except ValueError as error:
             raise PlanError(
-                f"{call}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}. Mend it there, "
-                "or write the plan anew with plan.save(path)."
+                f"{call}: {error}. Mend it there, or write the plan anew with plan.save(path)."
             ) from None
         return cls._from_values(call, values)
 
@@ -313,6 +330,17 @@ class Plan:
             return cast("Plan", from_mapping(cls, values, "a plan"))
         except PlanError as error:
             raise type(error)(f"{call}: {error}") from None
+
+
+def _read(path: str | os.PathLike[str]) -> str:
+    with open(path, "rb") as file:  # which raises ValueError for a path that no file can have
+        data = file.read(_LONGEST + 1)
+    if len(data) > _LONGEST:
+        raise ValueError(f"it has more than {_LONGEST:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
 
 
 def _values(plan: Plan) -> dict[str, Any]:
@@ -333,7 +361,7 @@ def _regions(value: object) -> tuple[Region, ...]:
         ]
     if not isinstance(value, (list, tuple)):
         raise PlanError(
-            f"Plan: regions={value!r} is not allowed. Allowed: a sequence of Region, or a mapping by pattern."
+            f"Plan: regions={shown(value)} is not allowed. Allowed: a sequence of Region, or a mapping by pattern."
         )
     return tuple(
         item if isinstance(item, Region) else from_mapping(Region, item, "Plan: a region") for item in value
@@ -345,13 +373,13 @@ def _ops(value: object) -> tuple[tuple[str, str], ...]:
         value = list(value.items())
     if not isinstance(value, (list, tuple)):
         raise PlanError(
-            f"Plan: ops={value!r} is not allowed. Allowed: pairs of operator and rule, or a mapping."
+            f"Plan: ops={shown(value)} is not allowed. Allowed: pairs of operator and rule, or a mapping."
         )
     rules: dict[str, str] = {}
     for pair in value:
         if not isinstance(pair, (list, tuple)) or [type(part) for part in pair] != [str, str]:
             raise PlanError(
-                f"Plan: ops has {pair!r}, which is not allowed. Allowed: pairs such as ('exp', 'fp32')."
+                f"Plan: ops has {shown(pair)}, which is not allowed. Allowed: pairs such as ('exp', 'fp32')."
             )
         op, rule = pair[0].removeprefix("aten::"), pair[1]
         check_rule(op, rule)
@@ -411,13 +439,13 @@ def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
         preset = _AUTOCASTING_TO.get(value)
         if preset is None:
             raise PlanError(
-                f"as_plan({value!r}): no plan computes in it. Allowed: "
+                f"as_plan({shown(value)}): no plan computes in it. Allowed: "
                 f"{', '.join(map(str, _AUTOCASTING_TO))}."
             )
         return PRESETS[preset]
     if not isinstance(value, str):
         raise PlanError(
-            f"as_plan({value!r}): {type(value).__name__} names no plan. Allowed: a Plan, a preset name "
+            f"as_plan({shown(value)}): {type(value).__name__} names no plan. Allowed: a Plan, a preset name "
             f"({', '.join(PRESETS)}), the path of a plan.json, or a dtype."
         )
     if value in ("float32", "bfloat16", "float16"):

@@ -14,12 +14,13 @@ So a line never holds a comma or a blank, and several fit on a command line.
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from castwise.errors import PlanError, UnknownNameError
+from castwise.plan_parts import close_matches, shown
 
 __all__ = ["read_line", "write_line"]
 
@@ -27,6 +28,7 @@ Values = Mapping[str, Any]
 """A plan's fields as JSON has them: regions and the loss scale as mappings, ops as pairs."""
 
 _PATTERN_SAFE: Final = ".*?[]!:/-_"
+_BAD_ESCAPE: Final = re.compile("%(?![0-9A-Fa-f]{2})")
 _WORDS: Final = {"none": None, "true": True, "false": False}
 
 
@@ -63,29 +65,22 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
 
     Raises:
         UnknownNameError: No such field.
-        PlanError: An item that is not of the form ``field=value``.
+        PlanError: An item that is not of the form ``field=value``, or a pattern that is wrongly escaped.
     """
-    values = dict(base)
+    values = {**base, "regions": [*base["regions"]]}
+    ops = dict(base["ops"])
     for item in text.strip().split("+")[1:]:
         path, _, value = item.rpartition("=")
         if not path or not value:
             raise PlanError(
-                f"Plan.parse({text!r}): {item!r} is not of the form field=value. Write for example "
+                f"Plan.parse({shown(text)}): {shown(item)} is not of the form field=value. Write for example "
                 "bf16-mixed+output=as_is or bf16-mixed+ops.exp=fp32."
             )
         name, _, rest = path.partition(".")
-        if name == "ops" and rest:
-            values["ops"] = [*(pair for pair in values["ops"] if pair[0] != rest), [rest, value]]
-        elif name == "regions" and rest:
-            formats = [part if ":" in part else f"compute:{part}" for part in value.split("/")]
-            if len({part.split(":")[0] for part in formats}) < len(formats):
-                raise PlanError(
-                    f"Plan.parse({text!r}): {item!r} says one thing twice. Write regions.{rest}=fp32 for the compute format, "
-                    f"=params:fp32 for storage, or =compute:fp32/params:fp32 for both."
-                )
-            region = {"pattern": unquote(rest, errors="surrogatepass")}
-            region |= dict(part.split(":", 1) for part in formats)
-            values["regions"] = [*values["regions"], region]
+        if name == "regions" and rest:
+            values["regions"].append(_read_region(text, item, rest, value))
+        elif name == "ops" and rest:
+            ops[rest] = value
         elif name == "loss_scale" and rest:
             values["loss_scale"] = {**(values["loss_scale"] or loss_scale), rest: _read_number(value)}
         elif name == "loss_scale" and value in ("none", "default"):
@@ -94,7 +89,26 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
             values[name] = value
         else:
             raise _unknown(text, item, path, base)
-    return values
+    return {**values, "ops": [list(pair) for pair in ops.items()]}
+
+
+def _read_region(text: str, item: str, pattern: str, value: str) -> dict[str, str]:
+    formats = [part if ":" in part else f"compute:{part}" for part in value.split("/")]
+    if len({part.split(":")[0] for part in formats}) < len(formats):
+        raise PlanError(
+            f"Plan.parse({shown(text)}): {shown(item)} says one thing twice. Write regions.{pattern[:100]}=fp32 for the "
+            "compute format, =params:fp32 for storage, or =compute:fp32/params:fp32 for both."
+        )
+    try:
+        if _BAD_ESCAPE.search(pattern):
+            raise ValueError
+        pattern = unquote(pattern, errors="surrogatepass")
+    except ValueError:
+        raise PlanError(
+            f"Plan.parse({shown(text)}): {shown(item)} has a percent sign that begins no escaped UTF-8. Write %25 for the sign "
+            "itself, and other characters as urllib.parse.quote does."
+        ) from None
+    return {"pattern": pattern, **dict(part.split(":", 1) for part in formats)}
 
 
 def _items(plan: Values, base: Values, loss_scale: Values) -> list[str]:
@@ -148,11 +162,11 @@ def _unknown(text: str, item: str, path: str, base: Values) -> PlanError:
     forms = {"ops": "ops.OPERATOR", "regions": "regions.PATTERN", "loss_scale": "loss_scale.FIELD"}
     if path in forms:
         return PlanError(
-            f"Plan.parse({text!r}): {item!r} is not allowed. Allowed: {forms[path]}=VALUE, such as "
+            f"Plan.parse({shown(text)}): {shown(item)} is not allowed. Allowed: {forms[path]}=VALUE, such as "
             "ops.exp=fp32, regions.head=fp32 or loss_scale.init=1024; and loss_scale=none or "
             "loss_scale=default."
         )
     names = [forms.get(name, name) for name in base]
-    close = difflib.get_close_matches(path, names, n=2)
-    hint = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
-    return UnknownNameError(f"Plan.parse({text!r}): no field {path!r}{hint}. Allowed: {', '.join(names)}.")
+    return UnknownNameError(
+        f"Plan.parse({shown(text)}): no field {shown(path)}{close_matches(path, names)}. Allowed: {', '.join(names)}."
+    )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
+import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -22,11 +26,20 @@ __all__ = [
     "close_matches",
     "format_name",
     "from_mapping",
+    "matches_path",
+    "nested_deeper",
     "one_of",
+    "read_json",
+    "shown",
     "to_json",
 ]
 
 _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
+DEEPEST: Final = 50
+"""How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
+_CONTAINERS: Final = (Mapping, list, tuple)
+_MOST_STEPS: Final = 2**63 - 1
+"""What a device can count to."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Region:
 
     def __post_init__(self) -> None:
         """Validate every field."""
-        call = f"Region({self.pattern!r})"
+        call = f"Region({shown(self.pattern)})"
         if not isinstance(self.pattern, str) or not self.glob:
             fault = "is empty" if isinstance(self.pattern, str) else "is no text"
             raise PlanError(
@@ -122,7 +135,7 @@ class LossScale:
             object.__setattr__(self, name, number)
         for name in ("interval", "hysteresis"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
                 raise self._error(name)
         for name, good in (
             ("growth", self.growth > 1),
@@ -139,14 +152,14 @@ class LossScale:
             "init": "a finite number > 0",
             "growth": "a finite number > 1",
             "backoff": "a number > 0 and < 1",
-            "interval": "a whole number of steps >= 1",
-            "hysteresis": "a whole number of steps >= 1",
-            "floor": f"None, or a number > 0 and at most init={self.init!r}",
-            "ceiling": f"None, or a finite number of at least init={self.init!r}",
+            "interval": "a whole number of steps >= 1 and < 2**63",
+            "hysteresis": "a whole number of steps >= 1 and < 2**63",
+            "floor": f"None, or a number > 0 and at most init={shown(self.init)}",
+            "ceiling": f"None, or a finite number of at least init={shown(self.init)}",
             "dynamic": "True, False",
         }
         return PlanError(
-            f"LossScale({name}={getattr(self, name)!r}) is not allowed. Allowed: {allowed[name]}."
+            f"LossScale({name}={shown(getattr(self, name))}) is not allowed. Allowed: {allowed[name]}."
         )
 
 
@@ -167,7 +180,7 @@ class Record(Mapping[str, Any]):
         for key in items:
             if not isinstance(key, str):
                 raise PlanError(
-                    f"Plan: {path} has the key {key!r}, which JSON cannot hold. Allowed: strings."
+                    f"Plan: {path} has the key {shown(key)}, which JSON cannot hold. Allowed: strings."
                 )
         self._items = {key: _freeze(value, f"{path}.{key}") for key, value in items.items()}
 
@@ -219,15 +232,17 @@ def from_mapping(cls: Any, values: object, what: str) -> Any:
     fields = dataclasses.fields(cls)
     names = [f.name for f in fields]
     if not isinstance(values, Mapping):
-        raise PlanError(f"{what} {values!r} is not a mapping. Allowed: one with the keys {', '.join(names)}.")
+        raise PlanError(
+            f"{what} {shown(values)} is not a mapping. Allowed: one with the keys {', '.join(names)}."
+        )
     for key in values:
         if key not in names:
             raise UnknownNameError(
-                f"{what} has no field {key!r}{close_matches(key, names)}. Allowed: {', '.join(names)}."
+                f"{what} has no field {shown(key)}{close_matches(key, names)}. Allowed: {', '.join(names)}."
             )
     for f in fields:
         if f.default is dataclasses.MISSING and f.name not in values:
-            raise PlanError(f"{what} {dict(values)!r} has no {f.name}. Add it.")
+            raise PlanError(f"{what} {shown(dict(values))} has no {f.name}. Add it.")
     return cls(**values)
 
 
@@ -239,7 +254,7 @@ def one_of(call: str, value: object, allowed: tuple[str, ...]) -> str:
     """
     if not isinstance(value, str) or value not in allowed:
         raise PlanError(
-            f"{call}={value!r} is not allowed{close_matches(value, allowed)}. Allowed: {', '.join(allowed)}."
+            f"{call}={shown(value)} is not allowed{close_matches(value, allowed)}. Allowed: {', '.join(allowed)}."
         )
     return value
 
@@ -259,7 +274,8 @@ def format_name(call: str, value: object, allowed: tuple[str, ...]) -> str:
 
 def close_matches(value: object, options: Iterable[str]) -> str:
     """Say which of the options were perhaps meant, as a clause in parentheses or nothing."""
-    close = difflib.get_close_matches(str(value), list(options), n=2)
+    text = value if isinstance(value, str) else shown(value)
+    close = difflib.get_close_matches(text, list(options), n=2) if len(text) < 100 else []
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
@@ -281,11 +297,121 @@ def _freeze(value: Any, path: str) -> Any:
         return tuple(_freeze(item, f"{path}[{index}]") for index, item in enumerate(value))
     if (
         value is None
-        or isinstance(value, (str, bool, int))
+        or isinstance(value, (str, bool))
+        or (isinstance(value, int) and abs(value) < _LARGEST)
         or (isinstance(value, float) and math.isfinite(value))
     ):
         return value
     raise PlanError(
-        f"Plan: {path}={value!r} is nothing that JSON can hold. Allowed: strings, finite numbers, True, "
-        "False, None, and lists and mappings of them. Write anything else as a string."
+        f"Plan: {path}={shown(value)} is nothing that JSON can hold. Allowed: strings, finite numbers of up to "
+        "1,000 digits, True, False, None, and lists and mappings of them. Write anything else as a string."
     )
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def read_json(text: str, deepest: int = DEEPEST) -> Any:
+    """Read JSON that somebody else may have written.
+
+    Args:
+        text: The JSON.
+        deepest: How deep lists and mappings in it may be nested.
+
+    Returns:
+        What it says; NaN and the infinities are taken as Python's ``json`` takes them.
+
+    Raises:
+        ValueError: No JSON, a key given twice, numbers too long or values nested too deep; a clause says which and where.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep") from None
+    except (
+        ValueError
+    ) as error:  # Python's own limit, beyond which reading takes quadratic time, or a key given twice
+        said = "it has a number of too many digits" if "digits" in str(error) else str(error)
+        raise ValueError(f"not JSON that means one thing: {said}") from None
+    if nested_deeper(value, deepest):
+        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep")
+    return value
+
+
+def nested_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and mappings are nested more than so many levels deep; looks without recursion."""
+    inside = [value]
+    for _ in range(levels):
+        inside = [
+            item
+            for outer in inside
+            if isinstance(outer, _CONTAINERS)
+            for item in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+    return any(isinstance(item, _CONTAINERS) for item in inside)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in values if keys.count(key) > 1)
+        raise ValueError(f"it gives the key {shown(twice)} twice")
+    return values
+
+
+class _Shown(reprlib.Repr):
+    """``repr`` that is short and quick whatever the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxstring = self.maxother = self.maxlong = 400
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python prints no number of more than 4,300 digits."""
+        return super().repr_int(x, level) if abs(x) < _LARGEST else f"a number of {x.bit_length():,} bits"
+
+
+_LARGEST: Final = 10**1000
+shown = _Shown().repr
+"""``repr`` of any value for a message: short, however long or deep the value is."""
+
+
+def matches_path(glob: str, path: str) -> bool:
+    """Whether a glob matches the whole of a module path.
+
+    Args:
+        glob: ``*`` and ``?`` stand for any characters and for one, but for dots; ``**`` for any, dots too.
+        path: Such as ``encoder.layers.0.norm``.
+
+    Returns:
+        The answer, in time proportional at worst to the product of the lengths; a regular expression takes time that
+        grows exponentially with the number of wildcards.
+    """
+    places = {0}  # where what is left of the glob may begin to match
+    for piece in _pieces(glob):
+        if piece == "**":
+            places = set(range(min(places), len(path) + 1))
+        elif piece == "*":
+            reached: set[int] = set()
+            for start in sorted(places):
+                if start not in reached:  # or all that it leads to has been reached from before it
+                    dot = path.find(".", start)
+                    reached.update(range(start, (len(path) if dot < 0 else dot) + 1))
+            places = reached
+        elif piece == "?":
+            places = {place + 1 for place in places if path[place : place + 1] not in ("", ".")}
+        else:
+            places = {place + len(piece) for place in places if path.startswith(piece, place)}
+        if not places:
+            return False
+    return len(path) in places
+
+
+@lru_cache(maxsize=256)
+def _pieces(glob: str) -> tuple[str, ...]:
+    return tuple(piece for piece in re.split(r"(\*\*|\*|\?)", glob) if piece)

@@ -199,12 +199,22 @@ def errors(folder: Path) -> None:
     )
     del run.model.further
     same(run.state(), before)
+    # What fails on one rank while it is written is taken back by all.
+    if rank:
+        hook = run.model.layers["last"].register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    raises(
+        "nothing was changed: rank 1: ZeroDivisionError",
+        lambda: checkpoint.load(folder / "ddp" / "step-00000003", **run.parts()),
+    )
+    same(run.state(), before)
+    if rank:
+        hook.remove()
     # Damage is found by whichever rank looks at the file, and all take the same other checkpoint.
     late = folder / "damage"
     run.save(late, 1)
     run.save(late, 2)
     if rank == 0:
-        with next((late / "step-00000002").glob("*.distcp")).open("r+b") as file:
+        with next((late / "step-00000002").glob("*.safetensors")).open("r+b") as file:
             file.seek(40)
             byte = file.read(1)
             file.seek(40)
@@ -219,7 +229,7 @@ def errors(folder: Path) -> None:
 
 def a_disk_fails(folder: Path) -> None:
     """While one rank writes: all raise, and the older checkpoint is the newest."""
-    from torch.distributed.checkpoint import FileSystemWriter
+    from castwise.checkpoint.storage import Stage
 
     run = Run("ddp", "bf16-mixed")
     run.save(folder, 1)
@@ -229,13 +239,13 @@ def a_disk_fails(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(FileSystemWriter, "write_data", broken)
+            patch.setattr(Stage, "write", broken)
         text = r"step-00000002 was not written; earlier.* rank 1: OSError: \[Errno 5\] Input/output error"
         raises(text, lambda: run.save(folder, 2))
         saving = run.save(folder, 2, asynchronous=True)
         run.train(0, 1)
         raises(text, saving.wait)
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-00000001"]
     run.save(folder, 3)
 
 

@@ -6,13 +6,14 @@
     if found:
         step = checkpoint.load(found, model=model, optimizers=optimizer, amp=amp).step
 
-Tensors are written by torch.distributed.checkpoint, each rank its own shards, and so load under another layout.
-Weights are written in fp32 under the model's own keys, optimizer state under the names of the model's parameters, and
-so they load under another plan. Everything that is no tensor is JSON.
+Tensors are written as plain bytes, each rank its own shards, and load under another layout. Weights are written in fp32
+under the model's own keys, optimizer state under the names of the model's parameters, and so they load under another
+plan. Everything that is no tensor is JSON, checked before anything is made of it; nothing is a pickle.
 
 ``ranks``: what several ranks decide together. ``tree``: nested values as JSON and tensors. ``contents``: what is
-saved of a model, its optimizers and a session. ``folder``: complete checkpoints, and how they become so.
-``storage``: tensors to files and back. ``saving`` and ``loading``: the calls.
+saved of a model, its optimizers and a session. ``folder``: complete checkpoints, and how they become so. ``lock``: one
+process per folder. ``storage``: tensors to files and back. ``values``: what is no tensor, checked. ``restore`` and
+``undo``: one rank's part of loading, and of taking it back. ``saving`` and ``loading``: the calls.
 """
 
 from __future__ import annotations

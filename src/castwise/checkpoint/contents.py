@@ -19,7 +19,7 @@ from castwise.checkpoint.tree import encode
 from castwise.errors import CheckpointError
 from castwise.session import Amp
 
-__all__ = ["Contents", "collect", "merge", "random_states"]
+__all__ = ["Contents", "collect", "merge", "random_states", "set_random_states"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,13 @@ def random_states(amp: Amp) -> dict[str, Tensor]:
     if amp.device_type != "cpu":
         states[amp.device_type] = torch.get_device_module(amp.device_type).get_rng_state()
     return states
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Undo :func:`random_states`."""
+    for device_type, state in states.items():
+        where = torch if device_type == "cpu" else torch.get_device_module(device_type)
+        where.set_rng_state(state)
 
 
 def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:

@@ -4,32 +4,52 @@ A checkpoint is written into a hidden folder and renamed once everything is on d
 whole unless somebody damages it later; its manifest, written last, says what belongs to it. Beside the checkpoints
 of ``runs/a`` there may lie, after a crash: ``.step-00000123.partial``, which was never finished;
 ``.step-00000123.replaced``, the former checkpoint of a step that was saved again; ``.step-00000123.deleted``. The
-next save removes them.
+next save removes them. ``.lock`` says which process saves here.
+
+Whatever is read here may have been written by anybody: it is JSON of known size, and every part of it is checked.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from castwise.checkpoint.lock import hold
 from castwise.errors import CheckpointError
+from castwise.plan_parts import read_json, shown
 
-__all__ = ["Draft", "Skipped", "candidates", "measure", "read_json", "read_manifest", "wrong_files"]
+__all__ = [
+    "DEEPEST",
+    "VALUES",
+    "Draft",
+    "Skipped",
+    "candidates",
+    "measure",
+    "read_manifest",
+    "read_values",
+    "wrong_files",
+]
 
 FORMAT = "castwise checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "checkpoint.json"
 VALUES = "values.json"
-"""What is saved and no tensor."""
-_NAME = re.compile(r"step-(\d+)")
-_HIDDEN = re.compile(r"\.step-(\d+)\.(partial|replaced|deleted)")
+"""What is saved and no tensor, and where the tensors lie."""
+DEEPEST = 200
+"""How many levels the values may have."""
+_FILE = re.compile(r"values\.json|rank-[0-9]{5,9}\.safetensors")
+_LARGEST_MANIFEST = 1 << 26
+_NAME = re.compile(r"step-([0-9]{1,18})")
+_HIDDEN = re.compile(r"\.step-([0-9]{1,18})\.(partial|replaced|deleted)")
 _CHUNK = 1 << 20
 
 
@@ -48,19 +68,17 @@ class Skipped:
 
 def candidates(folder: Path) -> list[tuple[int, Path]]:
     """The folders that are or might have been checkpoints, by step, the latest first; none where there is no folder."""
-    found: dict[tuple[int, bool], Path] = {}
-    replaced: dict[int, Path] = {}
+    plain: list[tuple[int, bool, Path]] = []
+    hidden: list[tuple[int, bool, Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        plain, hidden = _NAME.fullmatch(path.name), _HIDDEN.fullmatch(path.name)
-        if plain and path.is_dir():
-            found[int(plain[1]), True] = path
-        elif hidden and hidden[2] == "partial":
-            found[int(hidden[1]), False] = path
-        elif hidden and hidden[2] == "replaced":
-            replaced[int(hidden[1])] = path
-    for step, path in replaced.items():  # a crash between the two renames that replace a checkpoint
-        found.setdefault((step, True), path)
-    return [(step, path) for (step, _), path in sorted(found.items(), reverse=True)]
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+            plain.append((int(match[1]), True, path))
+        elif (match := _HIDDEN.fullmatch(path.name)) and match[2] != "deleted":
+            hidden.append((int(match[1]), match[2] == "replaced", path))
+    steps = {step for step, _, _ in plain}
+    # A crash between the two renames that replace a checkpoint leaves the former one alone.
+    hidden = [one for one in hidden if not (one[1] and one[0] in steps)]
+    return [(step, path) for step, _, path in sorted(plain + hidden, reverse=True)]
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
@@ -68,24 +86,84 @@ def read_manifest(path: Path) -> dict[str, Any] | str:
     if path.name.endswith(".partial"):
         return "was never finished: the save was interrupted"
     try:
-        manifest = read_json(path / MANIFEST)
+        manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
     except FileNotFoundError:
         return f"has no {MANIFEST}: damaged, or another program's"
     except (OSError, ValueError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"its {MANIFEST} is not one of castwise's"
     if manifest.get("version") != VERSION:
         return (
-            f"has format version {manifest.get('version')!r}, and this castwise reads {VERSION}; use the castwise that "
-            f"wrote it, {manifest.get('castwise')}"
+            f"has format version {shown(manifest.get('version'))}, and this castwise reads {VERSION}; use the castwise that "
+            f"wrote it, {shown(manifest.get('castwise'))}"
         )
+    if manifest.get("sha256") != _digest(manifest):
+        return f"its {MANIFEST} is damaged: its sha256 is another one"
+    if not _is_sound(manifest):
+        return f"its {MANIFEST} is not one that castwise writes"
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != manifest["step"]:
+        return f"is of step {manifest['step']} by its {MANIFEST}"
     return manifest
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _is_sound(manifest: Mapping[str, Any]) -> bool:
+    """Whether all that is read of a manifest is of its type."""
+    files = manifest.get("files")
+    return (
+        all(
+            type(manifest.get(key)) is int and least <= manifest[key] < 10**18
+            for key, least in (("step", 0), ("world_size", 1))
+        )
+        and all(isinstance(manifest.get(key), str) for key in ("castwise", "torch", "plan", "digest"))
+        and isinstance(files, dict)
+        and VALUES in files
+        and all(
+            _FILE.fullmatch(name)
+            and isinstance(about, dict)
+            and type(about.get("size")) is int
+            and about["size"] >= 0
+            and isinstance(about.get("crc32"), str)
+            for name, about in files.items()
+        )
+    )
+
+
+def read_values(path: Path, manifest: Mapping[str, Any]) -> Any:
+    """What a checkpoint holds beside the bytes of its tensors, as JSON.
+
+    Raises:
+        CheckpointError: Not what the manifest says, or no JSON.
+    """
+    wanted = manifest["files"][VALUES]
+    try:
+        data = _read(path / VALUES, wanted["size"])
+        if (len(data), f"{zlib.crc32(data):08x}") != (wanted["size"], wanted["crc32"]):
+            raise ValueError("its contents are not those that were saved (crc32)")
+        return read_json(data.decode(), DEEPEST)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"its {VALUES} cannot be read: {error}") from None
+
+
+def _read(path: Path, largest: int) -> bytes:
+    """A plain file, no link, of a size that is known.
+
+    Raises:
+        OSError: It is anything else.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError("it is no plain file")
+    with path.open("rb") as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise OSError(f"it has more than {largest:,} bytes")
+    return data
 
 
 def measure(path: Path) -> dict[str, Any]:
@@ -109,7 +187,10 @@ def wrong_files(
     """
     for name, wanted in files:
         try:
-            size = (path / name).stat().st_size
+            about = (path / name).lstat()
+            size = about.st_size
+            if not stat.S_ISREG(about.st_mode):
+                return f"{name} is no plain file"
             if size != wanted["size"]:
                 return f"{name} has {size:,} bytes instead of {wanted['size']:,}"
             if checksums and measure(path / name)["crc32"] != wanted["crc32"]:
@@ -141,44 +222,43 @@ class Draft:
         """Remove what earlier crashes have left, and start the hidden folder with what is no tensor.
 
         Raises:
-            CheckpointError: Another program's folder has the name.
+            CheckpointError: Another process saves here, another program's folder has the name, or something is nested too
+                deep to be read again.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        hold(self.folder, f"save(step={self.step})")
         if self.path.exists() and not _is_ours(self.path):
             raise CheckpointError(
                 f"save(step={self.step}): {self.path} exists and has no manifest of castwise's, so it is not replaced; move it "
                 "away, or save into another folder"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
         for path in list(self.folder.iterdir()):
             match = _HIDDEN.fullmatch(path.name)
             if match and (match[2] != "replaced" or (self.folder / f"step-{match[1]}").exists()):
-                shutil.rmtree(path)
+                _remove(path)
         self.partial.mkdir()
         _write_json(self.partial / VALUES, values, indent=None)
-
-    def contents(self) -> list[str]:
-        """Names of the files written so far."""
-        return sorted(path.name for path in self.partial.iterdir())
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
         """Make the checkpoint the newest: manifest, rename, all on disk before the next.
 
         Args:
             about: What the manifest says besides the files.
-            files: Names, and what :func:`measure` returned for them.
+            files: Names of the tensors' files, and what :func:`measure` returns for them.
         """
+        files = {VALUES: measure(self.partial / VALUES), **files}
         manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
-        _write_json(self.partial / MANIFEST, manifest)
+        _write_json(self.partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
         _sync(self.partial)
         replaced = self._hidden("replaced")
         if self.path.exists():
             if replaced.exists():
-                shutil.rmtree(replaced)
+                _remove(replaced)
             self.path.rename(replaced)
         self.partial.rename(self.path)
         _sync(self.folder)
         if replaced.exists():
-            shutil.rmtree(replaced)
+            _remove(replaced)
 
     def prune(self, keep: int) -> None:
         """Delete complete checkpoints of earlier steps, all but the last ``keep`` including this one.
@@ -195,7 +275,7 @@ class Draft:
         for path in complete[keep:]:
             doomed = path.with_name(f".{path.name.strip('.').partition('.')[0]}.deleted")
             path.rename(doomed)  # so that half a checkpoint never has a checkpoint's name
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
     def abandon(self) -> None:
         """Give back the space of a checkpoint that could not be finished."""
@@ -210,11 +290,20 @@ class Draft:
 
 
 def _is_ours(path: Path) -> bool:
+    """Whether a folder was written by castwise, whatever has become of it since."""
     try:
-        manifest = read_json(path / MANIFEST)
+        manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder; of a link, the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _write_json(path: Path, value: Any, indent: int | None = 1) -> None:

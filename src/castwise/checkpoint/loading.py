@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,18 @@ def load(
     model: nn.Module | Sequence[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer] = (),
     amp: Amp,
+    accept: Callable[[Any], None] | None = None,
     process_group: Any = None,
 ) -> Loaded:
     """Continue a training: weights, masters, optimizer state, loss scale and random generators.
 
     All ranks call it, after ``prepare``. Under the plan and layout that saved, training goes on bit for bit. Under
     another plan, masters take the full fp32 weights, and the loss scale is kept where both plans have one. Under
-    another layout, each rank reads what it needs. Nothing is changed unless everything fits, on all ranks; meanwhile
-    weights and state need their memory twice.
+    another layout, each rank reads what it needs.
+
+    A checkpoint is data: nothing in it is executed, whoever wrote it. All of it is checked before anything is changed, on
+    all ranks, and what a module or an optimizer refuses nevertheless is taken back everywhere. Meanwhile weights and state
+    need their memory twice, and the weights as they were host memory.
 
     Args:
         checkpoint: What :func:`newest` returned, or the path of one checkpoint, which is verified first.
@@ -130,39 +134,50 @@ def load(
         optimizers: As for :func:`save`; none leaves the saved ones' state alone. Which kernel they use (``fused``,
             ``foreach``) is not loaded.
         amp: The session of the model.
+        accept: Called with what was saved as ``extra``, before anything is changed; what it raises refuses the checkpoint.
         process_group: The ranks that load together; None for all.
 
     Returns:
         What was loaded.
 
     Raises:
-        CheckpointError: A checkpoint that is damaged or does not fit; all its misfits are named.
+        CheckpointError: A checkpoint that is damaged, does not fit (all its misfits are named) or is not accepted.
     """
     settle()
     ranks = Ranks(process_group)
-    if not isinstance(checkpoint, Found):
-        path = Path(checkpoint)
-        manifest = _verified(path, ranks, checksums=True)
-        if isinstance(manifest, str):
-            raise CheckpointError(
-                f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
-            )
-        checkpoint = Found(path, manifest["step"], (), manifest)
-    if checkpoint.path is None:
+    found = checkpoint if isinstance(checkpoint, Found) else Found(Path(checkpoint))
+    path = found.path
+    if path is None:
         raise CheckpointError(
             "load: there is no complete checkpoint; start from the beginning where newest(folder) is false"
         )
-    path, manifest = checkpoint.path, dict(checkpoint.manifest)
+    # newest() has read all contents; here sizes tell whether anything has become of it since.
+    manifest = _verified(path, ranks, checksums=not isinstance(checkpoint, Found))
+    if isinstance(manifest, str):
+        raise CheckpointError(
+            f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
+        )
     restore = ranks.agree(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
     restore.check(ranks)
-    ranks.agree(restore.read)
-    ranks.agree(restore.apply)
+    try:
+        ranks.agree(restore.read)
+        extra = ranks.agree(restore.extra)
+        if accept is not None:
+            ranks.agree(lambda: accept(extra))
+        ranks.agree(restore.apply)
+    except BaseException as error:
+        restore.undo()
+        if not isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"load({str(path)!r}): nothing was changed: {' '.join(str(error).split())}"
+        ) from error
     return Loaded(
         path=path,
         step=manifest["step"],
-        extra=restore.extra(),
+        extra=extra,
         plan=manifest["plan"],
         world_size=manifest["world_size"],
         random_state=restore.same_ranks,
-        skipped=checkpoint.skipped,
+        skipped=found.skipped,
     )

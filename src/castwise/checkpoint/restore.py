@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from castwise import masters
-from castwise.checkpoint import storage
-from castwise.checkpoint.contents import random_states
-from castwise.checkpoint.folder import VALUES, read_json
+from castwise.checkpoint import storage, values
+from castwise.checkpoint.contents import random_states, set_random_states
 from castwise.checkpoint.names import Names
 from castwise.checkpoint.ranks import Ranks
+from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
+from castwise.checkpoint.undo import Before
 from castwise.errors import CheckpointError
+from castwise.plan_parts import shown
 from castwise.session import Amp
 
 __all__ = ["Restore"]
 
 _HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
 """Options of an optimizer that choose a kernel: its own stay."""
+_OF_A_WEIGHT = frozenset({
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
+    "ax", "prev", "step_size",
+})  # fmt: skip
+"""State that has the shape of its parameter in each of torch's own optimizers."""
 
 
 class Restore:
@@ -52,23 +59,26 @@ class Restore:
         ranks: Ranks,
     ) -> None:
         self._path, self._step = path, manifest["step"]
-        self._values: dict[str, Any] = read_json(path / VALUES)
-        self._saved = storage.read_metadata(path).state_dict_metadata
+        try:
+            self._values = values.read(path, manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"load({str(path)!r}): {error}. Load another checkpoint.") from None
         self._amp, self._optimizers = amp, list(optimizers)
         self._names = Names(model, amp)
         self._updated = self._names.of(optimizers)
         self._aliases = self._names.aliases()
         self.same_ranks = manifest["world_size"] == ranks.size
-        self._own = self._values["ranks"][ranks.rank if self.same_ranks else 0]
+        self._own = self._values.ranks[ranks.rank if self.same_ranks else 0]
         self._tensors: dict[str, Tensor] = {}
+        self._before: Before | None = None
 
     # --- does it fit? -------------------------------------------------------------------------------------
 
     def check(self, ranks: Ranks) -> None:
-        """Compare names and shapes on all ranks. A collective; changes nothing.
+        """Compare names, shapes and kinds of values on all ranks. A collective; changes nothing.
 
         Raises:
-            CheckpointError: Something is missing, left over or of another shape.
+            CheckpointError: Something is missing, left over, of another shape or of another kind.
         """
         held = ranks.every(lambda: (set(self._names.saved.values()), self._updated_sets()))
         problems = ranks.every(
@@ -88,26 +98,29 @@ class Restore:
         return [{name for group in groups for name in group} for groups in self._updated]
 
     def _misfits_of_model(self, held: set[str]) -> list[str]:
-        known = set(self._values["model"])
-        shapes, missing = [], []
+        known = set(self._values.model)
+        shapes, kinds, missing = [], [], []
         for key, value in self._names.state.items():
             name = self._names.saved[key]
             if name not in known:
                 missing.append(name)
                 continue
-            saved = self._saved.get(f"model.{name}")
-            was = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "no tensor"
+            saved = decode(self._values.model[name], self._values.tensors.__getitem__)
+            was = list(saved.shape) if isinstance(saved, Entry) else "no tensor"
             now = list(self._amp.as_whole(value, value).shape) if isinstance(value, Tensor) else "no tensor"
             if was != now:
                 shapes.append(f"{name} ({was} saved, {now} here)")
+            elif isinstance(saved, Entry) and _kind(saved.dtype) != _kind(value.dtype):
+                kinds.append(f"{name} ({_kind(saved.dtype)} saved, {_kind(value.dtype)} here)")
         return [
             *_listed("the model has weights that were not saved", missing),
             *_listed("weights were saved that the model has not", sorted(known - held)),
             *_listed("weights have other shapes", shapes),
+            *_listed("weights are other kinds of numbers", kinds),
         ]
 
     def _misfits_of_optimizers(self, held: Sequence[list[set[str]]]) -> list[str]:
-        saved = self._values["optimizers"]
+        saved = self._values.optimizers
         if not any(held):
             return []
         if len(saved) != len(self._optimizers):
@@ -133,11 +146,45 @@ class Restore:
                     out.append(
                         f"group {number} of optimizer {index} joins parameters that had different options"
                     )
+            if not out:
+                out = self._misfits_of_values(index, optimizer)
         return out
+
+    def _misfits_of_values(self, index: int, optimizer: Optimizer) -> list[str]:
+        """Options and state that the optimizer could not work with."""
+        was = self._values.optimizers[index]
+        entry, name_in = self._values.tensors.__getitem__, self._name_in(was)
+        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        options: list[str] = []
+        state: list[str] = []
+        for number, (group, names) in enumerate(
+            zip(optimizer.param_groups, self._updated[index], strict=True)
+        ):
+            saved = list(map(name_in, names))
+            for parameter, name in zip(group["params"], saved, strict=True):
+                for key, value in decode(was["options"][was["group_of"][name]], entry).items():
+                    if key not in _HOW_NOT_WHAT and not _alike(group.get(key), value):
+                        options.append(f"{key} of group {number}")
+                own = optimizer.state.get(parameter, {})
+                for key, value in decode(was["state"].get(name, {"dict": []}), entry).items():
+                    wanted = own.get(key)
+                    if wanted is None and key in _OF_A_WEIGHT and of_torch and value is not None:
+                        wanted = masters.model_param_of(parameter)
+                    if isinstance(wanted, Tensor):
+                        wanted = self._amp.as_whole(parameter, wanted)
+                    if not _fits(wanted, value):
+                        state.append(f"{key} of {name} ({_said(value)} saved, {_said(wanted)} here)")
+            if of_torch and saved and not options:
+                refusal = _refusal(optimizer, decode(was["options"][was["group_of"][saved[0]]], entry))
+                options += [f"those of group {number}: {refusal}"] if refusal else []
+        return [
+            *_listed(f"optimizer {index} has options of other kinds", dict.fromkeys(options)),
+            *_listed(f"optimizer {index} has state of other shapes or kinds", state),
+        ]
 
     def _first_name(self, name: str) -> str:
         """One name for weights that are tied, here or where they were saved."""
-        name = self._values["aliases"].get(name, name)
+        name = self._values.aliases.get(name, name)
         return self._aliases.get(name, name)
 
     def _name_in(self, was: Mapping[str, Any]) -> Any:
@@ -147,13 +194,17 @@ class Restore:
     # --- read ---------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read everything that this rank needs into new tensors. Changes nothing."""
+        """Read everything that this rank needs into new tensors. Changes nothing.
+
+        Raises:
+            CheckpointError: Files that end too soon, or states that a random generator does not take.
+        """
         for key, value in self._names.state.items():
-            if isinstance(value, Tensor):
-                name = f"model.{self._names.saved[key]}"
-                self._tensors[name] = self._like(name, value)
+            for tensor in names_of(self._values.model[self._names.saved[key]]):
+                whole = isinstance(value, Tensor)
+                self._tensors[tensor] = self._like(tensor, value) if whole else self._plain(tensor)
         for index, optimizer in enumerate(self._optimizers):
-            was = self._values["optimizers"][index]
+            was = self._values.optimizers[index]
             name_in = self._name_in(was)
             for group, names in zip(optimizer.param_groups, self._updated[index], strict=True):
                 for parameter, name in zip(group["params"], names, strict=True):
@@ -161,32 +212,41 @@ class Restore:
                         self._tensors[tensor] = self._like(tensor, parameter)
             for tensor in names_of(was["options"]):
                 self._tensors[tensor] = self._plain(tensor)
-        for tensor in names_of([self._values["extra"], self._own["rng"] if self.same_ranks else None]):
+        for tensor in names_of([self._values.extra, self._own["rng"] if self.same_ranks else None]):
             self._tensors[tensor] = self._plain(tensor)
-        storage.read(self._path, self._tensors)
+        storage.read(self._path, self._values.tensors, self._tensors)
+        self._random: dict[str, Tensor] = {}
+        if self.same_ranks:
+            states = decode(self._own["rng"], self._tensors.__getitem__)
+            self._random = {kind: states[kind] for kind in random_states(self._amp) if kind in states}
+        for kind, state in self._random.items():
+            try:
+                torch.Generator(kind).set_state(state)  # a rehearsal
+            except (RuntimeError, TypeError) as error:
+                raise CheckpointError(
+                    f"the saved state of the random generator of {kind} is none: {error}"
+                ) from None
 
     def _plain(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        saved = self._saved[name]
-        assert isinstance(saved, TensorStorageMetadata)
-        return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+        saved = self._values.tensors[name]
+        return torch.empty(saved.shape, dtype=saved.dtype, device=device)
 
     def _like(self, name: str, owner: Tensor) -> Tensor:
         """An empty tensor of what is saved, cut and placed as its parameter is."""
-        saved = self._saved[name]
-        assert isinstance(saved, TensorStorageMetadata)
+        saved = self._values.tensors[name]
         owner = masters.model_param_of(owner)
         owner = self._amp.as_whole(owner, owner).detach()
-        counter = name.endswith(".step") or (saved.size == torch.Size() and owner.dim() > 0)
-        if saved.size == owner.shape and not counter:
-            return torch.empty_like(owner, dtype=saved.properties.dtype)
+        counter = name.endswith(".step") or (saved.shape == () and owner.dim() > 0)
+        if saved.shape == owner.shape and not counter:
+            return torch.empty_like(owner, dtype=saved.dtype)
         mesh = getattr(owner, "device_mesh", None)
         if counter or mesh is None:
             return self._plain(name, "cpu" if counter else owner.device)
         from torch.distributed import tensor
 
         return tensor.empty(  # such as Adafactor's rows and columns: every rank holds them whole
-            saved.size,
-            dtype=saved.properties.dtype,
+            saved.shape,
+            dtype=saved.dtype,
             device_mesh=mesh,
             placements=[tensor.Replicate()] * mesh.ndim,
         )
@@ -194,25 +254,27 @@ class Restore:
     # --- write --------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Write what was read into model, optimizers, session and random generators."""
+        """Write what was read into model, optimizers, session and random generators; :meth:`undo` takes it back."""
+        self._before = Before(self._names.model, self._optimizers, self._amp)
         fetch = self._tensors.__getitem__
-        values = {key: decode(self._values["model"][name], fetch) for key, name in self._names.saved.items()}
-        for key, value in values.items():
+        state = {key: decode(self._values.model[name], fetch) for key, name in self._names.saved.items()}
+        for key, value in state.items():
             if isinstance(value, Tensor):
-                values[key] = _as_cut(value, self._names.state[key])
-        self._names.model.load_state_dict(values)
+                state[key] = _as_cut(value, self._names.state[key])
+        self._names.model.load_state_dict(state)
         for index, optimizer in enumerate(self._optimizers):
             optimizer.load_state_dict(self._state_of(index, optimizer))
         self._amp.load_state_dict(decode(self._own["amp"], fetch))
-        if self.same_ranks:
-            states = decode(self._own["rng"], fetch)
-            for device_type in random_states(self._amp).keys() & states.keys():
-                where = torch if device_type == "cpu" else torch.get_device_module(device_type)
-                where.set_rng_state(states[device_type])
+        set_random_states(self._random)
+
+    def undo(self) -> None:
+        """Make everything what it was before :meth:`apply`, however far that came."""
+        if self._before is not None:
+            self._before.put_back()
 
     def _state_of(self, index: int, optimizer: Optimizer) -> dict[str, Any]:
         """The saved state of an optimizer, by numbers, as its own state dict has it."""
-        was = self._values["optimizers"][index]
+        was = self._values.optimizers[index]
         name_in = self._name_in(was)
         fetch = self._tensors.__getitem__
         state: dict[int, Any] = {}
@@ -237,7 +299,7 @@ class Restore:
 
     def extra(self) -> Any:
         """What was saved as ``extra``."""
-        return decode(self._values["extra"], self._tensors.__getitem__)
+        return decode(self._values.extra, self._tensors.__getitem__)
 
 
 def _as_cut(value: Tensor, parameter: Tensor) -> Tensor:
@@ -247,6 +309,52 @@ def _as_cut(value: Tensor, parameter: Tensor) -> Tensor:
         local: Tensor = value.to_local()
         return local
     return value
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point or dtype.is_complex:
+        return "complex" if dtype.is_complex else "floating"
+    return "truth values" if dtype is torch.bool else "whole"
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    """Whether an option that was saved can take the place of an optimizer's own; None may mean that it is left out."""
+    if own is None or saved is None:
+        return True
+    if isinstance(saved, int) and abs(saved) >= 2**1000:  # which no float holds
+        return False
+    if isinstance(own, (int, float, Tensor)):
+        return isinstance(saved, (int, float)) or (isinstance(saved, Entry) and saved.shape in ((), (1,)))
+    if isinstance(own, (list, tuple)):
+        same = isinstance(saved, (list, tuple)) and len(saved) == len(own)
+        return same and all(map(_alike, own, saved))
+    return isinstance(saved, type(own))
+
+
+def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
+    """What one of torch's optimizers would say if it were made with some options."""
+    known = inspect.signature(type(optimizer)).parameters
+    given = {
+        key: value
+        for key, value in options.items()
+        if key in known and key not in _HOW_NOT_WHAT and not isinstance(value, Entry)
+    }
+    try:
+        type(optimizer)([torch.zeros(1, 1)], **given)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _fits(own: Any, saved: Any) -> bool:
+    """Whether a saved value can take the place of one of an optimizer's own state."""
+    if isinstance(own, Tensor) and own.dim() > 0:
+        return isinstance(saved, Entry) and saved.shape == own.shape
+    return not isinstance(own, (int, float, Tensor)) or (saved is not None and _alike(own, saved))
+
+
+def _said(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, (Entry, Tensor)) else shown(value)
 
 
 def _as_kind(value: Any, own: Any) -> Any:

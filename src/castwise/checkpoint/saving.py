@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from castwise.checkpoint import storage
 from castwise.checkpoint.contents import collect, merge
-from castwise.checkpoint.folder import Draft, measure
+from castwise.checkpoint.folder import Draft
 from castwise.checkpoint.names import joined
 from castwise.checkpoint.ranks import Ranks
 from castwise.errors import CheckpointError
@@ -97,7 +97,8 @@ def save(
     again replaces what was there.
 
     Args:
-        folder: Of this training alone, on a file system that all ranks see.
+        folder: Of this training alone, on a file system that all ranks see. The first rank's process keeps it for itself
+            until it ends or saves into another folder.
         step: Number of the checkpoint, 0 or above.
         model: Prepared; DistributedDataParallel, ``torch.compile`` and FSDP2 around it are seen through. Several stages
             of a pipeline that this rank holds are given as a list.
@@ -115,7 +116,8 @@ def save(
         The save; ``wait()`` returns the path. If not asynchronous, it is over.
 
     Raises:
-        CheckpointError: Something that cannot be saved or written; the checkpoint before is still the newest.
+        CheckpointError: Something that cannot be saved or written, or another process saves into the folder; the checkpoint
+            before is still the newest.
     """
     global _last
     settle()
@@ -123,7 +125,9 @@ def save(
     ranks.agree(lambda: _check(step, keep, amp))
     draft = Draft(Path(folder).absolute(), step)
     contents = ranks.agree(lambda: collect(joined(model), as_list(optimizers), amp, extra, ranks))
-    values = merge(contents, ranks)
+    index = storage.lay_out(contents.tensors, ranks)
+    stage = ranks.agree(lambda: storage.Stage(contents.tensors, index, ranks.rank, copied=asynchronous))
+    values = {**merge(contents, ranks), "tensors": {name: entry.to_json() for name, entry in index.items()}}
     later = ranks.first(lambda: _begin(draft, values))
     if later is not None and ranks.rank == 0:
         warnings.warn(
@@ -138,15 +142,12 @@ def save(
         "world_size": ranks.size,
     }
     if asynchronous:
-        own = ranks.apart()
-        written = storage.start_writing(contents.tensors, draft.partial, own)
-        future = _background().submit(_finish, draft, written, about, keep, own)
-        saving = Saving(step, draft.path, future)
+        future = _background().submit(_finish, draft, stage, about, keep, ranks.apart())
     else:
-        _finish(draft, lambda: storage.write(contents.tensors, draft.partial, ranks), about, keep, ranks)
+        _finish(draft, stage, about, keep, ranks)
         future = Future()
         future.set_result(None)
-        saving = Saving(step, draft.path, future)
+    saving = Saving(step, draft.path, future)
     _last = saving
     return saving
 
@@ -157,7 +158,7 @@ def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
 
 
 def _check(step: int, keep: int | None, amp: Amp) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise CheckpointError(f"save(step={step!r}) is not allowed. Allowed: a whole number, 0 or above.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise CheckpointError(
@@ -181,17 +182,13 @@ def _background() -> ThreadPoolExecutor:
 
 
 def _finish(
-    draft: Draft, written: Callable[[], Any], about: dict[str, Any], keep: int | None, ranks: Ranks
+    draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int | None, ranks: Ranks
 ) -> None:
-    """Wait for the tensors on all ranks, then make the checkpoint the newest."""
+    """Write the tensors on all ranks, then make the checkpoint the newest."""
     try:
-        ranks.agree(written)
-        files = ranks.first(draft.contents)
-        parts = ranks.every(
-            lambda: {name: measure(draft.partial / name) for name in files[ranks.rank :: ranks.size]}
-        )
-        measured = {name: part[name] for name in files for part in parts if name in part}
-        ranks.first(lambda: draft.publish(about, measured))
+        parts = ranks.every(lambda: stage.write(draft.partial))
+        files = {name: measured for part in parts for name, measured in part.items()}
+        ranks.first(lambda: draft.publish(about, files))
     except CheckpointError as error:
         ranks.first(draft.abandon)  # all ranks are here, or none
         raise CheckpointError(

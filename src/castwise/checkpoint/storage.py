@@ -1,158 +1,346 @@
-"""Tensors to files and back, by torch.distributed.checkpoint."""
+"""Tensors to files and back: plain bytes, and an index that says what they are.
+
+Each rank writes one file, ``rank-00000.safetensors``, whose header lets other programs read the weights. The index is
+part of the checkpoint's values and says where the pieces of each tensor lie; it is all that castwise goes by, and it is
+checked before anything is read.
+"""
 
 from __future__ import annotations
 
-import functools
-import pickle
-from collections.abc import Callable, Mapping
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from castwise import _torch
 from castwise.checkpoint.ranks import Ranks
 from castwise.errors import CheckpointError
+from castwise.parallel.pieces import is_dtensor
 
-__all__ = ["read", "read_metadata", "start_writing", "write"]
+__all__ = ["Entry", "Index", "Stage", "lay_out", "read", "read_index"]
 
-METADATA = ".metadata"
-"""DCP's own file about the tensors."""
+_SAFE: Final = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_OTHER: Final = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""Formats that the safetensors header has no name for, and that are written as bytes."""
+_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*_SAFE, *_OTHER)}
+_ALIGNED: Final = 16
+_LARGEST: Final = 1 << 48
+"""More elements than any tensor has, and few enough to be counted without overflow."""
+
+Sizes = tuple[int, ...]
 
 
-def write(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Write tensors, each rank its own shards; what several ranks hold is written by the lowest.
+class Piece(NamedTuple):
+    """A box of a tensor, and where its bytes lie.
 
-    Args:
-        tensors: By name, of which the part before the first dot is the name of a group.
-        folder: A new folder.
-        ranks: Those that write; all of them call this.
+    Attributes:
+        file: Name.
+        start: Bytes from the end of the file's header.
+        offsets: Of the box in the tensor, by dimension.
+        sizes: Of the box.
     """
-    writer = FileSystemWriter(folder)
-    if ranks.alone:
-        _write_alone(_nested(tensors), writer)
-    else:
-        dcp_save(_nested(tensors), storage_writer=writer, planner=_save_planner(), process_group=ranks.group)
+
+    file: str
+    start: int
+    offsets: Sizes
+    sizes: Sizes
 
 
-def start_writing(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> Callable[[], Any]:
-    """Copy tensors to host memory and write them in the background.
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is saved.
+
+    Attributes:
+        dtype: Of its elements.
+        shape: Of the whole.
+        pieces: Boxes that together are the whole, none of them empty.
+    """
+
+    dtype: torch.dtype
+    shape: Sizes
+    pieces: Sequence[Piece]
+
+    def to_json(self) -> dict[str, Any]:
+        """As :func:`read_index` takes it."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, "pieces": self.pieces}
+
+
+Index = dict[str, Entry]
+
+
+class _Held(NamedTuple):
+    """What one rank holds of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sizes
+    offsets: Sizes
+    sizes: Sizes
+
+
+def _held(name: str, tensor: Tensor) -> _Held:
+    local = _torch.local_tensor(tensor) if is_dtensor(tensor) else tensor
+    if (
+        type(local) is not Tensor
+        or local.layout is not torch.strided
+        or local.dtype not in _DTYPES.values()
+        or local.is_meta
+    ):
+        raise CheckpointError(
+            f"save: {name} is a {type(local).__qualname__} of {local.dtype} on {local.device} ({local.layout}), which cannot be "
+            f"saved. Allowed: plain tensors with values, of {', '.join(_DTYPES)}."
+        )
+    return _Held(name, tensor.dtype, tuple(tensor.shape), *_torch.local_box(tensor))
+
+
+def lay_out(tensors: Mapping[str, Tensor], ranks: Ranks) -> Index:
+    """Decide which rank writes which piece and where. A collective.
 
     Args:
-        tensors: As for :func:`write`; they may change as soon as this returns.
-        folder: A new folder.
-        ranks: Those that write; their group does nothing else until the writing is over.
+        tensors: This rank's, by name; DTensors stand for the shards that the rank holds.
+        ranks: Those that write.
 
     Returns:
-        What waits for the writing and raises its errors; call it in a thread.
-    """
-    writer = FileSystemWriter(folder)
-    if ranks.alone:
-        # async_save warns, in its thread, that there is no process group.
-        return functools.partial(_write_alone, writer.stage(_nested(tensors)), writer)
-    future: Any = async_save(
-        _nested(tensors), storage_writer=writer, planner=_save_planner(), process_group=ranks.group
-    )
-    return future.result  # type: ignore[no-any-return]
-
-
-def _save_planner() -> DefaultSavePlanner:
-    # The buffers of a replicated model differ between ranks, and torch's DDP goes by those of the first; by default
-    # DCP would take some of one rank and some of another, by size.
-    return DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-
-
-def _nested(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """By group, so that DCP's own tools see ``{"model": {...}, "optimizer": {...}}``."""
-    out: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        group, _, rest = name.partition(".")
-        out.setdefault(group, {})[rest] = tensor
-    return out
-
-
-def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
-    """``dcp.save`` for one process, without its warning that there is only one."""
-    planner = _save_planner()
-    planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner)
-    results.wait()
-    writer.finish(metadata, [results.value()])
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's description of the tensors in a folder, read without running what a pickle may hold.
+        The index, on all ranks. What several hold is written by the lowest.
 
     Raises:
-        CheckpointError: It cannot be read, or names anything but DCP's own types.
+        CheckpointError: What cannot be saved, or tensors of one name that differ between ranks.
     """
-    try:
-        return _Reader(folder).read_metadata()
-    except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{folder / METADATA}: not DCP's metadata: {error}") from error
+    parts = ranks.to_first(ranks.agree(lambda: [_held(name, tensor) for name, tensor in tensors.items()]))
+    return ranks.first(lambda: _arrange(parts))
 
 
-def read(folder: Path, into: Mapping[str, Tensor]) -> None:
+def _arrange(parts: Sequence[Sequence[_Held]]) -> Index:
+    index: Index = {}
+    seen = set()
+    for rank, held in enumerate(parts):
+        mine = []
+        for one in held:
+            known = index.setdefault(one.name, Entry(one.dtype, one.shape, []))
+            if (known.dtype, known.shape) != (one.dtype, one.shape):
+                raise CheckpointError(
+                    f"save: {one.name} is {known.dtype} {list(known.shape)} on one rank and {one.dtype} {list(one.shape)} on rank "
+                    f"{rank}; give what differs between ranks different names"
+                )
+            box = (one.name, one.offsets, one.sizes)
+            if math.prod(one.sizes) and box not in seen:
+                seen.add(box)
+                mine.append(one)
+        start = 0
+        for one in sorted(
+            mine, key=lambda one: -one.dtype.itemsize
+        ):  # so that each begins at a multiple of its own
+            piece = Piece(f"rank-{rank:05d}.safetensors", start, one.offsets, one.sizes)
+            index[one.name].pieces.append(piece)  # type: ignore[attr-defined]  # a list until here
+            start += _bytes(one.dtype, one.sizes)
+    return index
+
+
+def _bytes(dtype: torch.dtype, sizes: Sizes) -> int:
+    return math.prod(sizes) * dtype.itemsize
+
+
+class Stage:
+    """What this rank is to write.
+
+    Args:
+        tensors: As for :func:`lay_out`.
+        index: What that returned.
+        rank: This one.
+        copied: Whether to copy the tensors to host memory first, so that they may change at once.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], index: Index, rank: int, *, copied: bool) -> None:
+        self._name = f"rank-{rank:05d}.safetensors"
+        mine = [
+            (piece.start, name, entry, piece)
+            for name, entry in index.items()
+            for piece in entry.pieces
+            if piece.file == self._name
+        ]
+        self._header: dict[str, Any] = {}
+        self._tensors: list[Tensor] = []
+        for start, name, entry, piece in sorted(mine, key=lambda one: one[0]):
+            box = ",".join(f"{o}:{o + n}" for o, n in zip(piece.offsets, piece.sizes, strict=True))
+            size = _bytes(entry.dtype, piece.sizes)
+            self._header[name if piece.sizes == entry.shape else f"{name}[{box}]"] = {
+                "dtype": _SAFE.get(entry.dtype, "U8"),
+                "shape": piece.sizes if entry.dtype in _SAFE else [size],
+                "data_offsets": [start, start + size],
+            }
+            tensor = tensors[name]
+            local = (_torch.local_tensor(tensor) if is_dtensor(tensor) else tensor).detach()
+            self._tensors.append(local.to("cpu", copy=True) if copied else local)
+
+    def write(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Write the file.
+
+        Args:
+            folder: A new one.
+
+        Returns:
+            Its name with its size in bytes and crc32; nothing where this rank writes nothing.
+        """
+        if not self._tensors:
+            return {}
+        header = json.dumps(self._header).encode()
+        header += b" " * (-(8 + len(header)) % _ALIGNED)
+        crc = size = 0
+        with open(folder / self._name, "xb") as file:
+            for data in (len(header).to_bytes(8, "little"), header, *map(_raw, self._tensors)):
+                file.write(data)
+                crc, size = zlib.crc32(data, crc), size + memoryview(data).nbytes
+            file.flush()
+            os.fsync(file.fileno())
+        return {self._name: {"size": size, "crc32": f"{crc:08x}"}}
+
+
+def _raw(tensor: Tensor) -> Any:
+    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def read_index(value: Any, files: Mapping[str, int]) -> Index:
+    """Check an index that anybody may have written.
+
+    Args:
+        value: JSON.
+        files: The sizes in bytes of the files that tensors may lie in, by name.
+
+    Raises:
+        CheckpointError: Anything but an index whose pieces lie in these files and make up their tensors.
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError("the index of tensors is no mapping")
+    used = dict.fromkeys(files, 0)
+    index: Index = {}
+    for name, item in value.items():
+        try:
+            index[name] = entry = _entry(item)
+            for piece in entry.pieces:
+                _need(piece.file in files, "a piece lies in no file of the checkpoint")
+                size = _bytes(entry.dtype, piece.sizes)
+                used[piece.file] += size
+                _need(8 + piece.start + size <= files[piece.file], "a piece ends after its file")
+                _need(used[piece.file] <= files[piece.file], "pieces take more than their file has")
+        except ValueError as error:
+            raise CheckpointError(f"the index of tensors is wrong at {name[:200]!r}: {error}") from None
+    return index
+
+
+def _need(good: bool, otherwise: str) -> None:
+    if not good:
+        raise ValueError(otherwise)
+
+
+def _numbers(value: Any) -> Sizes:
+    good = isinstance(value, list) and all(type(one) is int and 0 <= one < _LARGEST for one in value)
+    _need(good, "a shape or an offset is no list of whole numbers")
+    return tuple(value)
+
+
+def _entry(item: Any) -> Entry:
+    _need(
+        isinstance(item, dict) and item.keys() == {"dtype", "shape", "pieces"},
+        "not of dtype, shape and pieces",
+    )
+    _need(isinstance(item["dtype"], str) and item["dtype"] in _DTYPES, "no such dtype")
+    dtype, shape = _DTYPES[item["dtype"]], _numbers(item["shape"])
+    _need(isinstance(item["pieces"], list), "pieces are no list")
+    pieces = []
+    for one in item["pieces"]:
+        _need(
+            isinstance(one, list) and len(one) == 4 and isinstance(one[0], str),
+            "a piece is not of four parts",
+        )
+        piece = Piece(one[0], _numbers([one[1]])[0], _numbers(one[2]), _numbers(one[3]))
+        _need(piece.start % dtype.itemsize == 0, "a piece begins in the middle of a number")
+        _need(len(piece.offsets) == len(piece.sizes) == len(shape), "a piece has other dimensions")
+        _need(0 not in piece.sizes, "a piece is empty")
+        ends = (o + n for o, n in zip(piece.offsets, piece.sizes, strict=True))
+        _need(
+            all(end <= size for end, size in zip(ends, shape, strict=True)),
+            "a piece reaches out of the tensor",
+        )
+        pieces.append(piece)
+    _need(
+        sum(math.prod(piece.sizes) for piece in pieces) == math.prod(shape) < _LARGEST,
+        "pieces are not the whole",
+    )
+    _need(not _overlapping(pieces), "pieces overlap")
+    return Entry(dtype, shape, tuple(pieces))
+
+
+def _overlapping(pieces: Sequence[Piece]) -> bool:
+    """Whether two boxes share an element: sorted by the first dimension, each looks at those that begin before it ends."""
+    ordered = sorted(pieces, key=lambda piece: piece.offsets)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+                break
+            if _common(one.offsets, one.sizes, other) is not None:
+                return True
+    return False
+
+
+def _common(offsets: Sizes, sizes: Sizes, piece: Piece) -> list[tuple[int, int]] | None:
+    """From where to where a box and a piece share elements, by dimension; None where they share none."""
+    spans = [
+        (max(o, p), min(o + n, p + m))
+        for o, n, p, m in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)
+    ]
+    return None if any(low >= high for low, high in spans) else spans
+
+
+def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
     """Read tensors, or the shards that this process holds of them. Not a collective.
 
     Args:
-        folder: Where :func:`write` has written.
+        folder: Of the checkpoint.
+        index: What :func:`read_index` returned.
         into: Tensors of the sizes saved, by name; written to.
+
+    Raises:
+        CheckpointError: A file that is shorter than the index says.
     """
-    if not into:
-        return
-    reader = _Reader(folder)
-    metadata = reader.read_metadata()
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(into), metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    plan: LoadPlan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    with torch.no_grad():
-        reader.read_data(plan, planner).wait()
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader, with metadata that only DCP's own types are made from."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with Path(self.path, METADATA).open("rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"holds a {type(found).__name__}")
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the types that DCP writes, and nothing else."""
-
-    _ALLOWED = frozenset({
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-    })  # fmt: skip
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-
-    def find_class(self, module: str, name: str) -> Any:
-        of_dcp = (
-            module == dcp_metadata.__name__ == getattr(getattr(dcp_metadata, name, None), "__module__", "")
-        )
-        a_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if of_dcp or a_dtype or (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"names {module}.{name}, which DCP does not write")
+    wanted: dict[str, list[tuple[Piece, Entry, Tensor, Sizes, list[tuple[int, int]]]]] = {}
+    for name, tensor in into.items():
+        offsets, sizes = _torch.local_box(tensor)
+        local = _torch.local_tensor(tensor) if is_dtensor(tensor) else tensor
+        for piece in index[name].pieces:
+            spans = _common(offsets, sizes, piece)
+            if spans is not None:
+                wanted.setdefault(piece.file, []).append((piece, index[name], local, offsets, spans))
+    for file_name, jobs in wanted.items():
+        with open(folder / file_name, "rb") as file:
+            begin = 8 + min(int.from_bytes(file.read(8), "little"), _LARGEST)
+            for piece, entry, local, offsets, spans in sorted(jobs, key=lambda job: job[0].start):
+                # Whole rows, as a range of the first dimension is one range of bytes.
+                low, high = spans[0] if spans else (0, 1)
+                rows = (high - low, *piece.sizes[1:]) if spans else ()
+                first = (low - piece.offsets[0]) * _bytes(entry.dtype, piece.sizes[1:]) if spans else 0
+                data = torch.empty(_bytes(entry.dtype, rows), dtype=torch.uint8)
+                file.seek(begin + piece.start + first)
+                if file.readinto(data.numpy()) != data.numel():  # type: ignore[arg-type]
+                    raise CheckpointError(f"{file_name} ends before its tensors do")
+                values = (data.ne(0) if entry.dtype is torch.bool else data.view(entry.dtype)).view(rows)
+                for dim, ((a, b), p) in enumerate(zip(spans[1:], piece.offsets[1:], strict=True), start=1):
+                    values = values.narrow(dim, a - p, b - a)
+                box = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, offsets, strict=True))
+                with torch.no_grad():
+                    local[box].copy_(values)

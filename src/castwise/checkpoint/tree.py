@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from castwise.errors import CheckpointError
+from castwise.plan_parts import nested_deeper
 
-__all__ = ["decode", "encode", "names_of"]
+__all__ = ["check", "decode", "encode", "names_of"]
+
+_DEEPEST = 60
+_LARGEST = 10**4000
+"""Python reads no number of more than 4,300 digits."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -24,8 +29,20 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         What ``json`` can write and :func:`decode` undoes; tuples stay tuples and dict keys keep their type.
 
     Raises:
-        CheckpointError: A value of any other type, or two tensors with one name.
+        CheckpointError: A value of any other type, one that could not be read again, or two tensors with one name.
     """
+    if nested_deeper(value, _DEEPEST):
+        raise CheckpointError(
+            f"save: {name} is nested more than {_DEEPEST} levels deep. Save it in a flatter form."
+        )
+    return _encode(value, name, tensors)
+
+
+def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise CheckpointError(
+            f"save: {name} is a number of more than 4,000 digits. Save it as text in base 16."
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -38,12 +55,12 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
             _check_key(key, name)
         return {
             "dict": [
-                [encode(key, name, tensors), encode(item, f"{name}.{key}", tensors)]
+                [_encode(key, name, tensors), _encode(item, f"{name}.{key}", tensors)]
                 for key, item in value.items()
             ]
         }
     if isinstance(value, (list, tuple)):
-        items = [encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        items = [_encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     raise CheckpointError(
         f"save: {name} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved. Allowed: None, bool, "
@@ -59,12 +76,45 @@ def _check_key(key: Any, name: str) -> None:
         )
 
 
-def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
+def check(value: Any, tensors: Container[str]) -> None:
+    """Refuse what :func:`encode` does not return.
+
+    Args:
+        value: JSON that anybody may have written, of few levels.
+        tensors: The names that there are.
+
+    Raises:
+        ValueError: It is something else; a clause says what.
+    """
+    if isinstance(value, list):
+        for item in value:
+            check(item, tensors)
+    elif isinstance(value, dict):
+        match value:
+            case {"tensor": str(name), **rest} if not rest and name in tensors:
+                pass
+            case {"tuple": list(items), **rest} if not rest:
+                check(items, tensors)
+            case {"dict": list(pairs), **rest} if not rest:
+                for pair in pairs:
+                    if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]):
+                        raise ValueError("a mapping that is not of keys and values")
+                    check(pair[1], tensors)
+            case _:
+                raise ValueError("a value of unknown kind, or a tensor that is not there")
+
+
+def _is_key(key: Any) -> bool:
+    parts = key["tuple"] if isinstance(key, dict) and key.keys() == {"tuple"} else [key]
+    return isinstance(parts, list) and not any(isinstance(part, (list, dict)) for part in parts)
+
+
+def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
     """Undo :func:`encode`.
 
     Args:
         value: What it returned.
-        fetch: The tensor of a name.
+        fetch: What is to stand for the tensor of a name: that tensor, or what is known of it.
     """
     if isinstance(value, list):
         return [decode(item, fetch) for item in value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from castwise import checkpoint
 from castwise.errors import CheckpointError
@@ -60,15 +61,19 @@ class Saves:
             CheckpointError: It is of another workload or seed, or does not fit.
         """
         assert self._found is not None
-        loaded = checkpoint.load(self._found, model=parts.modules, optimizers=parts.optimizers, amp=parts.amp)
-        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+        loaded = checkpoint.load(
+            self._found, model=parts.modules, optimizers=parts.optimizers, amp=parts.amp, accept=self._accept
+        )
+        return int(loaded.extra.get("skipped_steps", 0))
+
+    def _accept(self, extra: Any) -> None:
+        extra = extra if isinstance(extra, dict) else {}
         was, now = (extra.get("workload"), extra.get("seed")), (self._workload, self._seed)
-        if was != now:
+        if was != now or type(extra.get("skipped_steps", 0)) is not int:
             raise CheckpointError(
-                f"train: {loaded.path} is of workload {was[0]!r} with seed {was[1]}, and this is {now[0]!r} with seed {now[1]}; "
-                "name another folder by --out, or the same workload and seed"
+                f"it is of workload {was[0]!r} with seed {was[1]}, and this is {now[0]!r} with seed {now[1]}; name another folder "
+                "by --out, or the same workload and seed"
             )
-        return int(extra.get("skipped_steps", 0))
 
     def due(self, step: int, last: int) -> bool:
         """Whether a checkpoint is to be saved after a step."""

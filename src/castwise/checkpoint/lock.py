@@ -1,0 +1,81 @@
+"""One process saves into a folder: the first that does, until it ends or saves into another folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from castwise.errors import CheckpointError
+
+__all__ = ["hold"]
+
+LOCK = ".lock"
+_held: tuple[Path, int, int] | None = None
+"""The folder, the handle of its lock and the process that took it: children that were forked hold nothing."""
+
+
+def hold(folder: Path, call: str) -> None:
+    """Be the process that saves into a folder.
+
+    The operating system keeps the lock and lets go of it when the process ends, however it ends, so that none is ever
+    left over; the file says who has it. Ranks of one job are one writer: the first of them calls this.
+
+    Args:
+        folder: Of the checkpoints; it exists.
+        call: Named in the error.
+
+    Raises:
+        CheckpointError: Another process saves there.
+    """
+    global _held
+    folder = folder.resolve()
+    if _held is not None and _held[2] == os.getpid():
+        if _held[0] == folder and _same_file(folder / LOCK, _held[1]):
+            return
+        os.close(_held[1])
+    _held = None
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    try:
+        _take(handle)
+    except BlockingIOError:
+        owner = os.read(handle, 200).decode(errors="replace").strip()
+        os.close(handle)
+        raise CheckpointError(
+            f"{call}: another process saves into {folder}: {owner or 'one that has just begun'}. A folder belongs to one "
+            "training: name another folder, or end that process, with which its claim ends too."
+        ) from None
+    except BaseException:
+        os.close(handle)
+        raise
+    os.truncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _held = folder, handle, os.getpid()
+
+
+def _take(handle: int) -> None:
+    """Lock a file against other processes at once.
+
+    Raises:
+        BlockingIOError: Another process has it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows: there it is the user who sees to it
+        return
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise BlockingIOError(error.errno, "locked") from None
+        # Anything else is a file system that knows no locks, as some clusters' do.
+
+
+def _same_file(path: Path, handle: int) -> bool:
+    """Whether a file is the one that is open: the folder may have been deleted and made again."""
+    try:
+        there, here = path.stat(), os.fstat(handle)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
