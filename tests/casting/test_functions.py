@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -202,27 +201,21 @@ def test_threads_that_share_a_function_do_not_mix_their_precision() -> None:
         assert [wrong for wrong in pool.map(work, range(4)) if wrong] == []
 
 
-@pytest.fixture
-def grad_mode() -> Iterator[None]:
-    yield
-    torch.set_grad_enabled(True)
-
-
-def test_a_function_inside_its_own_forward_and_after_an_exception(grad_mode: None) -> None:
+def test_a_function_inside_its_own_forward_and_after_an_exception() -> None:
     outer: list[Any] = []
     inner: list[Any] = []
 
     def nested(a: torch.Tensor) -> None:
-        with torch.enable_grad(), castwise.autocast("fp16", device_type="cpu"):
-            out = Recording.apply(a.detach().requires_grad_(), inner, None)
-        out.sum().backward()
+        with torch.enable_grad():
+            with castwise.autocast("fp16", device_type="cpu"):
+                out = Recording.apply(a.detach().requires_grad_(), inner, None)
+            out.sum().backward()
 
     def failing(a: torch.Tensor) -> None:
         raise ZeroDivisionError
 
     with castwise.autocast(**BF16), pytest.raises(ZeroDivisionError):
         Recording.apply(X.clone().requires_grad_(), [], failing)
-    torch.set_grad_enabled(True)  # torch 2.13 itself leaves it off after an exception in such a forward
     Recording.apply(X.clone().requires_grad_(), outer, nested).sum().backward()
     with castwise.autocast(**BF16):
         out = Recording.apply(X.clone().requires_grad_(), outer, nested)
