@@ -94,6 +94,10 @@ def register_autocast_kernel(
     return library._destroy
 
 
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether this thread is inside a transform of torch.func, whose tensors belong to it."""
+
+
 # --- autograd -----------------------------------------------------------------------------------------------
 
 

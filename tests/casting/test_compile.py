@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import castwise
 from castwise import Plan, regions
 from castwise.casting import frames
+from castwise.casting.trees import cast_floating
 
 pytestmark = [
     # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
@@ -179,3 +181,11 @@ def test_guard_codes_are_dynamos_business_alone() -> None:
             assert not inside.check()
         assert inside.check()
     assert guard.check()
+
+
+def test_casts_through_containers_are_traced() -> None:
+    def run(x: torch.Tensor) -> Any:
+        return cast_floating({"a": [x * 2], "n": 1}, torch.float32)
+
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(X.bfloat16())
+    assert out["a"][0].dtype is torch.float32

@@ -151,7 +151,7 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
         if torch.compiler.is_compiling():
             frames.graph_pop()
         else:
-            frames.pop_region()
+            frames.pop_region(self._frame)
 
     def __call__(self, function: _F) -> _F:
         """Decorate ``function`` so that every call of it runs inside this region."""

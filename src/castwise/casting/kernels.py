@@ -57,21 +57,28 @@ def _convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast, keeping the copy of a trainable fp32 leaf until it changes or the forward ends."""
-    if not (
+    """Cast, keeping the copy of a trainable fp32 leaf until it changes, an optimizer steps or the frame is left."""
+    kept = thread.state.weights
+    if kept is None or not (
         type(tensor) is torch.nn.Parameter
         and tensor.requires_grad
         and tensor.dtype is torch.float32
         and torch.is_autocast_cache_enabled()
     ):
         return tensor.to(dtype)
-    key = (id(tensor), dtype, torch.is_grad_enabled())
-    kept = thread.state.weights.get(key)
-    if kept is not None and kept[1] == tensor._version:
-        copy: torch.Tensor = kept[2]
+    key = (
+        id(tensor),
+        dtype,
+        torch.is_grad_enabled(),
+    )  # the entry keeps the tensor, so that its id stays its own
+    age = (tensor._version, frames.steps)
+    entry = kept.get(key)
+    if entry is not None and entry[1] == age:
+        copy: torch.Tensor = entry[2]
         return copy
     copy = tensor.to(dtype)
-    thread.state.weights[key] = (tensor, tensor._version, copy)
+    if not _torch.in_transform():  # a copy made inside one belongs to its level
+        kept[key] = (tensor, age, copy)
     return copy
 
 
@@ -186,6 +193,7 @@ def frame_of(
         surrounding: What a region inside casts its outputs back to; by default ``dtype``, or fp32.
         cache: Whether copies of weights are kept; None leaves torch's setting as it is.
     """
+    frames.watch_steps()
     rows = {} if dtype is None or rows is None else dict(rows)
     surrounding = surrounding or dtype or torch.float32
     content: list[object] = [device_type, str(dtype), str(surrounding), cache]

@@ -63,7 +63,11 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, seen: dic
             known[1] = _rebuilt(value, {})
         return known[1]
     known = seen[id(value)] = [value, None]
-    changed = {key: new for key, item in parts if (new := _map(function, item, seen)) is not item}
+    changed = {}
+    for key, item in parts:
+        new = _map(function, item, seen)
+        if new is not item:
+            changed[key] = new
     if known[1] is None:
         known[1] = _rebuilt(value, changed) if changed else value
     elif known[1] is not value:
@@ -122,6 +126,8 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
+    if type(value) in (list, dict):
+        return type(value)(value)  # which Dynamo can trace
     try:
         return copy.copy(value)
     except dataclasses.FrozenInstanceError:  # frozen, with slots by hand: copy would set them as anyone does
