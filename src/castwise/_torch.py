@@ -82,6 +82,18 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
     return fallthrough
 
 
+def inside_operator() -> bool:
+    """Whether an operator that runs now is called by the kernel of another, below autograd.
+
+    In inference mode, and at the lower levels of a transform, autograd is off everywhere, and the answer is no.
+    """
+    return (
+        torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        and not torch.is_inference_mode_enabled()
+        and not in_transform()
+    )
+
+
 def register_autocast_kernel(
     op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:

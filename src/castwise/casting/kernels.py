@@ -26,7 +26,7 @@ from castwise.casting import frames
 from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
-from castwise.rules import Row, operator_overloads
+from castwise.rules import Row, advice, operator_overloads
 
 __all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
 
@@ -135,15 +135,13 @@ def _banned(row: Row) -> Action:
     def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _floating_dtypes(args, device, set())
         _floating_dtypes(kwargs.values(), device, found)
-        if row.only_low and not any(dtype in _LOW for dtype in found):
+        if _torch.inside_operator() or (row.only_low and not any(dtype in _LOW for dtype in found)):
             return _as_is(op, device, args, kwargs)
         if row.message:
             raise BannedOperatorError(row.message)
         inputs = ", ".join(sorted(str(dtype) for dtype in found)) or "no floating tensors"
         raise BannedOperatorError(
-            f"{op.name()} was called with {inputs} under a plan that bans it: {row.reason}. "
-            f'To run it as an fp32 island give the plan ops=(("{row.op}", "fp32"),); '
-            "other rules: lower, widest, as_is."
+            f"{op.name()} was called with {inputs} under a plan that bans it: {row.reason}. {advice(row.op)}"
         )
 
     return action
