@@ -437,6 +437,10 @@ class _Boundary(torch.autograd.Function):
         _enter_backward(ctx.frame)
         return None, gradient
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """Remember for backward that what made ``tensor`` ran in ``frame``.
@@ -446,9 +450,9 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
         frame: Frame of the nodes that lie before the tensor.
 
     Returns:
-        A view of the tensor.
+        A view of the tensor; the tensor itself inside a transform of torch.func, where nothing is recomputed.
     """
-    if not tensor.requires_grad or not torch.is_grad_enabled():
+    if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
         return tensor
     out: torch.Tensor = _Boundary.apply(frame, tensor)  # type: ignore[no-untyped-call]
     return out

@@ -12,6 +12,7 @@ where the autocast key is on.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -226,8 +227,11 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)
     current, left_region, ambient = frames.current_frame, frames.left_region, frames.ambient
+    takes_numbers, numbers = _torch.takes_numbers(op), _torch.NUMBERS
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if takes_numbers and isinstance(args[0], numbers):  # `1 - x`, of which no operator can be called anew
+            return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
         state = thread.state
         frame = state.frame if state.backward is None else current()
         if frame is None:
@@ -247,14 +251,23 @@ _lock = threading.RLock()
 _registered: dict[tuple[str, str], tuple[list[Callable[[], None]], int]] = {}
 
 
+_TRANSFORMS = ("", "")
+"""Stands for what every kernel needs besides itself: numbers that reach it inside transforms."""
+
+
+def _hold(key: tuple[str, str], register: Callable[[], list[Callable[[], None]]]) -> None:
+    undo, count = _registered.get(key) or (register(), 0)
+    _registered[key] = (undo, count + 1)
+
+
 def _release(names: tuple[str, ...], device_type: str) -> None:
     with _lock:
-        for name in names:
-            undo, count = _registered[name, device_type]
+        for key in (*((name, device_type) for name in names), _TRANSFORMS):
+            undo, count = _registered[key]
             if count > 1:
-                _registered[name, device_type] = (undo, count - 1)
+                _registered[key] = (undo, count - 1)
             else:
-                del _registered[name, device_type]
+                del _registered[key]
                 for function in undo:
                     function()
 
@@ -263,6 +276,14 @@ def registered(device_type: str) -> frozenset[str]:
     """Operators that have an override kernel registered now; empty when no live plan needs one."""
     with _lock:
         return frozenset(name for name, device in _registered if device == device_type)
+
+
+def _register(name: str, device_type: str) -> list[Callable[[], None]]:
+    return [
+        _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
+        for op in operator_overloads(name)
+        if _torch.is_dispatched(op)
+    ]
 
 
 class Lease:
@@ -276,14 +297,8 @@ class Lease:
     def __init__(self, names: Iterable[str], device_type: str) -> None:
         held = tuple(names)
         with _lock:
+            _hold(_TRANSFORMS, _torch.take_numbers_in_transforms)
             for name in held:
-                undo, count = _registered.get((name, device_type), ([], 0))
-                if count == 0:
-                    undo = [
-                        _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
-                        for op in operator_overloads(name)
-                        if _torch.is_dispatched(op)
-                    ]
-                _registered[name, device_type] = (undo, count + 1)
+                _hold((name, device_type), functools.partial(_register, name, device_type))
         self.close = weakref.finalize(self, _release, held, device_type)
         self.close.atexit = False
