@@ -315,6 +315,33 @@ def mark_constant(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def custom_backend_name() -> str:
+    """What torch calls the device type that a library outside of it may bring; an attribute of ``torch.autocast``."""
+    return str(torch._C._get_privateuse1_backend_name())
+
+
+def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
+    """Have Dynamo trace the methods of instances of ``cls`` that were made outside of what it compiles.
+
+    Args:
+        cls: A subclass of ``torch.autocast``, whose instances Dynamo would all replace by torch's own.
+        as_torchs: Whether that is right for an instance.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables import ctx_manager
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    def build(builder: Any, value: Any) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        if as_torchs(value):
+            state = [value.device, value.fast_dtype, value._enabled, value._cache_enabled]
+            return ctx_manager.AutocastModeVariable(target_values=state, source=builder.source)
+        return ctx_manager.GenericContextWrappingVariable(value, source=builder.source)
+
+    for with_numpy in (True, False):
+        VariableBuilder._type_dispatch_impl(with_numpy)[cls] = build
+
+
 def dynamo_loaded() -> bool:
     """Whether Dynamo has been imported in this process; importing it takes a second, so callers wait for it."""
     return "torch._dynamo.symbolic_convert" in sys.modules

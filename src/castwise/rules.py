@@ -177,9 +177,7 @@ def advice(op: str) -> str:
             f"Call {op[:-1]!r} instead, which leaves its input as it is, or give the plan "
             f'ops=(("{op}", "as_is"),) to round the result into the tensor that is there.'
         )
-    return (
-        f'To run it as an fp32 island give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
-    )
+    return f'To run it as an fp32 island give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
 
 
 def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:

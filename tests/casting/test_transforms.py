@@ -21,7 +21,9 @@ PLANS: dict[str, Any] = {
     "native": Plan(compute="bf16"),
     # Of softmax too: torch's forward-mode formula for a bf16 softmax itself calls exp.
     "exp": Plan(compute="bf16", ops={"exp": "fp32", "softmax": "fp32"}),
-    "arithmetic": Plan(compute="bf16", ops={"linear": "fp32", "mul": "widest", "add": "lower", "rsub": "fp32"}),
+    "arithmetic": Plan(
+        compute="bf16", ops={"linear": "fp32", "mul": "widest", "add": "lower", "rsub": "fp32"}
+    ),
     "low": Plan(compute="bf16", ops={"layer_norm": "lower", "softmax": "lower", "exp": "lower"}),
     "cuda": Plan(compute="bf16", rules="cuda"),
     "apex": Plan(compute="bf16", rules="apex"),

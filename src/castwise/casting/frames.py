@@ -517,6 +517,22 @@ def _end_trace(_: object) -> None:
     trace_leases.clear()
 
 
+_contexts: list[tuple[type, Callable[[Any], bool]]] = []
+
+
+def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
+    """Have Dynamo trace instances of exactly this class, made outside of what it compiles, by their own methods.
+
+    Args:
+        cls: A subclass of ``torch.autocast``; Dynamo would take what it knows of torch's for all of it.
+        as_torchs: Whether that is right for an instance.
+    """
+    if _compile_ready:
+        _torch.trace_context(cls, as_torchs)
+    else:
+        _contexts.append((cls, as_torchs))
+
+
 def get_ready_for_compile() -> None:
     """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
     global _compile_ready
@@ -526,6 +542,8 @@ def get_ready_for_compile() -> None:
     _compile_ready = True
     _torch.graph_function(_graph_push)
     _torch.graph_function(_graph_pop)
+    for cls, as_torchs in _contexts:
+        _torch.trace_context(cls, as_torchs)
     _torch.skip_modules(
         tuple(
             f"castwise.{name}"
