@@ -19,8 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_EXACT = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-NUMBERS = tuple(_EXACT)
+_EXACT: dict[Any, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+NUMBERS: tuple[Any, ...] = tuple(_EXACT)
 """Types of Python's numbers."""
 AUTOCAST_KEYS: dict[str, str] = {
     "cpu": "AutocastCPU",
