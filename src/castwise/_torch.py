@@ -21,6 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_EXACT: dict[Any, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+NUMBERS: tuple[Any, ...] = tuple(_EXACT)
+"""Types of Python's numbers."""
 AUTOCAST_KEYS: dict[str, str] = {
     "cpu": "AutocastCPU",
     "cuda": "AutocastCUDA",
@@ -73,7 +81,7 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
 
     def fallthrough(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         for index in tensors:
-            if index < len(args) and isinstance(args[index], (bool, int, float, complex)):
+            if index < len(args) and isinstance(args[index], NUMBERS):
                 torch.set_autocast_enabled(device_type, False)
                 try:
                     return op(*args, **kwargs)
@@ -82,6 +90,18 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
         return redispatch(keyset & below, *args, **kwargs)
 
     return fallthrough
+
+
+def inside_operator() -> bool:
+    """Whether an operator that runs now is called by the kernel of another, below autograd.
+
+    In inference mode, and at the lower levels of a transform, autograd is off everywhere, and the answer is no.
+    """
+    return (
+        torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        and not torch.is_inference_mode_enabled()
+        and not in_transform()
+    )
 
 
 def register_autocast_kernel(
@@ -94,6 +114,71 @@ def register_autocast_kernel(
         warnings.simplefilter("ignore", UserWarning)
         library.impl(op, kernel, AUTOCAST_KEYS[device_type], with_keyset=True, allow_override=True)
     return library._destroy
+
+
+def takes_numbers(op: torch._ops.OpOverload) -> bool:
+    """Whether ``op`` takes several tensors, one of which may be a number that the dispatcher made a tensor of."""
+    return sum(str(argument.type) == "Tensor" for argument in op._schema.arguments) > 1
+
+
+def take_numbers_in_transforms() -> list[Callable[[], None]]:
+    """Let arithmetic take numbers inside transforms of torch.func while kernels in Python are registered.
+
+    A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to
+    make a number of them for Python ("Cannot access data pointer"). On the key in front of all transforms it still is a
+    number, and becomes a 0-dim tensor there, which promotes as the number does.
+
+    Returns:
+        What undoes it.
+    """
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for name in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "div.Tensor_mode"):
+            packet, overload = name.split(".")
+            op = getattr(getattr(torch.ops.aten, packet), overload)
+            library.impl(op, _in_front_of_transforms(op), _TRANSFORMS, with_keyset=True)
+    return [library._destroy]
+
+
+_TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
+
+
+def _in_front_of_transforms(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    go_on = get_kernel(op, _TRANSFORMS).call_boxed
+
+    def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, NUMBERS) for arg in args):
+            return with_tensors(lambda *tensors: go_on(keyset, *tensors, **kwargs), args)
+        return go_on(keyset, *args, **kwargs)
+
+    return front
+
+
+def with_tensors(call: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.Tensor:
+    """Call an elementwise operator with 0-dim tensors in place of numbers, which promote as the numbers do.
+
+    Args:
+        call: Takes ``args``.
+        args: Numbers and at least one tensor.
+    """
+    other = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    if other.dim() == 0:  # a 0-dim tensor would count as much as this one
+        return with_tensors(call, [arg.unsqueeze(0) if arg is other else arg for arg in args]).squeeze(0)
+
+    def as_tensor(value: Any) -> Any:
+        if not isinstance(value, NUMBERS):
+            return value
+        dtype = torch.result_type(other, value)
+        if dtype is other.dtype:  # which the number does not decide, so that it may keep all its digits
+            dtype = next(exact for kind, exact in _EXACT.items() if isinstance(value, kind))
+        return torch.full((), value, dtype=dtype, device="cpu")
+
+    return call(*map(as_tensor, args))
+
+
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether this thread is inside a transform of torch.func, whose tensors belong to it."""
 
 
 # --- autograd -----------------------------------------------------------------------------------------------
@@ -239,6 +324,33 @@ def mark_constant(function: Callable[..., Any]) -> None:
     The public ``torch.compiler.assume_constant_result`` sets the same mark but imports Dynamo to do so.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def custom_backend_name() -> str:
+    """What torch calls the device type that a library outside of it may bring; an attribute of ``torch.autocast``."""
+    return str(torch._C._get_privateuse1_backend_name())
+
+
+def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
+    """Have Dynamo trace the methods of instances of ``cls`` that were made outside of what it compiles.
+
+    Args:
+        cls: A subclass of ``torch.autocast``, whose instances Dynamo would all replace by torch's own.
+        as_torchs: Whether that is right for an instance.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables import ctx_manager
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    def build(builder: Any, value: Any) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        if as_torchs(value):
+            state = [value.device, value.fast_dtype, value._enabled, value._cache_enabled]
+            return ctx_manager.AutocastModeVariable(target_values=state, source=builder.source)
+        return ctx_manager.GenericContextWrappingVariable(value, source=builder.source)
+
+    for with_numpy in (True, False):
+        VariableBuilder._type_dispatch_impl(with_numpy)[cls] = build
 
 
 def dynamo_loaded() -> bool:

@@ -19,6 +19,7 @@ __all__ = [
     "MPS_DIFFERS",
     "MPS_LACKS",
     "RNN_STAND_INS",
+    "USE_IN_PLACE",
     "Group",
     "Rule",
 ]
@@ -253,6 +254,9 @@ APEX: Final = (
     Group("as_is", "Apex patches no function inside it", "chain_matmul einsum linalg_multi_dot tensordot"),
 )
 """O1's lists in ATen's names."""
+
+USE_IN_PLACE: Final = {"logsumexp": ("exp_",)}
+"""Operators whose kernels call in-place ones inside: what a ban on those does not mean."""
 
 FUNCTIONS: Final = {
     "cross_entropy": "cross_entropy_loss",

@@ -30,6 +30,7 @@ __all__ = [
     "UNFUSED",
     "Row",
     "Rule",
+    "advice",
     "base_table",
     "check_rule",
     "describe",
@@ -41,7 +42,7 @@ RULES: Final[tuple[Rule, ...]] = get_args(Rule)
 """``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the
 widest floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the
 operators that this one is made of. ``unfused``: cast to the compute format and run as separate operators instead of
-one kernel, for those in `UNFUSED`. ``banned``: running it is an error."""
+one kernel, for those in `UNFUSED`. ``banned``: calling it is an error; that another operator's kernel calls it is none."""
 
 UNFUSED: Final = ("scaled_dot_product_attention",)
 """Operators that the rule ``unfused`` knows the parts of."""
@@ -55,6 +56,7 @@ DEVICE_TYPES: Final = tuple(_torch.AUTOCAST_KEYS)
 _OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*", re.ASCII)
 _UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
 _CHOSEN: Final = "the plan says so"
+_WHOLE: Final = "the in-place operator that its kernel calls is banned for callers, not for it"
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,20 @@ def check_rule(op: str, rule: str) -> None:
         )
 
 
+def advice(op: str) -> str:
+    """What a plan may say of an operator in place of a ban, in words; :func:`check_rule` accepts all of it.
+
+    Args:
+        op: Operator name as in `Row`.
+    """
+    if _is_in_place(op):
+        return (
+            f"Call {op[:-1]!r} instead, which leaves its input as it is, or give the plan "
+            f'ops=(("{op}", "as_is"),) to round the result into the tensor that is there.'
+        )
+    return f'To run it as an fp32 island give the plan ops=(("{op}", "fp32"),); other rules: lower, widest, as_is.'
+
+
 def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
     """Find the overloads that a rule for an operator governs.
 
@@ -218,6 +234,9 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
         operator_overloads(name)
         op = name.removeprefix("aten::")
         table[op] = Row(op, cast("Rule", rule), _CHOSEN)
+    for op, used in rule_tables.USE_IN_PLACE.items():
+        if any(table[name].rule == "banned" for name in used if name in table):
+            table.setdefault(op, Row(op, "as_is", _WHOLE))
     return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
 
 
@@ -225,7 +244,11 @@ def _differs(row: Row, native: Row | None) -> bool:
     if native is not None:
         return (row.rule, row.only_low) != (native.rule, native.only_low)
     # Without a native row an operator gets no cast anyway, but the parts it is made of may.
-    return row.rule != "as_is" or any(map(_torch.is_composite, operator_overloads(row.op)))
+    return (
+        row.rule != "as_is"
+        or row.reason == _WHOLE
+        or any(map(_torch.is_composite, operator_overloads(row.op)))
+    )
 
 
 def _rows(groups: Iterable[rule_tables.Group]) -> dict[str, Row]:

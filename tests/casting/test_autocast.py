@@ -117,6 +117,12 @@ def test_copies_and_pickles_mean_the_same() -> None:
         (("bf16-mixed", torch.float16), {"device_type": "cpu"}, "leave dtype out"),
         (("cpu", torch.int8), {}, "int8"),
         (("cpu",), {"device_type": "cuda"}, "two device types"),
+        (("cpu", torch.int8), {}, "In CPU autocast, but the target dtype is not supported"),
+        (("cpu", torch.float64), {}, "torch.autocast would warn and cast nothing: give enabled=False"),
+        ((), {"device_type": 3}, "Expected `device_type` of type `str`, got: `<class 'int'>`; allowed: cpu"),
+        ((3,), {}, "Expected `device_type` of type `str`, got: `<class 'int'>`: .*the name of a preset"),
+        (([],), {}, "Expected `device_type` of type `str`, got: `<class 'list'>`"),
+        ((), {"device_type": "tpu"}, "User specified an unsupported autocast device_type 'tpu'"),
     ],
 )
 def test_bad_calls_say_what_is_allowed(
@@ -124,6 +130,34 @@ def test_bad_calls_say_what_is_allowed(
 ) -> None:
     with pytest.raises(PlanError, match=words):
         castwise.autocast(*args, **kwargs)
+
+
+# --- as a torch.autocast --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("cpu",),
+        ("cpu", torch.bfloat16),
+        ("cpu", torch.float16, True, False),
+        ("cpu", torch.int8, False),
+        ("cpu", None, False),
+        ("cuda", torch.bfloat16, False),
+    ],
+)
+def test_it_is_one_with_its_attributes(args: tuple[object, ...]) -> None:
+    ours, theirs = castwise.autocast(*args), torch.autocast(*args)
+    assert isinstance(ours, torch.autocast)
+    for name in ("device", "fast_dtype", "_enabled", "_cache_enabled", "custom_backend_name"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    plan = castwise.autocast(EXP_FP32, device_type="cpu")
+    assert (plan.device, plan.fast_dtype, plan._enabled) == ("cpu", torch.bfloat16, True)
+
+
+def test_only_functions_can_be_decorated() -> None:
+    with pytest.raises(TypeError, match="requires a callable, but got int"):
+        castwise.autocast("cpu")(3)
 
 
 # --- overrides ----------------------------------------------------------------------------------------------

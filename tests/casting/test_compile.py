@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import castwise
 from castwise import Plan
 from castwise.casting import frames
+from castwise.casting.trees import cast_floating
 
 pytestmark = [
     # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
@@ -178,3 +180,126 @@ def test_guard_codes_are_dynamos_business_alone() -> None:
             assert not inside.check()
         assert inside.check()
     assert guard.check()
+
+
+def test_casts_through_containers_are_traced() -> None:
+    def run(x: torch.Tensor) -> Any:
+        return cast_floating({"a": [x * 2], "n": 1}, torch.float32)
+
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(X.bfloat16())
+    assert out["a"][0].dtype is torch.float32
+
+
+# --- autocast objects made outside of what is compiled -------------------------------------------------------
+
+FP16 = Plan(compute="fp16", ops={"exp": "fp32", "sin": "lower"})
+
+
+class Holder(nn.Module):
+    """Enters a region that it holds."""
+
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        self.amp_ctx = region
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        with self.amp_ctx:
+            inside = [x @ x, torch.exp(x @ x), torch.sin(x)]
+        return [*inside, x @ x]
+
+
+def ways(region: Any) -> dict[str, Any]:
+    def enters(x: torch.Tensor) -> list[torch.Tensor]:
+        with region:
+            inside = [x @ x, torch.exp(x @ x), torch.sin(x)]
+        return [*inside, x @ x]
+
+    @region
+    def decorated(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x @ x, torch.exp(x @ x), torch.sin(x)]
+
+    def calls(x: torch.Tensor) -> list[torch.Tensor]:
+        return [*decorated(x), x @ x]
+
+    def again(x: torch.Tensor) -> list[torch.Tensor]:
+        with region:
+            y = x @ x
+            with region:
+                y = torch.exp(y)
+            return [y, x @ x]
+
+    return {"enters": enters, "decorated": calls, "attribute": Holder(region), "again": again}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("way", ["enters", "decorated", "attribute", "again"])
+@pytest.mark.parametrize("plan", [P, Q, FP16, "fp32"], ids=["override", "native", "fp16", "fp32"])
+def test_a_region_made_outside_compiles_inside(plan: Any, way: str, backend: str) -> None:
+    if way == "again" and plan in (Q, "fp32"):
+        pytest.skip("Dynamo traces it as torch.autocast, which it cannot enter again")
+    run = ways(castwise.autocast(plan, device_type="cpu"))[way]
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    want = run(X)
+    for _ in range(2):
+        got = compiled(X)
+        assert [t.dtype for t in got] == [t.dtype for t in want]
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_native_region_inside_an_override_and_the_reverse() -> None:
+    native, override = castwise.autocast(Q, device_type="cpu"), castwise.autocast(P, device_type="cpu")
+    by_torch = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def nested(x: torch.Tensor) -> list[torch.Tensor]:
+        low = x.bfloat16()
+        with override:
+            with native:
+                a = torch.exp(low)
+            b = torch.exp(low)
+        with by_torch, override:
+            c = torch.exp(low)
+        with native:
+            return [a, b, c, torch.exp(low)]
+
+    compiled = torch.compile(nested, fullgraph=True, backend="aot_eager")
+    dtypes = [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert [t.dtype for t in nested(X)] == dtypes
+    assert [t.dtype for t in compiled(X)] == dtypes
+    with override:
+        assert [t.dtype for t in compiled(X)] == dtypes
+
+
+def test_subclasses_keep_their_overrides() -> None:
+    class Mine(castwise.autocast):
+        """Somebody's own."""
+
+    region = Mine(P, device_type="cpu")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with region:
+            return torch.exp(x @ x)
+
+    assert inside(X).dtype is torch.float32
+
+
+def test_another_instance_under_the_same_name_is_noticed() -> None:
+    model = Holder(castwise.autocast(P, device_type="cpu"))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert compiled(X)[1].dtype is torch.float32
+    model.amp_ctx = castwise.autocast(Q, device_type="cpu")
+    assert compiled(X)[1].dtype is torch.bfloat16
+
+
+def test_a_graph_break_inside_a_native_region_is_as_in_torch() -> None:
+    region = castwise.autocast(Q, device_type="cpu")
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        with region:
+            y = x @ x
+            torch._dynamo.graph_break()
+            return y @ x
+
+    assert torch.compile(breaks, backend="aot_eager")(X).dtype is torch.bfloat16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -156,3 +158,83 @@ def test_forward_without_its_decorator_is_reported() -> None:
 
     with pytest.raises(StateError, match="custom_fwd"):
         Half.apply(X.clone().requires_grad_()).sum().backward()
+
+
+class Recording(torch.autograd.Function):
+    """Scales by a number; backward notes the dtype that products have there."""
+
+    @staticmethod
+    @castwise.custom_fwd
+    def forward(a: torch.Tensor, seen: list[Any], inner: Any) -> torch.Tensor:
+        if inner is not None:
+            inner(a)
+        return a * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.seen = inputs[1]
+
+    @staticmethod
+    @castwise.custom_bwd
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.seen.append((X @ X).dtype)
+        return g * 2, None, None
+
+
+def test_threads_that_share_a_function_do_not_mix_their_precision() -> None:
+    together = threading.Barrier(4)
+
+    def work(index: int) -> list[Any]:
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[index % 3]
+        wrong: list[Any] = []
+        together.wait(30)
+        for _ in range(300):
+            seen: list[Any] = []
+            a = X.clone().requires_grad_()
+            with castwise.autocast("cpu", dtype, device_type="cpu"):
+                out = Recording.apply(a, seen, None)
+            out.sum().backward()
+            wrong += [got for got in seen if got is not dtype] or ([] if len(seen) == 1 else [len(seen)])
+        return wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [wrong for wrong in pool.map(work, range(4)) if wrong] == []
+
+
+def test_a_function_inside_its_own_forward_and_after_an_exception() -> None:
+    outer: list[Any] = []
+    inner: list[Any] = []
+
+    def nested(a: torch.Tensor) -> None:
+        with torch.enable_grad():
+            with castwise.autocast("fp16", device_type="cpu"):
+                out = Recording.apply(a.detach().requires_grad_(), inner, None)
+            out.sum().backward()
+
+    def failing(a: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    with castwise.autocast(**BF16), pytest.raises(ZeroDivisionError):
+        Recording.apply(X.clone().requires_grad_(), [], failing)
+    Recording.apply(X.clone().requires_grad_(), outer, nested).sum().backward()
+    with castwise.autocast(**BF16):
+        out = Recording.apply(X.clone().requires_grad_(), outer, nested)
+    out.sum().backward()
+    assert outer == [torch.float32, torch.bfloat16]
+    assert inner == [torch.float16] * 2
+
+
+def test_a_subclass_with_a_forward_of_its_own_notes_that_one() -> None:
+    class Island(Recording):
+        @staticmethod
+        @castwise.custom_fwd(cast_inputs=torch.float32)
+        def forward(a: torch.Tensor, seen: list[Any], inner: Any) -> torch.Tensor:
+            return a * 3
+
+    seen: list[Any] = []
+    with castwise.autocast(**BF16):
+        parent = Recording.apply(X.clone().requires_grad_(), seen, None)
+        child = Island.apply(X.clone().requires_grad_(), seen, None)
+    child.sum().backward()
+    parent.sum().backward()
+    assert seen == [torch.float32, torch.bfloat16]

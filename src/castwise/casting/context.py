@@ -20,6 +20,7 @@ __all__ = ["autocast", "default_device_type", "override_rows"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 DEVICE_TYPES = tuple(_torch.AUTOCAST_KEYS)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def default_device_type() -> str:
@@ -44,11 +45,14 @@ def override_rows(plan: Plan, device_type: str) -> Mapping[str, rules.Row]:
     return rows
 
 
+_Resolved = tuple[str, str, torch.dtype, bool]
+
+
 @functools.lru_cache(maxsize=256)
 def _resolve(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
-) -> tuple[str, tuple[str, ...], str]:
-    """Key of the frame that a call of :class:`autocast` means, the operators it overrides, its device type."""
+) -> tuple[_Resolved, tuple[str, ...]]:
+    """What a call of :class:`autocast` means: key of its frame, device type, dtype, whether it casts; what it overrides."""
     if isinstance(plan, str) and plan in DEVICE_TYPES:
         if device_type is not None and device_type != plan:
             raise PlanError(
@@ -58,12 +62,20 @@ def _resolve(
     device = device_type or default_device_type()
     if device not in DEVICE_TYPES:
         raise PlanError(
-            f"autocast(device_type={device!r}): not a device type that can be autocast; "
-            f"allowed: {', '.join(DEVICE_TYPES)}"
+            f"User specified an unsupported autocast device_type '{device}': autocast(device_type={device!r}) is not one "
+            f"that can be autocast; allowed: {', '.join(DEVICE_TYPES)}"
         )
     if plan is None:
-        name = get_format(dtype if dtype is not None else torch.get_autocast_dtype(device)).name
-        resolved = as_plan(name)
+        chosen = dtype if dtype is not None else torch.get_autocast_dtype(device)
+        if not enabled and isinstance(chosen, torch.dtype):
+            return (frame_of(device, None, surrounding=torch.float32).key, device, chosen, False), ()
+        if isinstance(chosen, torch.dtype) and chosen not in _DTYPES:
+            raise PlanError(
+                f"autocast({device!r}, dtype={chosen}): In {device.upper()} autocast, but the target dtype is not "
+                f"supported; allowed: {', '.join(map(str, _DTYPES))}. torch.autocast would warn and cast nothing: give "
+                "enabled=False for that"
+            )
+        resolved = as_plan(get_format(chosen).name)
     elif dtype is not None:
         raise PlanError(
             f"autocast({plan!r}, dtype={dtype}): a plan has its own compute format; leave dtype out"
@@ -72,33 +84,35 @@ def _resolve(
         resolved = as_plan(plan)
     if not enabled or not resolved.autocasts:
         surrounding = resolved.compute_dtype if enabled else torch.float32
-        return frame_of(device, None, surrounding=surrounding).key, (), device
+        key = frame_of(device, None, surrounding=surrounding).key
+        return (key, device, resolved.compute_dtype, False), ()
     rows = override_rows(resolved, device)
     frame = frame_of(device, resolved.compute_dtype, rows, cache=cache_enabled)
-    return frame.key, tuple(rows), device
+    return (frame.key, device, resolved.compute_dtype, True), tuple(rows)
 
 
 def _resolve_for_trace(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
-) -> str:
+) -> _Resolved:
     """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph."""
     frames.get_ready_for_compile()
-    key, names, device = _resolve(plan, dtype, enabled, cache_enabled, device_type)
+    resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
     if names:
         # The graph holds the casts once it is traced; the kernels are needed until then.
-        frames.trace_leases.append(kernels.Lease(names, device))
-    return key
+        frames.trace_leases.append(kernels.Lease(names, resolved[1]))
+    return resolved
 
 
 _torch.mark_constant(_resolve_for_trace)
 
 
-class autocast:  # noqa: N801 - a context manager, named as torch names it
+class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
     """Run operators by a precision plan inside a block or a function.
 
     A superset of ``torch.autocast``: every call that is right there is right here and does the same, through the
     same kernels, at the same speed. Beyond it: a plan with operator rules of its own; a preset or format name in
-    place of a dtype; one instance may be entered again while it is active and shared between threads.
+    place of a dtype; one instance may be entered again while it is active and shared between threads. It is a
+    ``torch.autocast`` to ``isinstance`` and has its attributes.
 
     Args:
         plan: A :class:`~castwise.Plan`, a preset (``"O1"``) or format name (``"bf16"``), a ``torch.dtype``, the path
@@ -129,16 +143,36 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
         device_type: str | None = None,
     ) -> None:
         self._args = (plan, dtype, enabled, cache_enabled, device_type)
+        if device_type is not None and not isinstance(device_type, str):
+            raise PlanError(
+                f"Expected `device_type` of type `str`, got: `{type(device_type)}`; allowed: {', '.join(DEVICE_TYPES)}"
+            )
+        if plan is not None and not isinstance(plan, (Plan, str, os.PathLike, torch.dtype)):
+            raise PlanError(
+                f"Expected `device_type` of type `str`, got: `{type(plan)}`: autocast({plan!r}); allowed: a device type "
+                f"({', '.join(DEVICE_TYPES)}), a Plan, the name of a preset or format, a torch.dtype, or a path"
+            )
         if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
             plan = as_plan(plan)  # read now: the file may change, and _resolve remembers
         if torch.compiler.is_compiling():
-            self._key = _resolve_for_trace(plan, dtype, enabled, cache_enabled, device_type)
+            resolved = _resolve_for_trace(plan, dtype, enabled, cache_enabled, device_type)
+            self._key, self.device, self.fast_dtype, self._enabled = resolved
         else:
-            self._key, names, device = _resolve(plan, dtype, enabled, cache_enabled, device_type)
+            resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
+            self._key, self.device, self.fast_dtype, self._enabled = resolved
             self._frame = frames.graph_frames[self._key]
-            self._lease = kernels.Lease(names, device) if names else None
+            self._lease = kernels.Lease(names, self.device) if names else None
+            self.custom_backend_name = _torch.custom_backend_name()
             if names:
                 frames.get_ready_for_compile()
+        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+
+    def __init_subclass__(cls) -> None:
+        frames.trace_context(cls, autocast._is_torchs)
+
+    def _is_torchs(self) -> bool:
+        """Whether Dynamo may trace this instance as it traces ``torch.autocast``: no plan alive asks for more."""
+        return self._lease is None and not kernels.registered(self.device)
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
@@ -151,17 +185,11 @@ class autocast:  # noqa: N801 - a context manager, named as torch names it
         if torch.compiler.is_compiling():
             frames.graph_pop()
         else:
-            frames.pop_region()
+            frames.pop_region(self._frame)
 
     def __call__(self, function: _F) -> _F:
         """Decorate ``function`` so that every call of it runs inside this region."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return run  # type: ignore[return-value]
+        return super().__call__(function)  # type: ignore[no-any-return,no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, self._args
@@ -178,3 +206,6 @@ def _rebuild(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> autocast:
     return autocast(plan, dtype, enabled, cache_enabled, device_type=device_type)
+
+
+frames.trace_context(autocast, autocast._is_torchs)

@@ -22,10 +22,13 @@ casts are in the graph and eager and compiled code follow one implementation.
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +36,18 @@ import torch
 from castwise import _torch
 from castwise.errors import StateError
 
-__all__ = ["Frame", "current_frame", "depth", "mark_boundary", "pop", "push", "suspended", "unwind"]
+__all__ = [
+    "Frame",
+    "current_frame",
+    "depth",
+    "leave",
+    "leave_interrupted",
+    "mark_boundary",
+    "pop",
+    "push",
+    "suspended",
+    "unwind",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +89,23 @@ class Frame:
 
 
 class State:
-    """One thread's stack: the frame in force, what to restore, copies of weights, the frame of a running backward."""
+    """One thread's stack: the frame in force, what to restore, copies of weights, the frame of a running backward.
 
-    __slots__ = ("backward", "frame", "marks", "saved", "weights")
+    An entry of ``saved`` is what a :func:`push` found: frame, device type, whether autocast was enabled, its dtype, its
+    cache setting, copies of weights; then who entered, whether leaving clears torch's cache, and where it was entered:
+    the Python frame that called a hook, or for a region by hand the number of its first node.
+
+    Copies of weights are kept between a push of a frame with overrides and its pop; outside of that, in a recomputation
+    during backward for example, nobody would end them.
+    """
+
+    __slots__ = ("backward", "frame", "saved", "weights")
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self.backward: _BackwardFrame | None = None
         self.saved: list[tuple[Any, ...]] = []
-        self.marks: list[int] = []
-        self.weights: dict[Any, Any] = {}
+        self.weights: dict[Any, Any] | None = None
 
 
 class _Thread(threading.local):
@@ -107,45 +128,59 @@ _decrement = torch.autocast_decrement_nesting
 _clear = torch.clear_autocast_cache
 
 
-def push(frame: Frame, owner: object = None, scope: bool = False) -> None:
-    """Put ``frame`` in force on this thread until the matching :func:`pop`.
+def push(frame: Frame, owner: object = None, scope: bool = False, where: int | None = None) -> None:
+    """Put ``frame`` in force on this thread until the matching :func:`pop`; where it fails, nothing has changed.
 
     Args:
         frame: What to put in force.
-        owner: What entered it, for :func:`unwind`.
-        scope: Whether this is a scope of its own for the low-precision copies of weights, as each forward of a
-            prepared model is; the copies made inside end with it, whatever region lies around.
+        owner: What entered it, for :func:`leave` and :func:`unwind`. A hook: what called it counts as the forward that
+            is running, see :func:`leave_interrupted`.
+        scope: Whether this is the forward of a whole model. It is a scope of its own for the low-precision copies of
+            weights, which end with it, whatever region lies around.
+        where: The number of the first autograd node inside, for a region by hand; its owner is the frame.
     """
     state = thread.state
+    saved = state.saved
+    if saved and (scope or where is not None):
+        leave_interrupted()
     before = state.frame
     device = frame.device_type
     dtype = frame.dtype
     enabled = _is_enabled(device)
+    entered: Any = where
+    if where is None and owner is not None:
+        entered = sys._getframe(2)
     if dtype is None:
-        state.saved.append((before, device, enabled, None, None, state.weights, owner, False))
-        if enabled:
-            _set_enabled(device, False)
+        saved.append((before, device, enabled, None, None, state.weights, owner, False, entered))
     else:
         old_dtype = _get_dtype(device)
         # torch's cast cache is keyed by the weight alone, so a copy in another format would be taken for ours.
         clear = scope or (enabled and old_dtype is not dtype)
         cache = None if frame.cache is None else _is_cache()
-        state.saved.append((before, device, enabled, old_dtype, cache, state.weights, owner, clear))
-        if not enabled:
-            _set_enabled(device, True)
-        if old_dtype is not dtype:
-            _set_dtype(device, dtype)
-        if frame.cache is not None:
-            _set_cache(frame.cache)
+        saved.append((before, device, enabled, old_dtype, cache, state.weights, owner, clear, entered))
         if _increment() > 1 and clear:
             _clear()
     state.frame = frame
-    if frame.overrides:
-        state.weights = {}
-    if frame.code or (before is not None and before.code):
-        _torch.set_guard_code(frame.code)
-        if _compile_ready:
-            _torch.keep_compile_callbacks(_tag_caches, _end_trace)
+    try:
+        if dtype is None:
+            if enabled:
+                _set_enabled(device, False)
+        else:
+            if not enabled:
+                _set_enabled(device, True)
+            if old_dtype is not dtype:
+                _set_dtype(device, dtype)
+            if frame.cache is not None:
+                _set_cache(frame.cache)
+        if frame.overrides:
+            state.weights = {}
+        if frame.code or (before is not None and before.code):
+            _torch.set_guard_code(frame.code)
+            if _compile_ready:
+                _torch.keep_compile_callbacks(_tag_caches, _end_trace)
+    except BaseException:
+        pop()
+        raise
 
 
 def pop() -> None:
@@ -153,7 +188,7 @@ def pop() -> None:
     state = thread.state
     frame = state.frame
     assert frame is not None, "pop without push"
-    before, device, enabled, dtype, cache, state.weights, _, clear = state.saved.pop()
+    before, device, enabled, dtype, cache, state.weights, _, clear, entered = state.saved.pop()
     state.frame = before
     if frame.dtype is None:
         if enabled:
@@ -169,29 +204,94 @@ def pop() -> None:
             _set_enabled(device, False)
     if frame.code or (before is not None and before.code):
         _torch.set_guard_code(0 if before is None else before.code)
+    if frame.overrides and type(entered) is int and (last := _torch.sequence_number()) > entered:
+        _left.append((entered, last, threading.get_ident(), frame))
+    if state.saved and state.saved[-1][6] is _LEFT:
+        pop()
 
 
+_LEFT = object()
+"""Owner of an entry that was left while others lay above it; it goes with them."""
 _left: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
 """Regions with overrides that were left: first and last node made inside, thread, frame. The newest matter: a graph
 that is older than this many regions is not recomputed in practice."""
 
 
+def leave(owner: object) -> bool:
+    """Restore what was in force before ``owner`` entered last, and forget forwards above it that were interrupted.
+
+    Args:
+        owner: As given to :func:`push`.
+
+    Returns:
+        Whether it was on this thread's stack. A frame that was entered after it and is not left yet stays in force, as
+        where a generator ends that entered a region of its own.
+    """
+    saved = thread.state.saved
+    if saved and saved[-1][6] is not owner:
+        leave_interrupted()
+    for index in range(len(saved) - 1, -1, -1):
+        entry = saved[index]
+        if entry[6] is not owner:
+            continue
+        if index == len(saved) - 1:
+            pop()
+            return True
+        saved[index] = (*entry[:6], _LEFT, *entry[7:])
+        if all(above[1] != entry[1] for above in saved[index + 1 :]):  # nothing above is for its device
+            _set_enabled(entry[1], entry[2])
+            if entry[3] is not None:
+                _set_dtype(entry[1], entry[3])
+        return True
+    return False
+
+
+def leave_interrupted() -> None:
+    """Leave hooks' frames whose forward was ended by KeyboardInterrupt, SystemExit or a cancelled task.
+
+    torch calls forward hooks after an ``Exception`` and not after those. A forward that runs has what called the hook on
+    the Python stack, below the caller of this function; where it is not there, the forward has ended. Called wherever a
+    region or the forward of a whole model begins or ends, so that what was interrupted lasts no longer than that.
+    """
+    saved = thread.state.saved
+    while saved:
+        entered = saved[-1][8]
+        if not isinstance(entered, FrameType):
+            return
+        running: FrameType | None = sys._getframe(1)
+        while running is not None:
+            if running is entered:
+                return
+            running = running.f_back
+        pop()
+
+
 def push_region(frame: Frame) -> None:
     """:func:`push` for a region that is entered by hand."""
-    push(frame)
-    if frame.overrides:
-        thread.state.marks.append(_torch.sequence_number())
+    push(frame, frame, False, _torch.sequence_number() if frame.overrides else 0)
 
 
-def pop_region() -> None:
-    """:func:`pop` for a region that was entered by hand."""
-    state = thread.state
-    frame = state.frame
-    if frame is not None and frame.overrides:
-        first, last = state.marks.pop(), _torch.sequence_number()
-        if last > first:
-            _left.append((first, last, threading.get_ident(), frame))
-    pop()
+def pop_region(frame: Frame | None = None) -> None:
+    """:func:`pop` for a region that was entered by hand.
+
+    Args:
+        frame: That of the region; None for the one that was entered last.
+
+    Raises:
+        StateError: The region is not in force on this thread.
+    """
+    saved = thread.state.saved
+    if frame is not None and saved and saved[-1][6] is frame:
+        pop()
+        return
+    if frame is None:
+        leave_interrupted()
+        frame = saved[-1][6] if saved else None
+    if not leave(frame):
+        raise StateError(
+            "autocast: a region was left on a thread on which it had not been entered; enter and leave it on one thread, "
+            "best by `with`"
+        )
 
 
 def left_region() -> Frame | None:
@@ -242,12 +342,29 @@ def unwind(to: int = 0, owner: object = None) -> None:
         pop()
 
 
-def clear_weight_cache() -> None:
-    """Forget low-precision copies of weights; called when a step has changed the weights."""
+steps = 0
+"""How often weights were changed by a step, on any thread; a copy that is older than the last one is not used."""
+
+
+def clear_weight_cache(*_: object) -> None:
+    """Forget low-precision copies of weights on all threads, torch's too; called when a step has changed the weights."""
+    global steps
+    steps += 1
     weights = thread.state.weights
     if weights:
         weights.clear()
     _clear()
+
+
+_torch.never_trace(clear_weight_cache)
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Have each step of any torch optimizer call :func:`clear_weight_cache`: fused kernels raise no tensor's version."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(clear_weight_cache)
 
 
 class suspended:  # noqa: N801 - a context manager, named as one
@@ -320,6 +437,10 @@ class _Boundary(torch.autograd.Function):
         _enter_backward(ctx.frame)
         return None, gradient
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """Remember for backward that what made ``tensor`` ran in ``frame``.
@@ -329,9 +450,9 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
         frame: Frame of the nodes that lie before the tensor.
 
     Returns:
-        A view of the tensor.
+        A view of the tensor; the tensor itself inside a transform of torch.func, where nothing is recomputed.
     """
-    if not tensor.requires_grad or not torch.is_grad_enabled():
+    if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
         return tensor
     out: torch.Tensor = _Boundary.apply(frame, tensor)  # type: ignore[no-untyped-call]
     return out
@@ -401,6 +522,22 @@ _BETWEEN_GRAPHS = tuple(
 )
 
 
+_contexts: list[tuple[type, Callable[[Any], bool]]] = []
+
+
+def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
+    """Have Dynamo trace instances of exactly this class, made outside of what it compiles, by their own methods.
+
+    Args:
+        cls: A subclass of ``torch.autocast``; Dynamo would take what it knows of torch's for all of it.
+        as_torchs: Whether that is right for an instance.
+    """
+    if _compile_ready:
+        _torch.trace_context(cls, as_torchs)
+    else:
+        _contexts.append((cls, as_torchs))
+
+
 def get_ready_for_compile() -> None:
     """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
     global _compile_ready
@@ -411,3 +548,5 @@ def get_ready_for_compile() -> None:
     _compile_ready = True
     _torch.graph_function(_graph_push)
     _torch.graph_function(_graph_pop)
+    for cls, as_torchs in _contexts:
+        _torch.trace_context(cls, as_torchs)

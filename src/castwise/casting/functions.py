@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from castwise.casting import frames
 from castwise.casting.frames import Frame
@@ -119,20 +119,23 @@ def _classes_with(forward: Callable[..., Any], base: Any) -> Iterator[Any]:
         yield from _classes_with(forward, cls)
 
 
-def _record_in_setup_context(forward: Callable[..., Any], pending: list[Frame]) -> None:
-    """Wrap ``setup_context`` of the classes that use ``forward``, to note the frame on the context."""
+def _record_in_setup_context(forward: Callable[..., Any], note: Callable[[Any], Frame]) -> None:
+    """Wrap ``setup_context`` of the classes that use ``forward``, to note the frame on the context.
+
+    torch calls it right after ``forward``, on the same thread and under the same autocast, so that nothing has to be
+    carried from one to the other.
+    """
     for cls in _classes_with(forward, torch.autograd.Function):
         original = cls.setup_context
-        if getattr(original, _STATE, False):
+        if getattr(original, _STATE, None) is forward:
             continue
 
         @functools.wraps(original)
-        def setup_context(ctx: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            if pending:
-                setattr(ctx, _STATE, pending.pop())
-            return _original(ctx, *args, **kwargs)
+        def setup_context(ctx: Any, inputs: Any, output: Any, _original: Any = original) -> Any:
+            _original(ctx, inputs, output)
+            setattr(ctx, _STATE, note(inputs))
 
-        setattr(setup_context, _STATE, True)
+        setattr(setup_context, _STATE, forward)
         cls.setup_context = staticmethod(setup_context)
 
 
@@ -157,24 +160,28 @@ def custom_fwd(
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-    pending: list[Frame] = []
+    newest: list[Any] = [None]  # of all autograd functions, when those with this forward were last looked for
+
+    def frames_of(inputs: Any, kwargs: Any) -> tuple[Frame, Frame]:
+        """What is in force around a call, and what its backward is to run in."""
+        frame = _frame_now(_device_of(device_type, inputs, kwargs))
+        island = cast_inputs is not None and frame.enabled
+        return frame, Frame(frame.device_type, None) if island else frame
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
         takes_context = bool(args) and isinstance(args[0], FunctionCtx)
         inputs = args[1:] if takes_context else args
-        device = _device_of(device_type, inputs, kwargs)
-        frame = _frame_now(device)
-        cast = cast_inputs is not None and frame.enabled
-        noted = Frame(device, None) if cast else frame
+        frame, inside = frames_of(inputs, kwargs)
         if takes_context:
-            setattr(args[0], _STATE, noted)
-        else:
-            _record_in_setup_context(forward, pending)
-            pending[:] = [noted]
-        if not cast:
+            setattr(args[0], _STATE, inside)
+        elif (last := BackwardCFunction.__subclasses__()[-1]) is not newest[0]:
+            _record_in_setup_context(forward, lambda given: frames_of(given, {})[1])
+            newest[0] = last
+        if inside is frame:
             return fwd(*args, **kwargs)
         assert cast_inputs is not None
+        device = frame.device_type
         with frames.suspended(device):
             inputs = _cast_tree(inputs, device, cast_inputs)
             kwargs = _cast_tree(kwargs, device, cast_inputs)

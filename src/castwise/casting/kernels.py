@@ -12,6 +12,7 @@ where the autocast key is on.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -26,7 +27,7 @@ from castwise.casting import frames
 from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
-from castwise.rules import Row, operator_overloads
+from castwise.rules import Row, advice, operator_overloads
 
 __all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
 
@@ -57,21 +58,28 @@ def _convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast, keeping the copy of a trainable fp32 leaf until it changes or the forward ends."""
-    if not (
+    """Cast, keeping the copy of a trainable fp32 leaf until it changes, an optimizer steps or the frame is left."""
+    kept = thread.state.weights
+    if kept is None or not (
         type(tensor) is torch.nn.Parameter
         and tensor.requires_grad
         and tensor.dtype is torch.float32
         and torch.is_autocast_cache_enabled()
     ):
         return tensor.to(dtype)
-    key = (id(tensor), dtype, torch.is_grad_enabled())
-    kept = thread.state.weights.get(key)
-    if kept is not None and kept[1] == tensor._version:
-        copy: torch.Tensor = kept[2]
+    key = (
+        id(tensor),
+        dtype,
+        torch.is_grad_enabled(),
+    )  # the entry keeps the tensor, so that its id stays its own
+    age = (tensor._version, frames.steps)
+    entry = kept.get(key)
+    if entry is not None and entry[1] == age:
+        copy: torch.Tensor = entry[2]
         return copy
     copy = tensor.to(dtype)
-    thread.state.weights[key] = (tensor, tensor._version, copy)
+    if not _torch.in_transform():  # a copy made inside one belongs to its level
+        kept[key] = (tensor, age, copy)
     return copy
 
 
@@ -128,15 +136,13 @@ def _banned(row: Row) -> Action:
     def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _floating_dtypes(args, device, set())
         _floating_dtypes(kwargs.values(), device, found)
-        if row.only_low and not any(dtype in _LOW for dtype in found):
+        if _torch.inside_operator() or (row.only_low and not any(dtype in _LOW for dtype in found)):
             return _as_is(op, device, args, kwargs)
         if row.message:
             raise BannedOperatorError(row.message)
         inputs = ", ".join(sorted(str(dtype) for dtype in found)) or "no floating tensors"
         raise BannedOperatorError(
-            f"{op.name()} was called with {inputs} under a plan that bans it: {row.reason}. "
-            f'To run it as an fp32 island give the plan ops=(("{row.op}", "fp32"),); '
-            "other rules: lower, widest, as_is."
+            f"{op.name()} was called with {inputs} under a plan that bans it: {row.reason}. {advice(row.op)}"
         )
 
     return action
@@ -186,6 +192,7 @@ def frame_of(
         surrounding: What a region inside casts its outputs back to; by default ``dtype``, or fp32.
         cache: Whether copies of weights are kept; None leaves torch's setting as it is.
     """
+    frames.watch_steps()
     rows = {} if dtype is None or rows is None else dict(rows)
     surrounding = surrounding or dtype or torch.float32
     content: list[object] = [device_type, str(dtype), str(surrounding), cache]
@@ -220,8 +227,11 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)
     current, left_region, ambient = frames.current_frame, frames.left_region, frames.ambient
+    takes_numbers, numbers = _torch.takes_numbers(op), _torch.NUMBERS
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if takes_numbers and isinstance(args[0], numbers):  # `1 - x`, of which no operator can be called anew
+            return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
         state = thread.state
         frame = state.frame if state.backward is None else current()
         if frame is None:
@@ -241,14 +251,23 @@ _lock = threading.RLock()
 _registered: dict[tuple[str, str], tuple[list[Callable[[], None]], int]] = {}
 
 
+_TRANSFORMS = ("", "")
+"""Stands for what every kernel needs besides itself: numbers that reach it inside transforms."""
+
+
+def _hold(key: tuple[str, str], register: Callable[[], list[Callable[[], None]]]) -> None:
+    undo, count = _registered.get(key) or (register(), 0)
+    _registered[key] = (undo, count + 1)
+
+
 def _release(names: tuple[str, ...], device_type: str) -> None:
     with _lock:
-        for name in names:
-            undo, count = _registered[name, device_type]
+        for key in (*((name, device_type) for name in names), _TRANSFORMS):
+            undo, count = _registered[key]
             if count > 1:
-                _registered[name, device_type] = (undo, count - 1)
+                _registered[key] = (undo, count - 1)
             else:
-                del _registered[name, device_type]
+                del _registered[key]
                 for function in undo:
                     function()
 
@@ -257,6 +276,14 @@ def registered(device_type: str) -> frozenset[str]:
     """Operators that have an override kernel registered now; empty when no live plan needs one."""
     with _lock:
         return frozenset(name for name, device in _registered if device == device_type)
+
+
+def _register(name: str, device_type: str) -> list[Callable[[], None]]:
+    return [
+        _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
+        for op in operator_overloads(name)
+        if _torch.is_dispatched(op)
+    ]
 
 
 class Lease:
@@ -270,14 +297,8 @@ class Lease:
     def __init__(self, names: Iterable[str], device_type: str) -> None:
         held = tuple(names)
         with _lock:
+            _hold(_TRANSFORMS, _torch.take_numbers_in_transforms)
             for name in held:
-                undo, count = _registered.get((name, device_type), ([], 0))
-                if count == 0:
-                    undo = [
-                        _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
-                        for op in operator_overloads(name)
-                        if _torch.is_dispatched(op)
-                    ]
-                _registered[name, device_type] = (undo, count + 1)
+                _hold((name, device_type), functools.partial(_register, name, device_type))
         self.close = weakref.finalize(self, _release, held, device_type)
         self.close.atexit = False

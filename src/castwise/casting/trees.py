@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,58 +13,136 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["cast_floating", "map_tensors"]
 
+_LEAVES = (str, bytes, int, float, bool, type)
+
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply ``function`` to every tensor inside ``value``; anything else passes as it is.
 
-    Goes through tuples, named tuples, lists, sets left alone, mappings (Hugging Face's ``ModelOutput`` among
-    them), dataclasses and packed sequences. Containers are rebuilt only where a tensor in them changed, with
-    their own type, and never modified.
+    Goes through tuples, named tuples, lists, mappings (Hugging Face's ``ModelOutput`` and read-only ones among them),
+    dataclasses and packed sequences; sets are left alone. Containers are rebuilt only where a tensor in them changed, with
+    their own type and without calling their constructor, and never modified. One that is met twice is rebuilt once, so
+    that cycles and shared parts stay what they are.
+
+    Args:
+        function: Returns the very same tensor where nothing is to be changed.
+        value: Any object.
+
+    Returns:
+        The same structure; the very same object where nothing changed.
+
+    Warns:
+        UserWarning: For a container that cannot be rebuilt; it passes as it is.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if value is None or isinstance(value, (str, bytes, int, float, bool)):
+    if value is None or isinstance(value, _LEAVES):
+        return value
+    return _map(function, value, {})
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, seen: dict[int, list[Any]]) -> Any:
+    """:func:`map_tensors`; ``seen`` has by id each container and what it became, None while that is not known."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if value is None or isinstance(value, _LEAVES):
         return value
     if isinstance(value, PackedSequence):
         data = function(value.data)
         if data is value.data:
             return value
         return PackedSequence(data, value.batch_sizes, value.sorted_indices, value.unsorted_indices)
+    parts = _parts(value)
+    if parts is None:
+        return value
+    known = seen.get(id(value))
+    if known is not None:
+        if known[1] is None:  # a cycle: who is further in refers to what this one is going to be
+            if _is_fixed(value):
+                return value
+            known[1] = _rebuilt(value, {})
+        return known[1]
+    known = seen[id(value)] = [value, None]
+    changed = {}
+    for key, item in parts:
+        new = _map(function, item, seen)
+        if new is not item:
+            changed[key] = new
+    if known[1] is None:
+        known[1] = _rebuilt(value, changed) if changed else value
+    elif known[1] is not value:
+        _fill(known[1], changed)
+    return known[1]
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a container holds, by index, key or field; None for anything that is no container."""
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*items)
-        if type(value) in (tuple, list):
-            return type(value)(items)
-        return type(value)(items)
+        return enumerate(value)
     if isinstance(value, Mapping):
-        changed = {}
-        for key, item in value.items():
-            new = map_tensors(function, item)
-            if new is not item:
-                changed[key] = new
-        if not changed:
-            return value
-        out: Any = copy.copy(value)
-        for key, item in changed.items():
-            out[key] = item
+        return value.items()
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
+    """A container of the same type with some of its parts replaced; the container itself where that cannot be."""
+    try:
+        if isinstance(value, tuple):
+            items = [changed.get(index, item) for index, item in enumerate(value)]
+            if type(value) is tuple:
+                return tuple(items)
+            return _rebuilt_tuple(value, items)
+        if _is_fixed(value):
+            return type(value)({**value, **changed})
+        out = _copied(value)
+        _fill(out, changed)
+    except Exception as error:  # whatever a container's own methods raise
+        kind = type(value).__name__
+        warnings.warn(
+            f"castwise: a {kind} cannot be rebuilt ({type(error).__name__}: {error}), so the tensors in it pass in the "
+            f"format that they have. Pass or return a tuple, a list or a dict in place of the {kind}.",
+            stacklevel=2,
+        )
+        return value
+    return out
+
+
+def _rebuilt_tuple(value: Any, items: list[Any]) -> Any:
+    """A tuple of a subclass, whose own ``__new__`` may take other arguments than its items."""
+    try:
+        out = tuple.__new__(type(value), items)
+    except TypeError:  # torch.return_types and their like are made by their constructor alone
+        return type(value)(items)
+    if hasattr(value, "__dict__"):
+        vars(out).update(vars(value))
+    return out
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a container takes its items when it is made and never after."""
+    return isinstance(value, tuple) or (isinstance(value, Mapping) and not hasattr(value, "__setitem__"))
+
+
+def _copied(value: Any) -> Any:
+    if type(value) in (list, dict):
+        return type(value)(value)  # which Dynamo can trace
+    try:
+        return copy.copy(value)
+    except dataclasses.FrozenInstanceError:  # frozen, with slots by hand: copy would set them as anyone does
+        out = object.__new__(type(value))
+        _fill(out, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         return out
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {}
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name, None)
-            new = map_tensors(function, item)
-            if new is not item:
-                fields[field.name] = new
-        if not fields:
-            return value
-        record: Any = copy.copy(value)
-        for name, item in fields.items():
-            object.__setattr__(record, name, item)
-        return record
-    return value
+
+
+def _fill(container: Any, changed: dict[Any, Any]) -> None:
+    if isinstance(container, (list, Mapping)):
+        for key, item in changed.items():
+            container[key] = item  # type: ignore[index]
+    else:
+        for name, item in changed.items():
+            object.__setattr__(container, name, item)
 
 
 def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
