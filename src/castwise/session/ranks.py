@@ -30,7 +30,7 @@ class AmongRanks:
     """
 
     plan: Plan
-    scaler: GradScaler | None
+    scaler: GradScaler
 
     def __init__(self, group: Any) -> None:
         self._agreement = Agreement(group)
@@ -149,7 +149,7 @@ class AmongRanks:
         return schedule
 
     def _scale_on_device(self) -> torch.Tensor | None:
-        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.scale_tensor()
+        return self.scaler.scale_tensor() if self.scaler.is_enabled() else None
 
     def _enter_schedule(self) -> None:
         """On each rank, also on those whose stage computes no loss: the window of the last step is over."""
