@@ -217,6 +217,17 @@ class GradScaler(NamedLosses):
         self._occupy(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
         self._base = name
 
+    @property
+    def opened_by(self) -> str | None:
+        """The loss whose scale gradients of this window are at; None while there is none."""
+        return self._base
+
+    @opened_by.setter
+    def opened_by(self, name: str | None) -> None:
+        self._base = name
+        if name is not None:
+            self._occupy(name)
+
     def is_first(self, name: str) -> bool:
         """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
         return self._base is None or (self._base == name and not self._flags)
@@ -317,6 +328,8 @@ class GradScaler(NamedLosses):
 
     def note_unscaled(self, optimizer: Optimizer) -> None:
         """Take an optimizer's gradients, all of them and however they came there, as unscaled; look for infinities."""
+        if not self._enabled:
+            return
         state = self._per_optimizer_states[id(optimizer)]
         one = torch.ones(_ZERO_DIM, device=self.scale_tensor().device)
         fresh = self._unscale_grads_(optimizer, one, torch.zeros_like(one), allow_fp16=True)
@@ -611,6 +624,8 @@ class GradScaler(NamedLosses):
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
+        if not self._enabled:
+            return
         if optimizer is None:
             self._per_optimizer_states.clear()
         else:

@@ -45,7 +45,8 @@ class Window:
         self.settled = not self._scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
         self._stepped = False
-        self._by_hand: set[int] = set()  # unscaled before the step, so perhaps changed since
+        # Parameters of optimizers that were unscaled by hand: gradients may change, and parameters join, before the step.
+        self._by_hand: dict[int, set[int]] = {}
         self._inside = False
         self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._skipped = 0
@@ -128,31 +129,56 @@ class Window:
         Raises:
             StateError: They were changed while they were scaled.
         """
-        if not self.scaler.is_unscaled(optimizer) and (not self._scales or self._is_scaled(optimizer)):
-            self._check_untouched(optimizer)
+        scaler = self.scaler
+        if self._scales and self._check(optimizer, "unscale_"):
             self.settled = False
-            self.scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)
+        elif not self._scales and not scaler.is_unscaled(optimizer):
+            self.settled = False
+            scaler.unscale_(optimizer)
         if by_hand:
-            self._by_hand.add(id(optimizer))
+            self._by_hand[id(optimizer)] = {id(_stored(p)) for group in optimizer.param_groups for p in group["params"]}
+        elif self._by_hand:
+            self._look_again(optimizer)
 
     def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
         """Let the norm of all gradients say whether they are finite."""
         self.settled = False
-        self._by_hand.difference_update(map(id, optimizers))
+        for optimizer in optimizers:
+            self._by_hand.pop(id(optimizer), None)
         self.scaler.note_norm(optimizers, norm)
 
-    def _check_untouched(self, optimizer: Optimizer) -> None:
-        """Every gradient was written to since the backward, as clipping does and no reduction between ranks does."""
-        marks = self._owners.pop(id(optimizer), ())
+    def _check(self, optimizer: Optimizer, call: str) -> bool:
+        """Whether gradients have to be unscaled: they are from a scaled loss and as it left them, or there are none here.
+
+        Every gradient was written to since the backward where somebody clipped; a reduction between ranks counts as no
+        write, and who sets one element in one gradient does not clip.
+        """
+        if id(optimizer) in self.scaler._per_optimizer_states:
+            return False  # unscaled already, and stepped perhaps
+        if not self._is_scaled(optimizer):
+            if gradients.ends(optimizer):
+                raise StateError(
+                    f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
+                    "amp.backward(loss), or by amp.scale(loss).backward(); those computed otherwise are stepped by "
+                    "optimizer.step() itself"
+                )
+            self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
+        marks = self._owners.get(id(optimizer), ())
         then = [(grad, version) for reference, version in marks if (grad := reference()) is not None]
-        if then and all(_torch.versions([grad]) != [version] for grad, version in then):
+        if (
+            then
+            and all(_torch.versions([grad]) != [version] for grad, version in then)
+            and any(bool(grad.any()) for grad, _ in then)  # zeros are at any scale
+        ):
             raise StateError(
-                f"step({type(optimizer).__name__}): its gradients were changed in place between backward and step, while the "
-                "loss scale was still in them: clipping there, or adding to them, acts on numbers that are too large by the "
-                "scale. Call amp.unscale_(optimizer) before whatever changes them, or let castwise clip: "
-                "amp.step(optimizer, max_norm=...) or amp.clip_grad_norm_(optimizer, max_norm). Dividing them is as well done "
-                "after amp.unscale_. Clear these with optimizer.zero_grad()."
+                f"{call}({type(optimizer).__name__}): its gradients were changed in place since the backward, while the loss "
+                "scale was still in them. Clipping there, or adding to them, acts on numbers that are too large by the scale. "
+                "Call amp.unscale_(optimizer) before whatever changes them, dividing too, or let castwise clip: "
+                "amp.step(optimizer, max_norm=...). Clear these first: optimizer.zero_grad()"
             )
+        self._owners.pop(id(optimizer), None)
+        return True
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -185,25 +211,23 @@ class Window:
         return result
 
     def _get_ready(self, optimizer: Optimizer) -> None:
-        state = self.scaler._per_optimizer_states.get(id(optimizer))
-        if state is not None:
-            state["stage"] = OptState.UNSCALED  # also after a step, which left them at a scale of one
+        if not self._check(optimizer, "step"):
+            # also after a step, which left them at a scale of one
+            self.scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
             self._look_again(optimizer)
-        elif self._is_scaled(optimizer):
-            self._check_untouched(optimizer)
-        elif gradients.ends(optimizer):
-            raise StateError(
-                f"step({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
-                "amp.backward(loss), or by amp.scale(loss).backward(); those computed otherwise are stepped by "
-                "optimizer.step() itself"
-            )
-        else:
-            self.scaler.scale_tensor()  # nothing to unscale here; other ranks may have something
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._by_hand:
-            self._by_hand.discard(id(optimizer))
-            self.scaler.note_unscaled(optimizer)
+        known = self._by_hand.pop(id(optimizer), None)
+        if known is None:
+            return
+        if self._scales:
+            if self.scaler.admit is not None:
+                self.scaler.admit(optimizer)
+            params = [p for group in optimizer.param_groups for p in group["params"] if id(_stored(p)) not in known]
+            inverse = self.scaler.scale_tensor().double().reciprocal().float()
+            late = [parameter.grad for parameter in params if parameter.grad is not None]
+            gradients.check_and_multiply(late, inverse, inverse.device)
+        self.scaler.note_unscaled(optimizer)
 
     def _wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         if not self._scales:
@@ -322,16 +346,23 @@ class Window:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved scaler's state; gradients that are held keep their meaning."""
-        if self._scales:
-            for optimizer in self._optimizers():
-                if self._is_scaled(optimizer):
-                    inverse = self.scaler.scale_tensor().reciprocal()
-                    gradients.check_and_multiply(gradients.held(optimizer), inverse, inverse.device)
-            self.scaler.forget()
-            self._owners.clear()
-            self._by_hand.clear()
-            self._lent = self._stepped = self.settled = False
-        self.scaler.load_state_dict(dict(state))
+        if not self._scales:
+            return
+        self.open()
+        self.fed()
+        scaler, name = self.scaler, self.scaler.opened_by
+        held = {id(grad): grad for o in self._optimizers() for grad in gradients.held(o)}
+        old = scaler.scale_tensor().clone()
+        scaler.load_state_dict(dict(state))
+        if held:
+            scaler.opened_by = name
+            factor = scaler.scale_tensor() / old
+            gradients.check_and_multiply(list(held.values()), factor, factor.device)
+
+
+def _stored(parameter: torch.Tensor) -> torch.Tensor:
+    """The model's parameter behind a master, any other itself."""
+    return getattr(parameter, "stored", parameter)
 
 
 for _name in ("open", "fed", "unscale_", "note_norm", "step", "_before_step", "_after_step"):

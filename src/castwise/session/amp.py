@@ -413,7 +413,7 @@ class Amp(AmongRanks):
             flag = scaler.joint_flag(optimizers)
             norm = self._agreement.norm(params, joined=True, flag=flag)
             scaler.set_flag(optimizers, flag)
-            clip_by_norm(params, max_norm, norm)
+            clip_by_norm(params, max_norm, norm.nan_to_num(0.0, 0.0))
             return norm
         scaler.decide_together(optimizers)
         norm = self._clip_together(optimizers, max_norm)
