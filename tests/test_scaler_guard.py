@@ -146,15 +146,15 @@ def test_raise_names_the_parameters_before_anything_changed(plan: str, way: str)
         return torch.ones(())
 
     words = r"AdamW\): gradients are not finite: those of 2\.bias; nonfinite='raise' allows none\. Weights and optimizer are"
+    step = {
+        "step": lambda: run.amp.step(run.optimizer),
+        "max_norm": lambda: run.amp.step(run.optimizer, max_norm=1e9),
+        "joint": lambda: run.amp.step(run.optimizer, run.another()[1]),
+        "closure": lambda: run.amp.step(run.optimizer, closure=closure),
+        "direct": run.optimizer.step,
+    }[way]
     with pytest.raises(NonFiniteError, match=words):
-        if way == "direct":
-            run.optimizer.step()
-        elif way == "joint":
-            run.amp.step(run.optimizer, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-        elif way == "closure":
-            run.amp.step(run.optimizer, closure=closure)
-        else:
-            run.amp.step(run.optimizer, max_norm=1e9 if way == "max_norm" else None)
+        step()
     assert same(run.everything(), before)
     assert run.model[2].bias.grad is not None
 
@@ -164,10 +164,9 @@ def test_raise_under_a_loss_scale_waits_until_none_is_left() -> None:
     for _ in range(2):
         run.backward(INF)
         assert run.amp.step(run.optimizer).skipped
+    run.backward(INF)
     with pytest.raises(LossScaleError, match=r"3 times in a row, .*at its floor, 2"):
-        for _ in range(2):
-            run.backward(INF)
-            run.amp.step(run.optimizer)
+        run.amp.step(run.optimizer)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -182,19 +181,23 @@ def test_too_many_in_a_row_are_an_error(maker: str, direct: bool) -> None:
     for factor in (NAN, NAN, 1.0, NAN, NAN):
         step(factor)
     assert run.amp.skipped_steps == 4
-    with pytest.raises(NonFiniteError, match=r"those of 0\.weight, 0\.bias, 2\.weight, 2\.bias; 3 steps in a row.*patience=3"):
+    with pytest.raises(
+        NonFiniteError, match=r"those of 0\.weight, 0\.bias, 2\.weight, 2\.bias; 3 steps in a row.*patience=3"
+    ):
         step(NAN)
 
 
 def test_another_optimizers_good_steps_do_not_hide_a_bad_one() -> None:
     run = Run("bf16-mixed", patience=3)
     p, other = run.another()
+    for _ in range(2):
+        run.backward(NAN)
+        run.amp.backward(p.sum())
+        run.amp.step(other)
+        run.amp.step(run.optimizer)
+    run.backward(NAN)
     with pytest.raises(NonFiniteError):
-        for _ in range(3):
-            run.backward(NAN)
-            run.amp.backward(p.sum())
-            run.amp.step(other)
-            run.amp.step(run.optimizer)
+        run.amp.step(run.optimizer)
 
 
 def test_allow_lets_through_and_a_loss_scale_cannot() -> None:
@@ -202,7 +205,9 @@ def test_allow_lets_through_and_a_loss_scale_cannot() -> None:
     run.backward(NAN)
     assert not run.amp.step(run.optimizer).skipped
     assert run.model[0].weight.isnan().any()
-    with pytest.raises(PlanError, match=r"nonfinite='allow'\): a loss scale finds its size by skipping.*'skip', 'raise'"):
+    with pytest.raises(
+        PlanError, match=r"nonfinite='allow'\): a loss scale finds its size by skipping.*'skip', 'raise'"
+    ):
         castwise.Amp("fp16-mixed", device="cpu", nonfinite="allow")
 
 
@@ -341,7 +346,9 @@ def test_a_fused_optimizer_on_a_gpu_decides_without_the_host(factor: float) -> N
 # --- late parameters ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["fp16-mixed+loss_scale.init=64", "fp16-master+loss_scale.init=64", "bf16-master"])
+@pytest.mark.parametrize(
+    "plan", ["fp16-mixed+loss_scale.init=64", "fp16-master+loss_scale.init=64", "bf16-master"]
+)
 @pytest.mark.parametrize("way", ["add", "thaw", "add after backward", "add after unscale"])
 def test_parameters_that_join_between_steps(plan: str, way: str) -> None:
     model = net()

@@ -70,7 +70,9 @@ def test_asking_between_two_steps_changes_nothing(getter: str) -> None:
     assert all(map(torch.equal, run(True), run(False)))
 
 
-@pytest.mark.parametrize("plan", [MOVING, "fp16-mixed+loss_scale.init=64+loss_scale.interval=2", "fp16-master"])
+@pytest.mark.parametrize(
+    "plan", [MOVING, "fp16-mixed+loss_scale.init=64+loss_scale.interval=2", "fp16-master"]
+)
 @pytest.mark.parametrize("factor", [1.0, INF])
 def test_a_state_taken_after_a_step_resumes_bit_for_bit(plan: Any, factor: float) -> None:
     def go_on(amp: castwise.Amp, model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any]:
@@ -160,9 +162,7 @@ def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
     class Loop:
         def __init__(self, plan: Any) -> None:
             self.model = nn.ParameterDict({name: torch.ones(3) for name in "ab"})
-            self.optimizers = {
-                name: torch.optim.SGD([self.model[name]], 0.25, fused=fused) for name in "ab"
-            }
+            self.optimizers = {name: torch.optim.SGD([self.model[name]], 0.25, fused=fused) for name in "ab"}
             self.amp = castwise.Amp(plan, device="cpu")
             self.amp.prepare(self.model, *self.optimizers.values())
             self.state = self.amp.state_dict()
@@ -217,7 +217,9 @@ def test_a_step_with_the_scale_still_in_the_gradients_is_refused(plan: str, by: 
     before = [p.detach().clone() for p in model.parameters()]
     loss = model(batch(0)).pow(2).mean()
     amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
-    with pytest.raises(StateError, match=r"SGD\.step\(\): the loss scale is still in its gradients.*amp\.step\(optimizer\)"):
+    with pytest.raises(
+        StateError, match=r"SGD\.step\(\): the loss scale is still in its gradients.*amp\.step\(optimizer\)"
+    ):
         a.step()
     assert all(map(torch.equal, before, model.parameters()))
     amp.unscale_(a)
@@ -252,8 +254,15 @@ def test_clipping_scaled_gradients_is_noticed_at_the_step(plan: str, by: str, ho
     before = [p.detach().clone() for p in model.parameters()]
     compute()
     clip()
-    for call in (lambda: amp.step(a), lambda: amp.step(a), lambda: amp.step(a, b), lambda: amp.step(a, max_norm=1.0)):
-        with pytest.raises(StateError, match=r"changed in place since the backward.*amp\.unscale_\(optimizer\) before"):
+    for call in (
+        lambda: amp.step(a),
+        lambda: amp.step(a),
+        lambda: amp.step(a, b),
+        lambda: amp.step(a, max_norm=1.0),
+    ):
+        with pytest.raises(
+            StateError, match=r"changed in place since the backward.*amp\.unscale_\(optimizer\) before"
+        ):
             call()
     assert all(map(torch.equal, before, model.parameters()))
     for optimizer in (a, b):
@@ -281,7 +290,9 @@ def test_what_is_no_clipping_raises_no_alarm() -> None:
 def test_errors_speak_of_what_there_is() -> None:
     amp, model, a, b = pair("fp16-mixed")
     model(batch(0)).sum().backward()
-    with pytest.raises(StateError, match=r"step\(SGD\): its gradients came from no scaled loss.*amp\.backward\(loss\)"):
+    with pytest.raises(
+        StateError, match=r"step\(SGD\): its gradients came from no scaled loss.*amp\.backward\(loss\)"
+    ):
         amp.step(a)
     a.step()  # they have no scale in them, so that is right
     a.zero_grad()
@@ -303,5 +314,7 @@ def test_errors_speak_of_what_there_is() -> None:
         loss.backward()
         return loss
 
-    with pytest.raises(StateError, match=r"closure computed its gradients from no scaled loss.*amp\.backward"):
+    with pytest.raises(
+        StateError, match=r"closure computed its gradients from no scaled loss.*amp\.backward"
+    ):
         amp.step(optimizer, closure=closure)

@@ -97,7 +97,9 @@ class GradScaler(NamedLosses):
         self._process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads
         self.param_names: Callable[[], Mapping[int, str]] | None = None
-        self.admit: Callable[[Optimizer], bool] | None = None  # gives late parameters masters; whether there were any
+        self.admit: Callable[[Optimizer], bool] | None = (
+            None  # gives late parameters masters; whether there were any
+        )
         # the window that is open
         self._base: str | None = None  # the loss that opened it; its record is in the slot
         self._flags: dict[str, torch.Tensor] = {}  # per loss, once there are two

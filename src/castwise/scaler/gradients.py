@@ -70,7 +70,9 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     groups: dict[int, Any] = {}
-    meshes = {id(mesh): mesh for grad in held(optimizer) if (mesh := getattr(grad, "device_mesh", None)) is not None}
+    meshes = {
+        id(mesh): mesh for grad in held(optimizer) if (mesh := getattr(grad, "device_mesh", None)) is not None
+    }
     for mesh in meshes.values():
         groups |= {id(group): group for group in mesh.get_all_groups()}
     return list(groups.values())

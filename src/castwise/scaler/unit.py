@@ -62,9 +62,7 @@ class UnitScaler(GradScaler):
         patience: int,
         reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
     ) -> None:
-        super().__init__(
-            device, 1.0, dynamic=False, reduce=reduce, allow_fp16_grads=True, patience=patience
-        )
+        super().__init__(device, 1.0, dynamic=False, reduce=reduce, allow_fp16_grads=True, patience=patience)
         self._refuse = refuse
         self._one: torch.Tensor | None = None
         self._clean: torch.Tensor | None = None
@@ -201,7 +199,9 @@ class UnitScaler(GradScaler):
             return
         names = self.non_finite_params(optimizer)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        whose = f"those of {', '.join(names[:5])}{more}" if names else "those of another rank, or cleared since"
+        whose = (
+            f"those of {', '.join(names[:5])}{more}" if names else "those of another rank, or cleared since"
+        )
         cause = (
             "nonfinite='raise' allows none"
             if self._refuse

@@ -91,7 +91,9 @@ class Window:
             if plain:
                 gradients.check_and_multiply(list(plain.values()), scale, scale.device)
             if old is not None:
-                gradients.check_and_multiply(list(scaled.values()), scale / old.to(scale.device), scale.device)
+                gradients.check_and_multiply(
+                    list(scaled.values()), scale / old.to(scale.device), scale.device
+                )
 
     def fed(self) -> None:
         """After a backward: those that hold gradients own them, as they are now."""
@@ -130,14 +132,15 @@ class Window:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
-        if self._scales and self._check(optimizer, "unscale_"):
-            self.settled = False
-            scaler.unscale_(optimizer)
-        elif not self._scales and not scaler.is_unscaled(optimizer):
+        if (self._scales and self._check(optimizer, "unscale_")) or (
+            not self._scales and not scaler.is_unscaled(optimizer)
+        ):
             self.settled = False
             scaler.unscale_(optimizer)
         if by_hand:
-            self._by_hand[id(optimizer)] = {id(_stored(p)) for group in optimizer.param_groups for p in group["params"]}
+            self._by_hand[id(optimizer)] = {
+                id(_stored(p)) for group in optimizer.param_groups for p in group["params"]
+            }
         elif self._by_hand:
             self._look_again(optimizer)
 
@@ -223,7 +226,9 @@ class Window:
         if self._scales:
             if self.scaler.admit is not None:
                 self.scaler.admit(optimizer)
-            params = [p for group in optimizer.param_groups for p in group["params"] if id(_stored(p)) not in known]
+            params = [
+                p for group in optimizer.param_groups for p in group["params"] if id(_stored(p)) not in known
+            ]
             inverse = self.scaler.scale_tensor().double().reciprocal().float()
             late = [parameter.grad for parameter in params if parameter.grad is not None]
             gradients.check_and_multiply(late, inverse, inverse.device)
@@ -274,7 +279,9 @@ class Window:
 
         return end
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
         if self._inside:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -409,7 +409,9 @@ class Amp(AmongRanks):
         finally:
             self._flags_wait = False
         if apart:
-            params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            params = [
+                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+            ]
             flag = scaler.joint_flag(optimizers)
             norm = self._agreement.norm(params, joined=True, flag=flag)
             scaler.set_flag(optimizers, flag)
