@@ -225,7 +225,7 @@ class _Run:
             mine = slice_batch(batch, share, layout.data_ranks, layout)
             loss = parts.backward(to_device(mine, self.ranks.device))
             # The step's own scale, copied where it lies: asking for it as a number would wait for the device.
-            scale = amp.scaler.scale_tensor().detach().clone() if amp.scaler is not None else None
+            scale = amp.scaler.scale_tensor().detach().clone() if amp.scaler.is_enabled() else None
             result = amp.step(*parts.optimizers)
             for optimizer in parts.optimizers:
                 optimizer.zero_grad()

@@ -308,7 +308,7 @@ class Prober:
                 emulate = self.device.type == "cpu" and "fp16" in plan.formats
                 with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
                     loss = self._backward(model, amp, micro)
-                gradients = self._gradients(model, amp.get_scale() if amp.scaler is not None else 1.0)
+                gradients = self._gradients(model, amp.get_scale())
                 blame = [
                     n
                     for n, g in zip(self._trained, gradients, strict=True)

@@ -2,7 +2,8 @@
 
 ``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler. ``losses``: its records of named
 losses. ``gradients``: what it does to gradients. ``result`` and ``outcomes``: what became of a step, and of all so far.
-``closure``: steps that evaluate the loss themselves. ``foreign``: state dicts of Apex and Colossal-AI.
+``window``: whose gradients there are, at which scale. ``unit``: the scaler of plans without a loss scale, which guards their
+steps. ``closure``: steps that evaluate the loss themselves. ``foreign``: state dicts of Apex and Colossal-AI.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from castwise.scaler.foreign import from_apex, from_colossalai, to_apex, to_colo
 from castwise.scaler.grad_scaler import GradScaler
 from castwise.scaler.result import StepResult
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state
+from castwise.scaler.unit import UnitScaler
+from castwise.scaler.window import Window
 
 __all__ = [
     "GradScaler",
     "ScalePolicy",
     "ScaleState",
     "StepResult",
+    "UnitScaler",
+    "Window",
     "from_apex",
     "from_colossalai",
     "next_state",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -97,6 +97,9 @@ class GradScaler(NamedLosses):
         self._process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads
         self.param_names: Callable[[], Mapping[int, str]] | None = None
+        self.admit: Callable[[Optimizer], bool] | None = (
+            None  # gives late parameters masters; whether there were any
+        )
         # the window that is open
         self._base: str | None = None  # the loss that opened it; its record is in the slot
         self._flags: dict[str, torch.Tensor] = {}  # per loss, once there are two
@@ -147,6 +150,26 @@ class GradScaler(NamedLosses):
         """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
         return next_state(self._state_of(name), found_inf, self.policy)
 
+    def state_after_update(self, name: str = DEFAULT) -> ScaleState:
+        """What the state of a loss will be after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
+        flag = self._outcome().get(name)
+        return self._state_of(name) if flag is None else self.next_state(bool(flag > 0), name)
+
+    def _outcome(self) -> dict[str, torch.Tensor]:
+        """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
+        states: Any = self._per_optimizer_states
+        found = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+        if not found:
+            return {}
+        name = self._base or self._slot
+        flag = gradients.largest(found, self.scale_tensor().device)
+        if not self._flags:
+            return {name: flag}
+        # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
+        known = gradients.largest([*self._flags.values()], flag.device)
+        own = self._flags[name].to(flag.device)
+        return {**self._flags, name: torch.maximum(own, (flag > known).float())}
+
     @overload
     def scale(self, outputs: torch.Tensor, name: str = ...) -> torch.Tensor: ...
 
@@ -195,6 +218,17 @@ class GradScaler(NamedLosses):
             )
         self._occupy(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
         self._base = name
+
+    @property
+    def opened_by(self) -> str | None:
+        """The loss whose scale gradients of this window are at; None while there is none."""
+        return self._base
+
+    @opened_by.setter
+    def opened_by(self, name: str | None) -> None:
+        self._base = name
+        if name is not None:
+            self._occupy(name)
 
     def is_first(self, name: str) -> bool:
         """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
@@ -257,13 +291,13 @@ class GradScaler(NamedLosses):
 
     # --- unscaling ----------------------------------------------------------------------------------------
 
-    def _agreed(self, flag: torch.Tensor) -> torch.Tensor:
-        """The flag as all ranks that act together see it."""
+    def _agreed(self, flag: torch.Tensor, groups: Sequence[Any] = ()) -> torch.Tensor:
+        """The flag as all ranks that act together see it: those of the scaler, without one those of ``groups``."""
         if self._reduce is not None:
             reduced = self._reduce(flag)
             return flag if reduced is None else reduced
-        if self._process_group is not None:
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
+        for group in groups if self._process_group is None else (self._process_group,):
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
         return flag
 
     def _unscale_grads_(
@@ -272,13 +306,19 @@ class GradScaler(NamedLosses):
         allow_fp16 = allow_fp16 or self._allow_fp16_grads
         if gradients.unscale_plain(optimizer, inv_scale, found_inf, allow_fp16):
             flags = {found_inf.device: found_inf}
+        elif self.admit is not None and self.admit(optimizer):
+            return self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         else:
             flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if self._reduce is None and self._process_group is None:
-            return flags
+            groups = gradients.mesh_groups(optimizer)
+            if not groups:
+                return flags
+        else:
+            groups = []
         # One flag whatever the number of devices, and one also from a rank without gradients: all ranks must make
         # the same calls.
-        joint = self._agreed(gradients.largest([*flags.values()], found_inf.device))
+        joint = self._agreed(gradients.largest([*flags.values()], found_inf.device), groups)
         return {device: joint.to(device) for device in flags or (found_inf.device,)}
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
@@ -287,6 +327,18 @@ class GradScaler(NamedLosses):
             return True
         state = self._per_optimizer_states.get(id(optimizer))
         return state is not None and state["stage"] is OptState.UNSCALED
+
+    def note_unscaled(self, optimizer: Optimizer) -> None:
+        """Take an optimizer's gradients, all of them and however they came there, as unscaled; look for infinities."""
+        if not self._enabled:
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        one = torch.ones(_ZERO_DIM, device=self.scale_tensor().device)
+        fresh = self._unscale_grads_(optimizer, one, torch.zeros_like(one), allow_fp16=True)
+        state["stage"] = OptState.UNSCALED
+        known = state["found_inf_per_device"]
+        for device, flag in fresh.items():
+            known[device] = torch.maximum(known[device], flag) if device in known else flag
 
     def decide_together(self, optimizers: Iterable[Optimizer]) -> None:
         """Make optimizers whose gradients are unscaled step or skip together."""
@@ -314,6 +366,19 @@ class GradScaler(NamedLosses):
             held = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             for device in held or (flag.device,):
                 held[device] = flag.to(device, copy=True)
+
+    def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
+        """Let the norm of all gradients say whether they are finite, beside what was known of them before."""
+        if not self._enabled:
+            return
+        flag = (~torch.isfinite(norm.detach())).float()
+        for optimizer in optimizers:
+            state = self._per_optimizer_states[id(optimizer)]
+            state["stage"] = OptState.UNSCALED
+            known = state["found_inf_per_device"]
+            for device in list(known) or (flag.device,):
+                moved = flag.to(device, copy=True)
+                known[device] = torch.maximum(known[device], moved) if device in known else moved
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -370,6 +435,14 @@ class GradScaler(NamedLosses):
         if skipped is not False and outcomes.streak + bool(skipped) >= self._patience:
             self._refuse_to_go_on(optimizer)
         return value
+
+    def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """:meth:`step`, and what became of it."""
+        if closure is None:
+            self.step(optimizer)
+        else:
+            self.step(optimizer, closure=closure)
+        return self.result_of(optimizer)
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
@@ -490,16 +563,10 @@ class GradScaler(NamedLosses):
         else:
             # Not torch's own: it adds the flags of several optimizers into the first, which a result may still hold.
             self._check_scale_growth_tracker("update")
-            found = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
-            if not found:
+            outcome = self._outcome()
+            if not outcome:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            name = self._base or self._slot
-            flag = gradients.largest(found, self.scale_tensor().device)
-            if flags:
-                # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
-                known = gradients.largest([*flags.values()], flag.device)
-                flags[name] = torch.maximum(flags[name].to(flag.device), (flag > known).float())
-            self._move(flags or {name: flag})
+            self._move(outcome)
             self._per_optimizer_states = defaultdict(states.default_factory)
         self._base = None
         if flags:
@@ -528,16 +595,23 @@ class GradScaler(NamedLosses):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
+        return self._saved(self._state_of)
+
+    def state_dict_after_update(self) -> dict[str, Any]:
+        """What :meth:`state_dict` will give after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
+        return self._saved(self.state_after_update)
+
+    def _saved(self, state_of: Callable[[str], ScaleState]) -> dict[str, Any]:
         if not self._enabled:
             return {}
-        state = self._state_of(DEFAULT)
+        state = state_of(DEFAULT)
         return {
             "scale": state.scale,
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": state.growth_tracker,
-            **self._numbers(),
+            **self._numbers(state_of),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -550,6 +624,15 @@ class GradScaler(NamedLosses):
             self._base, self._flags = None, {}
             self._outcomes.streak = 0
 
+    def forget(self, optimizer: Optimizer | None = None) -> None:
+        """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
+        if not self._enabled:
+            return
+        if optimizer is None:
+            self._per_optimizer_states.clear()
+        else:
+            self._per_optimizer_states.pop(id(optimizer), None)
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled:
@@ -558,7 +641,7 @@ class GradScaler(NamedLosses):
             state["_init_hysteresis_tracker"] = first.hysteresis_tracker
             state["_saved_others"] = {name: self._state_of(name) for name in self._known}
         state.update(
-            _slot=DEFAULT, _others={}, _hysteresis_tracker=None, param_names=None,
+            _slot=DEFAULT, _others={}, _hysteresis_tracker=None, param_names=None, admit=None,
             _base=None, _flags={}, _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
         return state

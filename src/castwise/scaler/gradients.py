@@ -14,8 +14,11 @@ from castwise import _torch
 __all__ = [
     "add_up",
     "check_and_multiply",
+    "ends",
+    "held",
     "largest",
     "lift_low",
+    "mesh_groups",
     "non_finite_params",
     "set_aside",
     "unscale_plain",
@@ -34,6 +37,45 @@ def lift_low(outputs: Any) -> Any:
     if isinstance(outputs, (list, tuple)):
         return type(outputs)(map(lift_low, outputs))
     return map(lift_low, outputs) if isinstance(outputs, abc.Iterable) else outputs
+
+
+def held(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The gradients that lie on an optimizer's parameters now."""
+    return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+
+
+def ends(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The first and the last gradient of an optimizer, found without a look at those between; empty if it has none.
+
+    Of a parameter with a master they are what lies on the parameter, in whatever format: reading them changes nothing.
+    """
+    found: list[torch.Tensor] = []
+    for step in (1, -1):
+        for group in optimizer.param_groups[::step]:
+            params = group["params"]
+            for index in range(len(params)) if step == 1 else range(len(params) - 1, -1, -1):
+                parameter = params[index]
+                grad = getattr(parameter, "stored", parameter).grad
+                if grad is not None:
+                    found.append(grad)
+                    break
+            else:
+                continue
+            break
+    return found
+
+
+def mesh_groups(optimizer: Optimizer) -> list[Any]:
+    """The process groups of all meshes that an optimizer's gradients lie on as DTensors, each once."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    groups: dict[int, Any] = {}
+    meshes = {
+        id(mesh): mesh for grad in held(optimizer) if (mesh := getattr(grad, "device_mesh", None)) is not None
+    }
+    for mesh in meshes.values():
+        groups |= {id(group): group for group in mesh.get_all_groups()}
+    return list(groups.values())
 
 
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ window is open has its record in these attributes, its *slot*; the others wait b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,12 +113,12 @@ class NamedLosses(torch.amp.GradScaler):
 
     # --- saving -------------------------------------------------------------------------------------------
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self, state_of: Callable[[str], ScaleState]) -> dict[str, Any]:
         """What :meth:`state_dict` adds to torch's keys: only what is in use."""
         extras: dict[str, Any] = {}
         if self._limits.hysteresis > 1:
-            extras["hysteresis_tracker"] = self._state_of(DEFAULT).hysteresis_tracker
-        losses = {name: self._state_of(name) for name in self._known}
+            extras["hysteresis_tracker"] = state_of(DEFAULT).hysteresis_tracker
+        losses = {name: state_of(name) for name in self._known}
         if losses:
             extras["losses"] = {
                 name: {

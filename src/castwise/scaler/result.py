@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -54,6 +54,16 @@ class StepResult:
             self._skipped = read_on_host(flags)
             if self._skipped is None and send:
                 self._send()
+
+    @classmethod
+    def join(cls, results: Sequence[StepResult], grad_norm: torch.Tensor | None = None) -> StepResult:
+        """What became of several steps that belong together: skipped where one was."""
+        if len(results) == 1 and grad_norm is None:
+            return results[0]
+        flags = [flag for result in results for flag in result._flags or ()]
+        outcomes = [result._skipped for result in results]
+        skipped = True if True in outcomes else (None if None in outcomes else False)
+        return cls(flags or None, skipped=skipped, grad_norm=grad_norm)
 
     def _send(self) -> None:
         flag = self.found_inf

@@ -26,16 +26,15 @@ from castwise.parallel.agreement import clip_by_norm
 from castwise.parallel.plans import check_same_plan
 from castwise.plan import Plan, as_plan
 from castwise.resolve import Resolution, resolve
-from castwise.scaler import GradScaler, StepResult
+from castwise.scaler import GradScaler, StepResult, Window
 from castwise.session import storage
 from castwise.session.checks import check_model, check_optimizer, check_parameters
+from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.ranks import AmongRanks
 
 __all__ = ["Amp"]
 
 _LOW = (torch.bfloat16, torch.float16)
-_STEPPED = StepResult(None)
-"""What became of a step that nothing could have skipped."""
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +46,12 @@ class Amp(AmongRanks):
         device: Where the model runs, as torch takes it; by default the accelerator at hand, else the CPU.
         group: Process group whose ranks act together: they have one plan, and agree on skipping a step and on norms
             where their gradients can differ. By default all ranks.
+        nonfinite: What becomes of a step whose gradients hold an infinity or a NaN, under every plan. ``"skip"``: it is
+            passed over, and counted. ``"raise"``: it is an error before anything has changed, at once under a plan
+            without a loss scale, and under one with a scale when no smaller one is left to try. ``"allow"``: nobody
+            looks; not for plans with a loss scale, which finds its size by skipping.
+        patience: Skipped steps in a row before an error names the parameters; under a dynamic loss scale those count
+            that its floor ends.
 
     Used as a context manager, or closed with :meth:`close`, it leaves models, operators and process-wide settings
     as it found them.
@@ -56,12 +61,17 @@ class Amp(AmongRanks):
         DeviceError: A device that is not there or lacks a format of the plan.
     """
 
+    scaler: GradScaler
+    """The plan's loss scale; under a plan without one a scaler that multiplies nothing and guards the steps."""
+
     def __init__(
         self,
         plan: Plan | str | os.PathLike[str] | torch.dtype,
         *,
         device: torch.device | str | None = None,
         group: Any = None,
+        nonfinite: str = "skip",
+        patience: int = 10,
     ) -> None:
         super().__init__(group)
         self.plan = as_plan(plan)
@@ -71,21 +81,14 @@ class Amp(AmongRanks):
                 f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}"
             )
         process.check_device(self.plan, self.device_type)
-        self.scaler: GradScaler | None = None
-        if self.plan.loss_scale is not None:
-            self.scaler = GradScaler.from_loss_scale(
-                self.plan.loss_scale,
-                device=self.device_type,
-                reduce=self._agree,
-                allow_fp16_grads=self.plan.stores_low and not self.plan.keeps_masters,
-            )
-        if self.scaler is not None:
-            self.scaler.param_names = self._parameter_names
+        self.scaler = scaler_for(self.plan, self.device_type, self._agree, nonfinite, patience)
+        self.scaler.param_names = self._parameter_names
+        self.scaler.admit = give_late_masters
+        self._window = Window(self.scaler, lambda: self._live(self._optimizers))
         self._claim: process.Claim | None = None
         self._region: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = contextlib.ExitStack()
-        self._stepped = False
 
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
@@ -217,6 +220,8 @@ class Amp(AmongRanks):
                 reference = weakref.ref(optimizer)
                 log.callback(_without, self._optimizers, reference)
                 self._optimizers.append(reference)
+                if _torch.has_step_hooks(optimizer):
+                    log.callback(self._window.watch(optimizer))
         wrappers.on_ddp(_meet_ddp)
         self._agreement.forget()
         log.callback(_forget_model, alive)
@@ -253,16 +258,13 @@ class Amp(AmongRanks):
         Returns:
             The scaled loss; the loss itself under a plan without a loss scale.
         """
-        self._open_window()
+        self._window.open(name, lend=True)
         self._narrow()
-        return loss if self.scaler is None else self.scaler.scale(loss, name)
+        return self._window.note_backward_of(self.scaler.scale(loss, name))
 
     def get_scale(self, name: str = "loss") -> float:
-        """The scale of a loss, 1.0 under a plan without one. Synchronises with the device."""
-        if self.scaler is None:
-            return 1.0
-        self._open_window()
-        return float(self.scaler.get_scale(name))
+        """The scale of the next loss of that name, 1.0 under a plan without one. Changes nothing; waits for the device."""
+        return self._window.get_scale(name)
 
     def backward(self, loss: torch.Tensor, name: str = "loss", **kwargs: Any) -> None:
         """Compute scaled gradients of a loss and add them to ``.grad``.
@@ -283,21 +285,20 @@ class Amp(AmongRanks):
             raise PlanError(
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
             )
-        if self._stepped:
-            self._open_window()
+        window, scaler = self._window, self.scaler
+        if not window.settled:
+            window.open(name)
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
         self._narrow()
-        if self.scaler is None:
-            if kwargs:
-                loss.backward(**kwargs)
+        try:
+            if kwargs or not scaler.is_first(name):
+                scaler.backward(loss, name, params=self._parameters, **kwargs)
             else:
-                _torch.backward_of_scalar(loss)
-        elif kwargs or not self.scaler.is_first(name):
-            self.scaler.backward(loss, name, params=self._parameters, **kwargs)
-        else:
-            _torch.backward_of_scalar(self.scaler.scale(loss, name))
+                _torch.backward_of_scalar(scaler.scale(loss, name))
+        finally:
+            window.fed()
 
     def _parameter_names(self) -> dict[int, str]:
         names = {}
@@ -327,9 +328,9 @@ class Amp(AmongRanks):
         """
         if self._root is not None and self._root.follow_backward:
             loss = mark_boundary(loss, self._root.frame)
-        if self.scaler is None or not self.scaler.is_enabled():
+        if not self.scaler.is_enabled():
             return torch.autograd.grad(loss, inputs, create_graph=create_graph, **kwargs)
-        self._open_window()
+        self._window.open()
         scale = self.scaler.scale_tensor()
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
         inverse = scale.double().reciprocal().float()
@@ -338,13 +339,14 @@ class Amp(AmongRanks):
     # --- steps --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by their scale, in place; done by :meth:`step` where it was not before."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        """Divide an optimizer's gradients by their scale, in place; done by :meth:`step` where it was not before.
 
-    def _unscale_once(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None and not self.scaler.is_unscaled(optimizer):
-            self.scaler.unscale_(optimizer)
+        Call it before anything changes gradients; the step looks once more whether they are finite.
+
+        Raises:
+            StateError: They were changed before.
+        """
+        self._window.unscale_(optimizer, by_hand=True)
 
     def clip_grad_norm_(
         self,
@@ -362,20 +364,27 @@ class Amp(AmongRanks):
         Returns:
             The norm before clipping, a 0-dim tensor on the gradients' device.
         """
-        return self._clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
+        norm = self._clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
+        if isinstance(optimizer_or_params, Optimizer):
+            self._window.note_norm((optimizer_or_params,), norm)
+        return norm
 
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor, clip_value: float
     ) -> None:
         """Clip every element to ``[-clip_value, clip_value]``, after unscaling."""
-        nn.utils.clip_grad_value_(self._unscaled_params(optimizer_or_params), clip_value)
+        nn.utils.clip_grad_value_(self._unscaled_params(optimizer_or_params, look=True), clip_value)
 
-    def _unscaled_params(self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    def _unscaled_params(
+        self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor, look: bool = False
+    ) -> list[torch.Tensor]:
+        look = look or self.scaler.is_enabled()
         if isinstance(of, Optimizer):
-            self._unscale_once(of)
+            if look:
+                self._window.unscale_(of)
             return [parameter for group in of.param_groups for parameter in group["params"]]
         params = [of] if isinstance(of, torch.Tensor) else list(of)
-        if self.scaler is not None:
+        if look:
             wanted = {id(parameter) for parameter in params}
             for optimizer in self._live(self._optimizers):
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -383,7 +392,7 @@ class Amp(AmongRanks):
                     id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
                 }
                 if wanted & held:
-                    self._unscale_once(optimizer)
+                    self._window.unscale_(optimizer)
         return params
 
     def step(
@@ -412,59 +421,29 @@ class Amp(AmongRanks):
             borders.leave_interrupted()
         if self._unchecked:
             self._check_order()
-        scaler = self.scaler
-        if scaler is None and max_norm is None and closure is None:
-            for optimizer in optimizers:
-                optimizer.step()
+        window = self._window
+        if max_norm is None and closure is None and len(optimizers) == 1:
+            result = window.step(optimizers[0])
             frames.clear_weight_cache()
-            return _STEPPED
-        if scaler is not None and max_norm is None and closure is None and len(optimizers) == 1:
-            scaler.step(optimizers[0])
-            frames.clear_weight_cache()
-            self._stepped = True
-            return scaler.result_of(optimizers[0])
+            return result
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
             raise StateError(
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
             )
-        if closure is not None:
-            self._open_window()
         norm = None
-        if scaler is None:
-            if max_norm is not None:
-                norm = self._clip_together(optimizers, max_norm)
+        if max_norm is not None:
+            norm = self._decide_and_clip(optimizers, max_norm)
+        elif closure is None:
             for optimizer in optimizers:
-                if closure is None:
-                    optimizer.step()
-                else:
-                    optimizer.step(closure)
-            frames.clear_weight_cache()
-            return StepResult(None, grad_norm=norm)
-        if max_norm is not None and self._agreement.can_differ(self._parameters()):
-            norm = self._decide_and_clip(scaler, optimizers, max_norm)
-        else:
-            late = max_norm is not None and any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
-            if max_norm is not None or len(optimizers) > 1:
-                for optimizer in optimizers:
-                    self._unscale_once(optimizer)
-            if len(optimizers) > 1:
-                scaler.decide_together(optimizers)
-            if max_norm is not None:
-                norm = self._clip_together(optimizers, max_norm)
-            if late and norm is not None:  # gradients may have changed since they were checked
-                flag = scaler.joint_flag(optimizers)
-                scaler.set_flag(optimizers, torch.maximum(flag, (~torch.isfinite(norm)).to(flag)))
-        for optimizer in optimizers:
-            if closure is None:
-                scaler.step(optimizer)
-            else:
-                scaler.step(optimizer, closure=closure)
-                attachment = masters.attachment_of(optimizer)
-                if attachment is not None:
-                    attachment.copy_to_model()  # a step taken back restores the masters alone
+                window.unscale_(optimizer)
+            self.scaler.decide_together(optimizers)
+        results = [window.step(optimizer, closure) for optimizer in optimizers]
+        if closure is not None:
+            attachment = masters.attachment_of(optimizers[0])
+            if attachment is not None:
+                attachment.copy_to_model()  # a step taken back restores the masters alone
         frames.clear_weight_cache()
-        self._stepped = True
-        return scaler.result_of(*optimizers, grad_norm=norm)
+        return StepResult.join(results, norm)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> NoReturn:
         raise StateError(
@@ -473,21 +452,34 @@ class Amp(AmongRanks):
             "very object that was prepared"
         )
 
-    def _decide_and_clip(
-        self, scaler: GradScaler, optimizers: Sequence[Optimizer], max_norm: float
-    ) -> torch.Tensor:
-        """Unscale, then agree on the flag and on the norm in one message."""
-        self._flags_wait = True
+    def _decide_and_clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
+        """Unscale, agree on the flag and on the norm, in one message, and clip."""
+        scaler, window = self.scaler, self._window
+        if not scaler.is_enabled():
+            norm = self._clip_together(optimizers, max_norm)
+            window.note_norm(optimizers, norm)
+            return norm
+        late = any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
+        apart = self._agreement.can_differ(self._parameters())
+        self._flags_wait = apart
         try:
             for optimizer in optimizers:
-                self._unscale_once(optimizer)
+                window.unscale_(optimizer)
         finally:
             self._flags_wait = False
-        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        flag = scaler.joint_flag(optimizers)
-        norm = self._agreement.norm(params, joined=True, flag=flag)
-        scaler.set_flag(optimizers, flag)
-        clip_by_norm(params, max_norm, norm)
+        if apart:
+            params = [
+                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+            ]
+            flag = scaler.joint_flag(optimizers)
+            norm = self._agreement.norm(params, joined=True, flag=flag)
+            scaler.set_flag(optimizers, flag)
+            clip_by_norm(params, max_norm, norm.nan_to_num(0.0, 0.0))
+            return norm
+        scaler.decide_together(optimizers)
+        norm = self._clip_together(optimizers, max_norm)
+        if late:  # gradients may have changed since they were looked at
+            window.note_norm(optimizers, norm)
         return norm
 
     def _clip_together(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
@@ -495,21 +487,24 @@ class Amp(AmongRanks):
         return self._clip(params, max_norm)
 
     def _open_window(self) -> None:
-        if self._stepped:
-            self._stepped = False
-            if self.scaler is not None:
-                self.scaler.update()
+        self._window.open(lend=True)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped since the session was made; several optimizers that step together count one each.
+
+        Reading it waits for the device only where a fused optimizer on an accelerator decided by itself.
+        """
+        return self._window.skipped_steps
 
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state: the plan, as JSON, and the loss scales. Tensors none, so it loads with ``weights_only``."""
-        self._open_window()
-        return {
-            "version": 1,
-            "plan": self.plan.to_json(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-        }
+        """The session's state: the plan, as JSON, and the loss scales. Tensors none, so it loads with ``weights_only``.
+
+        After a step the scales are those that the next loss will have; asking changes nothing.
+        """
+        return {"version": 1, "plan": self.plan.to_json(), "scaler": self._window.state_dict() or None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the loss scales of a saved session, of this plan or another.
@@ -525,9 +520,8 @@ class Amp(AmongRanks):
             raise CheckpointError(
                 f"Amp.load_state_dict: expected the keys version (1), plan and scaler of Amp.state_dict(), got: {keys}"
             )
-        self._open_window()  # what was stepped before belongs to the scale that goes
-        if self.scaler is not None and state["scaler"]:
-            self.scaler.load_state_dict(dict(state["scaler"]))
+        if state["scaler"]:
+            self._window.load_state_dict(state["scaler"])
 
     def model_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Weights of a model in fp32 under its own keys, from the masters where there are any.

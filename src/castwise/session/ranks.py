@@ -32,7 +32,7 @@ class AmongRanks:
     """
 
     plan: Plan
-    scaler: GradScaler | None
+    scaler: GradScaler
     _undo: contextlib.ExitStack
 
     def __init__(self, group: Any) -> None:
@@ -151,7 +151,7 @@ class AmongRanks:
         return schedule
 
     def _scale_on_device(self) -> torch.Tensor | None:
-        return None if self.scaler is None or not self.scaler.is_enabled() else self.scaler.scale_tensor()
+        return self.scaler.scale_tensor() if self.scaler.is_enabled() else None
 
     def _enter_schedule(self) -> None:
         """On each rank, also on those whose stage computes no loss: the window of the last step is over."""
@@ -198,10 +198,11 @@ class AmongRanks:
         return self._agreement.agree(flag)
 
     def _clip(self, params: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        if not self._is_cut(params):
-            return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        norm = self._agreement.norm(params, norm_type, joined=self._agreement.world_size > 1)
-        clip_by_norm(params, max_norm, norm)
+        if self._is_cut(params):
+            norm = self._agreement.norm(params, norm_type, joined=self._agreement.world_size > 1)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+        clip_by_norm(params, max_norm, norm.nan_to_num(0.0, 0.0))  # what is not finite stays to be seen
         return norm
 
     def _is_cut(self, params: Iterable[torch.Tensor]) -> bool:

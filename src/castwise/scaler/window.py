@@ -1,0 +1,387 @@
+"""Gradients between two updates of the scale: whose they are, at which scale, until when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
+
+from castwise import _torch
+from castwise.errors import StateError
+from castwise.scaler import gradients
+from castwise.scaler.grad_scaler import GradScaler
+from castwise.scaler.losses import DEFAULT
+from castwise.scaler.result import StepResult, read_on_host
+from castwise.scaler.unit import UnitScaler, decides_on_device, hand_over, take_back
+
+__all__ = ["Window"]
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Window:
+    """What lies between two updates of a scale.
+
+    It opens with the first backward; optimizers that hold gradients after a backward own it; the scale moves when the
+    first backward after a step begins. Gradients that somebody still holds then, accumulated or never cleared, are
+    brought to the new scale where they lie, so that whatever is added to them is at the same scale. Asking for the scale
+    or for the state moves nothing.
+
+    Args:
+        scaler: Whose scale.
+        optimizers: Those that may own gradients of it.
+    """
+
+    def __init__(self, scaler: GradScaler, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        self.scaler = scaler
+        self._optimizers = optimizers
+        self._scales = scaler.is_enabled()
+        self._owners: dict[int, list[tuple[TensorWeakRef, int]]] = {}
+        self._lent = False  # a scaled loss was handed out, and gradients may come back in any way
+        self.settled = not self._scales
+        """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
+        self._stepped = False
+        # Parameters of optimizers that were unscaled by hand: gradients may change, and parameters join, before the step.
+        self._by_hand: dict[int, set[int]] = {}
+        self._inside = False
+        self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._skipped = 0
+        self._unread: torch.Tensor | None = None
+
+    # --- opening ----------------------------------------------------------------------------------------------
+
+    def open(self, name: str = DEFAULT, *, lend: bool = False) -> None:
+        """Before gradients are added: move the scale if there was a step, and bring what is held to it.
+
+        Args:
+            name: The loss whose scale the window will have if it is a new one.
+            lend: The scaled loss is handed out, so that whoever holds gradients later may have them from it.
+        """
+        if not self.settled:
+            self._by_hand.clear()
+            if self._scales:
+                self._settle(name)
+            else:
+                self.scaler.forget()
+            self.settled = True
+        self._lent = self._lent or lend
+
+    def _settle(self, name: str) -> None:
+        scaler = self.scaler
+        scaled: dict[int, torch.Tensor] = {}
+        plain: dict[int, torch.Tensor] = {}
+        for optimizer in self._optimizers():
+            of = scaled if self._is_scaled(optimizer) else plain
+            of.update((id(grad), grad) for grad in gradients.held(optimizer))
+        if self._stepped:
+            old = scaler.scale_tensor().clone() if scaled else None
+            scaler.update()
+            self._owners.clear()
+            self._lent = False
+        else:
+            old = None
+            scaler.forget()
+        self._stepped = False
+        if plain or old is not None:
+            scale = scaler.scale_tensor(name if scaler.is_first(name) else None)
+            if plain:
+                gradients.check_and_multiply(list(plain.values()), scale, scale.device)
+            if old is not None:
+                gradients.check_and_multiply(
+                    list(scaled.values()), scale / old.to(scale.device), scale.device
+                )
+
+    def fed(self) -> None:
+        """After a backward: those that hold gradients own them, as they are now."""
+        if self._scales:
+            for optimizer in self._optimizers():
+                grads = gradients.ends(optimizer)
+                if grads:
+                    versions = _torch.versions(grads)
+                    self._owners[id(optimizer)] = [*zip(map(TensorWeakRef, grads), versions, strict=True)]
+
+    def note_backward_of(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Have :meth:`fed` called when a backward from here has ended, after what others do at its end."""
+        if self._scales and scaled.requires_grad and not torch.compiler.is_compiling():
+            # Queued twice: what reduces gradients between ranks is queued during the backward.
+            scaled.register_hook(
+                lambda grad: _torch.on_graph_task_end(lambda: _torch.on_graph_task_end(self.fed))
+            )
+        return scaled
+
+    def _is_scaled(self, optimizer: Optimizer) -> bool:
+        key = id(optimizer)
+        if key in self._owners:
+            return True
+        return self._lent and key not in self.scaler._per_optimizer_states
+
+    # --- unscaling --------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: Optimizer, *, by_hand: bool = False) -> None:
+        """Bring an optimizer's gradients to a scale of one and look for infinities; nothing where both was done.
+
+        Args:
+            optimizer: Whose gradients.
+            by_hand: They may be changed before the step, which is to look at them again.
+
+        Raises:
+            StateError: They were changed while they were scaled.
+        """
+        scaler = self.scaler
+        if (self._scales and self._check(optimizer, "unscale_")) or (
+            not self._scales and not scaler.is_unscaled(optimizer)
+        ):
+            self.settled = False
+            scaler.unscale_(optimizer)
+        if by_hand:
+            self._by_hand[id(optimizer)] = {
+                id(_stored(p)) for group in optimizer.param_groups for p in group["params"]
+            }
+        elif self._by_hand:
+            self._look_again(optimizer)
+
+    def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
+        """Let the norm of all gradients say whether they are finite."""
+        self.settled = False
+        for optimizer in optimizers:
+            self._by_hand.pop(id(optimizer), None)
+        self.scaler.note_norm(optimizers, norm)
+
+    def _check(self, optimizer: Optimizer, call: str) -> bool:
+        """Whether gradients have to be unscaled: they are from a scaled loss and as it left them, or there are none here.
+
+        Every gradient was written to since the backward where somebody clipped; a reduction between ranks counts as no
+        write, and who sets one element in one gradient does not clip.
+        """
+        if id(optimizer) in self.scaler._per_optimizer_states:
+            return False  # unscaled already, and stepped perhaps
+        if not self._is_scaled(optimizer):
+            if gradients.ends(optimizer):
+                raise StateError(
+                    f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
+                    "amp.backward(loss), or by amp.scale(loss).backward(); those computed otherwise are stepped by "
+                    "optimizer.step() itself"
+                )
+            self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
+        marks = self._owners.get(id(optimizer), ())
+        then = [(grad, version) for reference, version in marks if (grad := reference()) is not None]
+        if (
+            then
+            and all(_torch.versions([grad]) != [version] for grad, version in then)
+            and any(bool(grad.any()) for grad, _ in then)  # zeros are at any scale
+        ):
+            raise StateError(
+                f"{call}({type(optimizer).__name__}): its gradients were changed in place since the backward, while the loss "
+                "scale was still in them. Clipping there, or adding to them, acts on numbers that are too large by the scale. "
+                "Call amp.unscale_(optimizer) before whatever changes them, dividing too, or let castwise clip: "
+                "amp.step(optimizer, max_norm=...). Clear these first: optimizer.zero_grad()"
+            )
+        self._owners.pop(id(optimizer), None)
+        return True
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
+        """Unscale where that was not done, then step, or skip where a gradient is not finite.
+
+        Args:
+            optimizer: Whose step.
+            closure: As for :meth:`GradScaler.step`, with the session's own backward inside.
+
+        Raises:
+            StateError: Gradients that no scaled loss gave, or that were changed while they were scaled.
+        """
+        if closure is not None:
+            self.open()
+            closure = self._wrap(optimizer, closure)
+        elif self._scales:
+            self._get_ready(optimizer)
+        elif self._by_hand:
+            self._look_again(optimizer)
+        self._inside = True
+        try:
+            result = self.scaler.take(optimizer, closure)
+        finally:
+            self._inside = False
+        if self._scales:
+            self._owners.pop(id(optimizer), None)
+            self.settled, self._stepped = False, True
+        self._count(result)
+        return result
+
+    def _get_ready(self, optimizer: Optimizer) -> None:
+        if not self._check(optimizer, "step"):
+            # also after a step, which left them at a scale of one
+            self.scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+            self._look_again(optimizer)
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        known = self._by_hand.pop(id(optimizer), None)
+        if known is None:
+            return
+        if self._scales:
+            if self.scaler.admit is not None:
+                self.scaler.admit(optimizer)
+            params = [
+                p for group in optimizer.param_groups for p in group["params"] if id(_stored(p)) not in known
+            ]
+            inverse = self.scaler.scale_tensor().double().reciprocal().float()
+            late = [parameter.grad for parameter in params if parameter.grad is not None]
+            gradients.check_and_multiply(late, inverse, inverse.device)
+        self.scaler.note_unscaled(optimizer)
+
+    def _wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if not self._scales:
+            return closure
+
+        def evaluate() -> Any:
+            self._owners.pop(id(optimizer), None)
+            value = closure()
+            if not self._owners.pop(id(optimizer), None) and not self._lent:
+                raise StateError(
+                    f"step({type(optimizer).__name__}, closure=...): the closure computed its gradients from no scaled loss; "
+                    "let it call amp.backward(loss) where it called loss.backward()"
+                )
+            return value
+
+        return evaluate
+
+    def _count(self, result: StepResult) -> None:
+        if result.known:
+            self._skipped += result.skipped
+        else:
+            flag = result.found_inf
+            self._unread = flag if self._unread is None else self._unread + flag
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far. Waits for the device where a fused optimizer on it decided."""
+        return self._skipped + (0 if self._unread is None else int(self._unread.item()))
+
+    # --- steps that somebody else makes -----------------------------------------------------------------------
+
+    def watch(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Look after steps of an optimizer that do not come from here.
+
+        On gradients that are still scaled such a step raises. Where a gradient is not finite the step sees none: torch's
+        optimizers pass over parameters without one.
+
+        Returns:
+            What ends it; gradients that are still scaled come to a scale of one, as whoever goes on without castwise reads
+            them.
+        """
+        alive = weakref.ref(optimizer)
+        before = optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+
+        def end() -> None:
+            before.remove()
+            after.remove()
+            target = alive()
+            if target is not None and self._scales and self._is_scaled(target):
+                inverse = self.scaler.scale_tensor().double().reciprocal().float()
+                gradients.check_and_multiply(gradients.held(target), inverse, inverse.device)
+                self._owners.pop(id(target), None)
+
+        return end
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        if self._inside:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._guard(optimizer)
+            return None
+
+        def evaluate() -> Any:
+            value = closure()
+            self._guard(optimizer)
+            return value
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        scaler, key = self.scaler, id(optimizer)
+        if self._scales:
+            if self._is_scaled(optimizer) and gradients.ends(optimizer):
+                raise StateError(
+                    f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
+                    "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
+                )
+            scaler.scale_tensor()
+            unscaled = key in scaler._per_optimizer_states
+            scaler.note_unscaled(optimizer)
+            flags = scaler._per_optimizer_states[key]["found_inf_per_device"]
+            if unscaled:
+                scaler._per_optimizer_states[key]["stage"] = OptState.STEPPED
+                self.settled, self._stepped = False, True
+            else:
+                scaler.forget(optimizer)
+        elif isinstance(scaler, UnitScaler):
+            flags = scaler.look(optimizer)
+        else:
+            return
+        bad = read_on_host(flags.values())
+        if bad is None and decides_on_device(optimizer):
+            hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
+            self._count(StepResult(list(flags.values()), send=False))
+            return
+        bad = any(flag.item() for flag in flags.values()) if bad is None else bad
+        self._skipped += bad
+        if isinstance(scaler, UnitScaler):
+            scaler.count(optimizer, bad)
+        if bad:
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._hidden[key] = [(parameter, parameter.grad) for parameter in params]
+            for parameter in params:
+                parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._inside:
+            return
+        for parameter, grad in self._hidden.pop(id(optimizer), ()):
+            parameter.grad = grad
+        take_back(optimizer)
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def get_scale(self, name: str = DEFAULT) -> float:
+        """The scale by which the next loss will be multiplied. Changes nothing; synchronises with the device."""
+        return self.scaler.state_after_update(name).scale if self._stepped else self.scaler.get_scale(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state with which the next window will begin. Changes nothing; synchronises with the device."""
+        return self.scaler.state_dict_after_update() if self._stepped else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved scaler's state; gradients that are held keep their meaning."""
+        if not self._scales:
+            return
+        self.open()
+        self.fed()
+        scaler, name = self.scaler, self.scaler.opened_by
+        held = {id(grad): grad for o in self._optimizers() for grad in gradients.held(o)}
+        old = scaler.scale_tensor().clone()
+        scaler.load_state_dict(dict(state))
+        if held:
+            scaler.opened_by = name
+            factor = scaler.scale_tensor() / old
+            gradients.check_and_multiply(list(held.values()), factor, factor.device)
+
+
+def _stored(parameter: torch.Tensor) -> torch.Tensor:
+    """The model's parameter behind a master, any other itself."""
+    return getattr(parameter, "stored", parameter)
+
+
+for _name in ("open", "fed", "unscale_", "note_norm", "step", "_before_step", "_after_step"):
+    _torch.never_trace(getattr(Window, _name))

@@ -1,0 +1,71 @@
+"""The scaler of a session: the plan's loss scale, or what keeps steps that are not finite from the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from castwise import masters
+from castwise.errors import PlanError
+from castwise.plan import Plan
+from castwise.scaler import GradScaler, UnitScaler
+
+__all__ = ["give_late_masters", "scaler_for"]
+
+_ALLOWED = ("skip", "raise", "allow")
+
+
+def scaler_for(
+    plan: Plan, device_type: str, agree: Callable[[torch.Tensor], torch.Tensor], nonfinite: str, patience: int
+) -> GradScaler:
+    """The scaler for a plan.
+
+    Args:
+        plan: Whose loss scale.
+        device_type: Of the gradients.
+        agree: Makes a flag that of all ranks.
+        nonfinite: As for :class:`castwise.Amp`.
+        patience: As for :class:`castwise.Amp`.
+
+    Raises:
+        PlanError: A value that is not allowed, or not with this plan.
+    """
+    if nonfinite not in _ALLOWED:
+        raise PlanError(
+            f"Amp(nonfinite={nonfinite!r}) is not allowed. Allowed: {', '.join(map(repr, _ALLOWED))}."
+        )
+    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        raise PlanError(f"Amp(patience={patience!r}) is not allowed. Allowed: a whole number >= 1.")
+    refuse = nonfinite == "raise"
+    if plan.loss_scale is None:
+        if nonfinite == "allow":
+            return GradScaler(device_type, enabled=False)
+        return UnitScaler(device_type, refuse=refuse, patience=patience, reduce=agree)
+    if nonfinite == "allow":
+        raise PlanError(
+            f"Amp({str(plan)!r}, nonfinite='allow'): a loss scale finds its size by skipping steps that are not finite. Allowed "
+            "with this plan: 'skip', 'raise'."
+        )
+    return GradScaler.from_loss_scale(
+        plan.loss_scale,
+        device=device_type,
+        reduce=agree,
+        allow_fp16_grads=plan.stores_low and not plan.keeps_masters,
+        patience=1 if refuse else patience,
+    )
+
+
+def give_late_masters(optimizer: Optimizer) -> bool:
+    """Give masters to parameters that were added or unfrozen since the last step, before their gradients are unscaled.
+
+    Returns:
+        Whether there were any.
+    """
+    attachment = masters.attachment_of(optimizer)
+    if attachment is None:
+        return False
+    before = len(attachment.masters)
+    attachment.scan(optimizer)
+    return len(attachment.masters) > before

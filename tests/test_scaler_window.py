@@ -1,0 +1,320 @@
+"""Windows: whose gradients, at which scale, until when."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import castwise
+from castwise import LossScale, Plan
+from castwise.errors import StateError
+
+INF = float("inf")
+MOVING = Plan(compute="fp32", loss_scale=LossScale(init=64.0, interval=1))
+"""fp32 arithmetic, and a scale that doubles with every window: gradients at another scale cannot go unseen."""
+
+
+class Pair(nn.Module):
+    """Two parts in one loss, an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def pair(plan: Any = MOVING) -> tuple[castwise.Amp, Pair, torch.optim.Optimizer, torch.optim.Optimizer]:
+    model = Pair()
+    a = torch.optim.SGD(model.a.parameters(), 0.125, momentum=0.5)
+    b = torch.optim.SGD(model.b.parameters(), 0.25)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, a, b)
+    return amp, model, a, b
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+# --- getters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("getter", ["get_scale", "state_dict", "repr", "scaler"])
+def test_asking_between_two_steps_changes_nothing(getter: str) -> None:
+    def run(ask: bool) -> list[torch.Tensor]:
+        amp, model, a, b = pair()
+        for seed in range(3):
+            amp.backward(model(batch(seed)).pow(2).mean())
+            amp.step(a)
+            if ask:
+                {
+                    "get_scale": amp.get_scale,
+                    "state_dict": amp.state_dict,
+                    "repr": lambda: repr(amp),
+                    "scaler": lambda: (amp.scaler.get_scale(), amp.scaler.state_dict(), amp.skipped_steps),
+                }[getter]()
+            amp.step(b)
+            a.zero_grad()
+            b.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))
+
+
+@pytest.mark.parametrize(
+    "plan", [MOVING, "fp16-mixed+loss_scale.init=64+loss_scale.interval=2", "fp16-master"]
+)
+@pytest.mark.parametrize("factor", [1.0, INF])
+def test_a_state_taken_after_a_step_resumes_bit_for_bit(plan: Any, factor: float) -> None:
+    def go_on(amp: castwise.Amp, model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any]:
+        for seed in range(2, 5):
+            amp.backward(model(batch(seed)).pow(2).mean())
+            for optimizer in optimizers:
+                amp.step(optimizer)
+                optimizer.zero_grad()
+        return [amp.state_dict(), *(p.detach().clone() for p in model.parameters())]
+
+    amp, model, a, b = pair(plan)
+    amp.backward(model(batch(1)).pow(2).mean() * factor)
+    for optimizer in (a, b):
+        amp.step(optimizer)
+        optimizer.zero_grad()
+    state = copy.deepcopy((amp.state_dict(), amp.model_state_dict(model), a.state_dict(), b.state_dict()))
+    assert state[0] == amp.state_dict()
+    assert state[0]["scaler"]["scale"] == amp.get_scale()
+    want = go_on(amp, model, a, b)
+    amp.close()
+
+    twin = Pair()
+    twin.load_state_dict(state[1])
+    optimizers = (
+        torch.optim.SGD(twin.a.parameters(), 0.125, momentum=0.5),
+        torch.optim.SGD(twin.b.parameters(), 0.25),
+    )
+    for optimizer, saved in zip(optimizers, state[2:], strict=True):
+        optimizer.load_state_dict(saved)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(twin, *optimizers)
+    amp.load_state_dict(state[0])
+    got = go_on(amp, twin, *optimizers)
+    assert got[0] == want[0]
+    assert all(map(torch.equal, got[1:], want[1:]))
+
+
+# --- gradients that outlive a window ------------------------------------------------------------------------
+
+
+def test_one_accumulates_while_another_steps() -> None:
+    """As a GAN's networks do, or whatever is updated at every second batch."""
+    amp, model, a, b = pair()
+    plain = Pair()
+    for seed in range(2):
+        amp.backward(model(batch(seed)).pow(2).mean())
+        plain(batch(seed)).pow(2).mean().backward()
+        amp.step(a)
+        a.zero_grad()
+        with torch.no_grad():
+            for mine, theirs in zip(model.a.parameters(), plain.a.parameters(), strict=True):
+                theirs.copy_(mine)
+                theirs.grad = None
+    amp.unscale_(b)
+    for mine, theirs in zip(model.b.parameters(), plain.b.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=0)
+
+
+WHO = st.sampled_from(["a", "b"])
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("backward"), st.sampled_from(["a", "b", "ab"])),
+        st.tuples(st.just("backward"), st.sampled_from(["a", "b", "ab"])),
+        st.tuples(st.just("scale"), st.sampled_from(["a", "ab"])),
+        st.tuples(st.just("step"), WHO),
+        st.tuples(st.just("step"), WHO),
+        st.tuples(st.just("step"), st.just("ab")),
+        st.tuples(st.just("clip"), WHO),
+        st.tuples(st.just("unscale"), WHO),
+        st.tuples(st.just("zero"), WHO),
+        st.tuples(st.just("fill"), WHO),
+        st.tuples(st.just("save"), WHO),
+        st.tuples(st.just("load"), WHO),
+        st.tuples(st.just("ask"), WHO),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions=ACTIONS, fused=st.booleans())
+def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
+    actions: list[tuple[str, str]], fused: bool
+) -> None:
+    """Whole numbers, powers of two as scales: all is exact, so weights and gradients are equal."""
+
+    class Loop:
+        def __init__(self, plan: Any) -> None:
+            self.model = nn.ParameterDict({name: torch.ones(3) for name in "ab"})
+            self.optimizers = {name: torch.optim.SGD([self.model[name]], 0.25, fused=fused) for name in "ab"}
+            self.amp = castwise.Amp(plan, device="cpu")
+            self.amp.prepare(self.model, *self.optimizers.values())
+            self.state = self.amp.state_dict()
+            self.fed: set[str] = set()
+
+        def run(self, action: str, who: str, number: int) -> None:
+            amp, optimizers = self.amp, self.optimizers
+            if action in ("backward", "scale"):
+                loss = sum((self.model[name].sum() * (number + 1) for name in who), torch.zeros(()))
+                if action == "backward":
+                    amp.backward(loss)
+                else:
+                    amp.scale(loss).backward()
+                self.fed.update(who)
+            elif action == "step" and self.fed >= set(who):
+                amp.step(*(optimizers[name] for name in who))
+            elif action == "clip" and self.fed >= set(who):
+                amp.step(optimizers[who], max_norm=1024.0)
+            elif action == "unscale":
+                if who in self.fed:
+                    amp.unscale_(optimizers[who])
+            elif action in ("zero", "fill"):
+                optimizers[who].zero_grad(set_to_none=action == "zero")
+            elif action == "save":
+                self.state = amp.state_dict()
+            elif action == "load":
+                amp.load_state_dict(self.state)
+            elif action == "ask":
+                amp.get_scale()
+                amp.state_dict()
+
+        def seen(self) -> list[Any]:
+            for name in "ab":
+                if self.model[name].grad is not None:
+                    self.amp.unscale_(self.optimizers[name])
+            return [(p.tolist(), None if p.grad is None else p.grad.tolist()) for p in self.model.values()]
+
+    loops = Loop(MOVING), Loop("fp32")
+    for number, (action, who) in enumerate(actions):
+        for loop in loops:
+            loop.run(action, who, number)
+    assert loops[0].seen() == loops[1].seen()
+
+
+# --- what is noticed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master", "fp16-true+loss_scale.init=8", "O1"])
+@pytest.mark.parametrize("by", ["backward", "scale"])
+def test_a_step_with_the_scale_still_in_the_gradients_is_refused(plan: str, by: str) -> None:
+    amp, model, a, b = pair(plan)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = model(batch(0)).pow(2).mean()
+    amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
+    with pytest.raises(
+        StateError, match=r"SGD\.step\(\): the loss scale is still in its gradients.*amp\.step\(optimizer\)"
+    ):
+        a.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    amp.unscale_(a)
+    a.step()
+    amp.step(b)
+    assert not any(map(torch.equal, before, model.parameters()))
+    amp.backward(model(batch(0)).pow(2).mean())
+    amp.close()
+    a.step()  # nobody looks after it any more
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed+loss_scale.init=64", "fp16-master+loss_scale.init=64"])
+@pytest.mark.parametrize("by", ["backward", "scale"])
+@pytest.mark.parametrize("how", ["norm", "value", "hand"])
+def test_clipping_scaled_gradients_is_noticed_at_the_step(plan: str, by: str, how: str) -> None:
+    amp, model, a, b = pair(plan)
+
+    def compute() -> None:
+        loss = model(batch(0)).pow(2).mean()
+        amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
+
+    def clip() -> None:
+        if how == "norm":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elif how == "value":
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.grad.clamp_(-1, 1)
+
+    before = [p.detach().clone() for p in model.parameters()]
+    compute()
+    clip()
+    for call in (
+        lambda: amp.step(a),
+        lambda: amp.step(a),
+        lambda: amp.step(a, b),
+        lambda: amp.step(a, max_norm=1.0),
+    ):
+        with pytest.raises(
+            StateError, match=r"changed in place since the backward.*amp\.unscale_\(optimizer\) before"
+        ):
+            call()
+    assert all(map(torch.equal, before, model.parameters()))
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+    compute()
+    for optimizer in (a, b):
+        amp.unscale_(optimizer)
+    clip()
+    assert not amp.step(a, b).skipped
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_what_is_no_clipping_raises_no_alarm() -> None:
+    amp, model, a, b = pair()
+    for _ in range(3):
+        amp.backward(model(batch(0)).pow(2).mean())
+    model.a.weight.grad[0, 0] = INF  # one element of one gradient
+    with torch.no_grad():
+        for parameter in model.b.parameters():
+            parameter.grad = parameter.grad * 0.5  # others in their place
+    assert amp.step(a).skipped
+    assert not amp.step(b).skipped
+
+
+def test_errors_speak_of_what_there_is() -> None:
+    amp, model, a, b = pair("fp16-mixed")
+    model(batch(0)).sum().backward()
+    with pytest.raises(
+        StateError, match=r"step\(SGD\): its gradients came from no scaled loss.*amp\.backward\(loss\)"
+    ):
+        amp.step(a)
+    a.step()  # they have no scale in them, so that is right
+    a.zero_grad()
+    b.zero_grad()
+    amp.unscale_(a)
+    amp.unscale_(a)
+    assert not amp.step(a).skipped  # nothing to do, as without a scale
+    amp.backward(model(batch(0)).sum())
+    amp.step(a)
+    amp.unscale_(a)
+    amp.step(a)  # again by the same gradients, as without a scale
+    amp.step(b)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    amp = castwise.Amp("fp16-mixed", device="cpu")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch(0)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(
+        StateError, match=r"closure computed its gradients from no scaled loss.*amp\.backward"
+    ):
+        amp.step(optimizer, closure=closure)
