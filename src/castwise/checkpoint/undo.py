@@ -36,6 +36,11 @@ class Before:
         self._extra = {key: copy.deepcopy(v) for key, v in state.items() if not isinstance(v, Tensor)}
         held = [value for value in state.values() if isinstance(value, Tensor)]
         held += [master for value in held if (master := masters.master_of(value)) is not None]
+        self._originals = [
+            (value, original.detach().clone())
+            for value in held
+            if (original := masters.original_of(value)) is not None
+        ]
         own = {id(one): _torch.local_tensor(one) if is_dtensor(one) else one for one in held}
         self._tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in own.values()]
         self._optimizers = [
@@ -59,6 +64,8 @@ class Before:
         with torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.copy_(value)
+        for parameter, original in self._originals:
+            masters.remember_original(parameter, original)
         for optimizer, state, values, groups, options in self._optimizers:
             state.clear()
             state.update(values)
