@@ -243,7 +243,7 @@ def test_an_interrupted_forward_is_left_at_the_next_step() -> None:
     prepare(model, Plan(compute="bf16"))
     with pytest.raises(KeyboardInterrupt):
         model(X)
-    borders.leave_interrupted()
+    frames.leave_interrupted()
     assert frames.depth() == 0
     assert not torch.is_autocast_enabled("cpu")
 

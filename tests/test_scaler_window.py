@@ -306,7 +306,9 @@ def test_errors_speak_of_what_there_is() -> None:
     amp.step(a)  # again by the same gradients, as without a scale
     amp.step(b)
     optimizer = torch.optim.LBFGS(model.parameters())
+    amp.close()
     amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp.prepare(model, optimizer)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

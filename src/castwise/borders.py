@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from castwise import _torch, rules
 from castwise.casting import frames, kernels
 from castwise.casting.context import override_rows
-from castwise.casting.frames import Frame, mark_boundary, thread
+from castwise.casting.frames import Frame, mark_boundary
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
 from castwise.errors import StateError
@@ -34,7 +34,7 @@ from castwise.mismatch import explain_mismatch
 from castwise.plan import Plan
 from castwise.resolve import Resolution, casts_operators
 
-__all__ = ["Border", "check_methods", "install", "leave_interrupted", "strip"]
+__all__ = ["Border", "check_methods", "install", "strip"]
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _NOT_FP32 = (*LOW_DTYPES, torch.float64)
@@ -125,10 +125,8 @@ class Border:
         if is_compiling():
             frames.graph_pop()
         else:
-            saved = thread.state.saved
-            if not saved or saved[-1][6] is not self:
+            if not frames.leave(self):
                 return output  # an exception came before enter
-            frames.pop()
             if self.follow_backward and output is not None:
                 output = self._marked(output, self.frame)
         cast = self.cast_outputs
@@ -169,12 +167,14 @@ class Method:
     Stands in the instance's dictionary; pickles and copies with it.
     """
 
-    def __init__(self, module: nn.Module, name: str, border: Border) -> None:
+    def __init__(self, module: nn.Module, name: str, border: Border, before: Callable[[], None]) -> None:
         self.module = module
         self.name = name
         self.border = border
+        self.before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.before()
         border, depth = self.border, frames.depth()
         method = getattr(type(self.module), self.name).__get__(self.module)
         args, kwargs = border.enter_and_cast(self.module, args, kwargs)
@@ -217,13 +217,6 @@ def strip(model: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def leave_interrupted() -> None:
-    """Leave borders that were entered and never left. Called where no forward can be running."""
-    saved = thread.state.saved
-    while saved and isinstance(saved[-1][6], Border):
-        frames.pop()
-
-
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """See that a model has the methods that are to be run by the plan.
 
@@ -254,7 +247,11 @@ def _cast_outputs(plan: Plan, inside: str, around: str) -> torch.dtype | None:
 
 
 def install(
-    model: nn.Module, resolution: Resolution, device_type: str, methods: Iterable[str] = ()
+    model: nn.Module,
+    resolution: Resolution,
+    device_type: str,
+    methods: Iterable[str] = (),
+    before: Callable[[], None] = lambda: None,
 ) -> tuple[Border, Callable[[], None]]:
     """Put the borders of a resolution on a model.
 
@@ -263,6 +260,7 @@ def install(
         resolution: Of a plan for this model.
         device_type: Where the model runs.
         methods: Names of methods other than ``forward`` that are called from outside, checked before.
+        before: Called before each of these methods, as forward pre-hooks are before ``forward``.
 
     Returns:
         The border of the whole model, and what removes all of it again.
@@ -324,7 +322,7 @@ def install(
                 ),
             )
         for method in methods:
-            model.__dict__[method] = Method(model, method, root)
+            model.__dict__[method] = Method(model, method, root, before)
     except BaseException:
         remove()
         raise

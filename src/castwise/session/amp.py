@@ -194,7 +194,7 @@ class Amp(AmongRanks):
         # a copy of a prepared model brings the original's borders along
         log.callback(borders.strip(model))
         frames.get_ready_for_compile()
-        root, remove = borders.install(model, resolution, self.device_type, methods)
+        root, remove = borders.install(model, resolution, self.device_type, methods, masters.sync)
         log.callback(remove)
         restride = self.plan.memory_format == "channels_last"
         log.callback(_restride, held if restride else ())
@@ -418,7 +418,7 @@ class Amp(AmongRanks):
             if all(known() is not optimizer for known in self._optimizers):
                 self._refuse_unknown(optimizer)
         if frames.thread.state.saved:
-            borders.leave_interrupted()
+            frames.leave_interrupted()
         if self._unchecked:
             self._check_order()
         window = self._window

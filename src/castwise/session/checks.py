@@ -80,7 +80,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
 
 
 def check_parameters(model: nn.Module, plan: Plan) -> None:
-    """Parameters stored low under a plan that stores them in fp32 cannot be what anyone wants.
+    """Trained parameters stored low under a plan that stores them in fp32 cannot be what anyone wants.
 
     Raises:
         PlanError: There are such; names them.
@@ -89,7 +89,7 @@ def check_parameters(model: nn.Module, plan: Plan) -> None:
         return
     low: dict[torch.dtype, list[str]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.dtype in _LOW:
+        if parameter.dtype in _LOW and parameter.requires_grad:
             low.setdefault(parameter.dtype, []).append(name)
     for dtype, names in low.items():
         short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
