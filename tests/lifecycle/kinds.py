@@ -127,6 +127,7 @@ class Kind:
 
 
 KINDS = {
+    "plain": Kind(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), (6,)),
     "counting": Kind(Counting, (6,)),
     "tied": Kind(Tied, None),
     "frozen": Kind(Frozen, (6,)),

@@ -1,0 +1,137 @@
+"""Lives in random order: nothing that may happen to a model, in any order, leaves a trace that it should not.
+
+`CASTWISE_LIVES=500` plays so many of each kind, and longer ones; by default few enough for every day. The lives are the
+same in every run.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from .kinds import KINDS, OPTIMIZERS
+from .life import ERRORS, GETTERS, PLANS, REFUSALS, Life
+
+LIVES = int(os.environ.get("CASTWISE_LIVES", "0"))
+
+
+def is_prepared(machine: Any) -> bool:
+    """Whether a plan is on the model."""
+    return machine.life is not None and machine.life.prepared
+
+
+def is_plain(machine: Any) -> bool:
+    """Whether none is."""
+    return machine.life is not None and not machine.life.prepared
+
+
+class Lives(RuleBasedStateMachine):
+    """Plays the events of a `Life`; what a life checks after each is what may fail."""
+
+    kinds: tuple[str, ...] = tuple(KINDS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.life: Any = None
+
+    @initialize(data=st.data(), optimizer=st.sampled_from(list(OPTIMIZERS)))
+    def begin(self, data: st.DataObject, optimizer: str) -> None:
+        self.life = Life(data.draw(st.sampled_from(self.kinds), "kind"), optimizer)
+
+    @precondition(is_plain)
+    @rule(line=st.sampled_from(PLANS))
+    def prepare(self, line: str) -> None:
+        self.life.prepare(line)
+
+    @rule(how=st.sampled_from(REFUSALS), line=st.sampled_from(PLANS))
+    def refuse(self, how: str, line: str) -> None:
+        self.life.refuse(how, line)
+
+    @rule(
+        together=st.booleans(), max_norm=st.sampled_from([None, 0.5]), overflow=st.booleans(), getters=st.booleans()
+    )
+    def step(self, together: bool, max_norm: float | None, overflow: bool, getters: bool) -> None:
+        self.life.step(together, max_norm, overflow, getters)
+
+    @precondition(is_plain)
+    @rule()
+    def by_closure(self) -> None:
+        self.life.by_closure()
+
+    @rule()
+    def evaluate(self) -> None:
+        self.life.evaluate()
+
+    @rule(which=st.sampled_from(list(ERRORS)), where=st.integers(0, 7))
+    def interrupt(self, which: str, where: int) -> None:
+        self.life.interrupt(which, where)
+
+    @precondition(is_prepared)
+    @rule(which=st.sampled_from(GETTERS))
+    def get(self, which: str) -> None:
+        self.life.get(which)
+
+    @precondition(is_prepared)
+    @rule()
+    def copy(self) -> None:
+        self.life.copy()
+
+    @rule()
+    def save(self) -> None:
+        self.life.save()
+
+    @rule()
+    def load(self) -> None:
+        self.life.load()
+
+    @precondition(is_prepared)
+    @rule()
+    def close(self) -> None:
+        self.life.close()
+
+    def teardown(self) -> None:
+        if self.life is None:
+            return
+        try:
+            self.life.end()
+        finally:
+            self.life.bury()
+
+
+def play(machine: type[Lives], lives: int, events: int, shrink: bool = True) -> None:
+    """Play so many lives of so many events, the same in every run."""
+    phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=LIVES or lives,
+            stateful_step_count=(2 if LIVES else 1) * events,
+            derandomize=not LIVES,
+            database=None,
+            deadline=None,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+        ),
+    )
+
+
+def of_kind(*kinds: str) -> type[Lives]:
+    """The machine for models of some kinds."""
+    return type("Lives", (Lives,), {"kinds": kinds, "TestCase": None})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lives_in_any_order(kind: str) -> None:
+    play(of_kind(kind), 12, 14)
+
+
+@pytest.mark.slow
+def test_lives_of_a_llama() -> None:
+    pytest.importorskip("transformers")
+    play(of_kind("llama"), 4, 10)
