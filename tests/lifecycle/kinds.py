@@ -150,10 +150,10 @@ def _fused(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], ...]] = {
-    "sgd": (_sgd,),
+    "two": (_sgd, _adamw),
     "adamw": (_adamw,),
     "fused": (_fused,),
-    "two": (_sgd, _adamw),
+    "sgd": (_sgd,),
 }
 
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import gc
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from .twin import Twin, can_follow, load_state
 PLANS = (
     "fp32",
     "bf16-mixed",
-    "fp16-mixed+loss_scale.interval=2",
+    "fp16-mixed+loss_scale.interval=1",
     "bf16-master",
     "fp16-master+loss_scale.interval=2",
     "bf16-true",
@@ -262,6 +261,55 @@ class Life:
         look()
         self.compare("a step")
 
+    def _refused(self, wrong: Callable[[], Any], what: str) -> None:
+        """A backward, then something that must be refused in words and must not reach the weights."""
+        assert self.amp is not None
+        self.seed += 1
+        out, want = self.forward(self.seed)
+        self.amp.backward(out.square().mean())
+        before = of_model(self.model)
+        try:
+            wrong()
+        except Exception as error:
+            assert isinstance(error, CastwiseError), f"{what} was refused in no words of castwise's: {error!r}"
+        else:
+            raise AssertionError(f"{what} was accepted under {self.line}")
+        weights = {key: value for key, value in of_model(self.model).items() if "gradient" not in key}
+        check({key: before[key] for key in weights}, weights, f"{what}, refused,")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.model.zero_grad()
+        del out, want
+        self.compare(what)
+
+    def step_of_a_stranger(self) -> None:
+        """A step of an optimizer that `prepare` never saw, on the model's parameters."""
+        if self.amp is None:
+            return
+        amp, stranger = self.amp, torch.optim.SGD(self.model.parameters(), 0.1)
+        self._refused(lambda: amp.step(stranger), "a step of an optimizer that was not prepared")
+
+    def step_on_scaled(self) -> None:
+        """`optimizer.step()` on gradients that still carry the loss scale."""
+        if self.amp is None or self.amp.plan.loss_scale is None:
+            return
+        self._refused(lambda: [optimizer.step() for optimizer in self.optimizers], "a step on scaled gradients")
+
+    def compile_first(self) -> None:
+        """Compile, run, then prepare: refused, since the compiled code would go on without the plan."""
+        model = nn.Linear(2, 2)
+        compiled = torch.compile(model, backend="eager")
+        compiled(torch.ones(1, 2))
+        with Amp("bf16-mixed", device="cpu") as amp:
+            for given in (model, compiled):
+                try:
+                    amp.prepare(given)
+                except CastwiseError:
+                    assert Amp.of(model) is None
+                else:
+                    raise AssertionError("prepare of a module that has run compiled was accepted")
+        torch._dynamo.reset()
+
     def by_closure(self) -> None:
         """A few steps of LBFGS, which wants a closure, on the parameters that are trained; without a twin."""
         if self.amp is not None:
@@ -356,7 +404,14 @@ class Life:
                 assert bits(other(self.kind.batch(99))) == want
             assert Amp.of(other) is None
             del other
-        gc.collect(1)
+        try:
+            twin = pickle.loads(pickle.dumps(self.amp))
+        except CastwiseError:
+            pass  # says why not
+        except Exception as error:
+            raise AssertionError(f"an Amp neither pickles nor says why not: {error!r}") from error
+        else:
+            assert self.amp is None or (twin.plan, twin.get_scale()) == (self.amp.plan, self.amp.get_scale())
         check(before, self.photograph(), "a copy of the model")
 
     # --- saving -------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ def nothing_stays() -> Iterator[None]:
     """Whatever a test finds, the next one starts clean."""
     life = Life("plain", "sgd")
     yield
-    gc.collect()
     life.bury()
 
 

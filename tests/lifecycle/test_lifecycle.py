@@ -7,6 +7,7 @@ same in every run.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -38,10 +39,20 @@ class Lives(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.life: Any = None
+        self.compiled = False
 
-    @initialize(data=st.data(), optimizer=st.sampled_from(list(OPTIMIZERS)))
-    def begin(self, data: st.DataObject, optimizer: str) -> None:
+    @initialize(
+        data=st.data(),
+        optimizer=st.sampled_from(list(OPTIMIZERS)),
+        warm=st.booleans(),
+        line=st.none() | st.sampled_from(PLANS),
+    )
+    def begin(self, data: st.DataObject, optimizer: str, warm: bool, line: str | None) -> None:
         self.life = Life(data.draw(st.sampled_from(self.kinds), "kind"), optimizer)
+        if warm:
+            self.life.step()  # so that the optimizers have state
+        if line is not None:
+            self.life.prepare(line)
 
     @precondition(is_plain)
     @rule(line=st.sampled_from(PLANS))
@@ -52,11 +63,39 @@ class Lives(RuleBasedStateMachine):
     def refuse(self, how: str, line: str) -> None:
         self.life.refuse(how, line)
 
-    @rule(
-        together=st.booleans(), max_norm=st.sampled_from([None, 0.5]), overflow=st.booleans(), getters=st.booleans()
-    )
-    def step(self, together: bool, max_norm: float | None, overflow: bool, getters: bool) -> None:
-        self.life.step(together, max_norm, overflow, getters)
+    @rule(max_norm=st.sampled_from([None, 0.5]))
+    def step(self, max_norm: float | None) -> None:
+        self.life.step(True, max_norm)
+
+    @rule(max_norm=st.sampled_from([None, 0.5]))
+    def step_one_by_one(self, max_norm: float | None) -> None:
+        self.life.step(False, max_norm)
+
+    @precondition(is_prepared)
+    @rule(max_norm=st.sampled_from([None, 0.5]))
+    def step_looked_at(self, max_norm: float | None) -> None:
+        self.life.step(False, max_norm, getters=True)
+
+    @precondition(is_prepared)
+    @rule(together=st.booleans(), max_norm=st.sampled_from([None, 0.5]))
+    def step_that_overflows(self, together: bool, max_norm: float | None) -> None:
+        self.life.step(together, max_norm, overflow=True)
+
+    @precondition(is_prepared)
+    @rule()
+    def step_of_a_stranger(self) -> None:
+        self.life.step_of_a_stranger()
+
+    @precondition(is_prepared)
+    @rule()
+    def step_on_scaled(self) -> None:
+        self.life.step_on_scaled()
+
+    @precondition(lambda self: is_plain(self) and not self.compiled)
+    @rule()
+    def compile_first(self) -> None:
+        self.compiled = True  # once in a life: it takes a while
+        self.life.compile_first()
 
     @precondition(is_plain)
     @rule()
@@ -98,7 +137,8 @@ class Lives(RuleBasedStateMachine):
         if self.life is None:
             return
         try:
-            self.life.end()
+            if sys.exc_info()[0] is None:  # of a life that has failed already, the first failure is the one to tell
+                self.life.end()
         finally:
             self.life.bury()
 
@@ -117,6 +157,7 @@ def play(machine: type[Lives], lives: int, events: int, shrink: bool = True) -> 
             phases=phases,
             suppress_health_check=list(HealthCheck),
             print_blob=False,
+            report_multiple_bugs=False,
         ),
     )
 
@@ -128,7 +169,7 @@ def of_kind(*kinds: str) -> type[Lives]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lives_in_any_order(kind: str) -> None:
-    play(of_kind(kind), 12, 14)
+    play(of_kind(kind), 50, 20)
 
 
 @pytest.mark.slow
