@@ -176,7 +176,7 @@ def _recipes() -> dict[str, Recipe]:
         if dims > 1:
             out[f"FractionalMaxPool{dims}d"] = Recipe(
                 lambda dims=dims: getattr(nn, f"FractionalMaxPool{dims}d")(2, output_size=2),
-                lambda shape=shape: (x(*shape),), random=True,
+                lambda dims=dims: (x(2, 4, *[5] * dims),), random=True,
             )  # fmt: skip
         for kind in ("CircularPad", "ReflectionPad", "ReplicationPad", "ZeroPad"):
             out[f"{kind}{dims}d"] = _plain(f"{kind}{dims}d", 1, shape=shape)
@@ -276,7 +276,7 @@ def _recipes() -> dict[str, Recipe]:
         lambda: parametrizations.spectral_norm(nn.Linear(4, 3)), lambda: (x(2, 4),), state=True
     )
     out["parametrizations.orthogonal"] = Recipe(
-        lambda: parametrizations.orthogonal(nn.Linear(4, 4)), lambda: (x(2, 4),), state=True
+        lambda: parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="cayley"), lambda: (x(2, 4),), state=True
     )
     out["utils.spectral_norm"] = Recipe(
         lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), lambda: (x(2, 4),), state=True
