@@ -112,7 +112,7 @@ def evaluate(module: nn.Module, recipe: Recipe, run: Callable[..., Any], cast: C
     """One forward in evaluation."""
     module.eval()
     inputs = [cast(value) for value in recipe.feed()]
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     with torch.no_grad():
         return tensors(run(*inputs))
 
@@ -133,7 +133,7 @@ def by_castwise(recipe: Recipe, plan: castwise.Plan, compiler: str | None = None
             torch._dynamo.reset()
             run = torch.compile(module, backend=compiler)
         inputs = recipe.feed()
-        torch.manual_seed(5)
+        torch.default_generator.manual_seed(5)
         outputs = tensors(run(*inputs))
         loss = loss_of(outputs)
         grads: dict[str, Tensor | None] = {}
@@ -195,7 +195,7 @@ def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> R
             return widened(tensors(low(*[cast(value) for value in values])))
 
     inputs = recipe.feed()
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     outputs = run(*inputs)
     loss = loss_of(outputs)
     grads: dict[str, Tensor | None] = {}
@@ -230,7 +230,7 @@ def in_fp64(recipe: Recipe) -> Run:
         return value
 
     inputs = [cast(value) for value in recipe.feed()]
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     outputs = tensors(module(*inputs))
     loss = loss_of(outputs)
     grads: dict[str, Tensor | None] = {}
