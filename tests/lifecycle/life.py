@@ -51,6 +51,7 @@ PLANS = (
 
 REFUSALS = (
     "typo", "no such path", "fused Rprop", "too large for fp16", "no optimizer", "skips __init__", "stranger", "conflict",
+    "fails halfway", "interrupted halfway",
 )  # fmt: skip
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "error": lambda: ValueError("in the middle"),
@@ -73,6 +74,15 @@ class SkipsInit(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
+
+
+class Stubborn(torch.optim.SGD):
+    """Takes no hooks: whatever `prepare` did before it came to this one has to be undone."""
+
+    error: BaseException
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        raise self.error
 
 
 def plan_for(line: str, model: nn.Module) -> castwise.Plan:
@@ -162,6 +172,8 @@ class Life:
             line = f"{line.partition('+')[0]}+regions.nowhere=fp32"
         elif how == "conflict":
             line = "fp32+fp32_matmul=ieee"
+        elif how.endswith("halfway"):
+            line = "bf16-master+memory_format=channels_last+optimizer=fused+ops.exp=fp32+fp32_conv=ieee"
         plan = castwise.Plan.parse(line)
         if how == "conflict" and (not _torch.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")):
             return
@@ -186,6 +198,10 @@ class Life:
             must = False  # what it is given it may also serve
         elif how == "stranger":
             given.append(torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1))
+        elif how.endswith("halfway"):
+            stubborn = Stubborn(self.model.parameters(), 0.1)
+            stubborn.error = KeyboardInterrupt() if how.startswith("interrupted") else RuntimeError("no hooks here")
+            given.append(stubborn)
         elif how == "conflict":
             other = Amp("fp32+fp32_matmul=bf16", device="cpu")
             other.prepare(nn.Linear(1, 1))
@@ -197,8 +213,9 @@ class Life:
             try:
                 amp.prepare(self.model, *given, methods=methods)
                 refused = False
-            except (CastwiseError, AttributeError, TypeError) as error:
-                assert isinstance(error, CastwiseError), f"prepare ({how}) failed in no words of castwise's: {error!r}"
+            except BaseException as error:
+                own = how.endswith("halfway") and not isinstance(error, (AttributeError, TypeError))
+                assert own or isinstance(error, CastwiseError), f"prepare ({how}) failed in no words of castwise's: {error!r}"
             assert not refused or Amp.of(self.model) is self.amp, "a refused Amp is the model's now"
             if not refused:
                 amp.close()

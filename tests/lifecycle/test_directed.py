@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,22 +127,29 @@ def test_close_gives_dtensors_back() -> None:
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        from torch.distributed.tensor import Replicate, distribute_module, init_device_mesh
+        from torch.distributed.tensor import distribute_module, distribute_tensor, init_device_mesh
 
-        del Replicate
+        mesh = init_device_mesh("cpu", (1,))
         model = KINDS["plain"].build()
-        distribute_module(model, init_device_mesh("cpu", (1,)))
+        distribute_module(model, mesh)
+        x = distribute_tensor(KINDS["plain"].batch(0), mesh)
         (optimizer,) = optimizers(model, "adamw")
-        kinds = {name: (p.dtype, p.to_local().dtype, p.grad_dtype) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-        x = KINDS["plain"].batch(0)
+
+        def stored() -> dict[str, Any]:
+            return {
+                name: (type(p), p.dtype, p.to_local().dtype, p.to_local().untyped_storage().nbytes(), p.grad_dtype)  # type: ignore[attr-defined]
+                for name, p in model.named_parameters()
+            }
+
+        before = stored()
         with Amp("bf16-master", device="cpu") as amp:
             amp.prepare(model, optimizer)
-            amp.backward(model(x).to_local().square().mean() if hasattr(model(x), "to_local") else model(x).square().mean())
+            amp.backward(model(x).full_tensor().square().mean())
             amp.step(optimizer)
             optimizer.zero_grad()
-        now = {name: (p.dtype, p.to_local().dtype, p.grad_dtype) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-        check(kinds, now, "closing a model of DTensors")
-        model(x)
+        check(before, stored(), "closing a model of DTensors")
+        model(x).full_tensor().square().mean().backward()
+        optimizer.step()
     finally:
         dist.destroy_process_group()
 
@@ -268,27 +276,32 @@ def test_masters_without_an_optimizer_are_noticed_when_trained() -> None:
 
 
 def test_second_derivatives_under_masters_are_right_or_refused_in_words() -> None:
-    """As AdaHessian asks for them: `backward(create_graph=True)`, then derivatives of the gradients."""
-    model = KINDS["plain"].build()
-    (optimizer,) = optimizers(model, "sgd")
-    twin = KINDS["plain"].build()
+    """As AdaHessian asks for them: gradients with a graph, and their derivatives by what the optimizer holds."""
     x = KINDS["plain"].batch(0)
-    with Amp("bf16-master", device="cpu") as amp:
-        amp.prepare(model, optimizer)
+
+    def hessian(amp: Amp | None) -> list[Tensor]:
+        model = KINDS["plain"].build()
+        (optimizer,) = optimizers(model, "sgd")
+        if amp is not None:
+            amp.prepare(model, optimizer)
+        loss = model(x).square().mean()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         try:
-            with pytest.warns(UserWarning, match="create_graph"):
-                amp.backward(model(x).square().mean(), create_graph=True)
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            traces = torch.autograd.grad([g.square().sum() for g in grads], list(model.parameters()))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of the cycle that such gradients make
+                loss.backward(create_graph=True) if amp is None else amp.backward(loss, create_graph=True)
+            grads = [p.grad for p in params]
+            return [d.float() for d in torch.autograd.grad(grads, params, [torch.ones_like(g) for g in grads])]
+        finally:
+            optimizer.zero_grad()
+
+    with Amp("bf16-master", device="cpu") as amp:
+        try:
+            traces = hessian(amp)
         except CastwiseError:
             return
-        with pytest.warns(UserWarning, match="create_graph"):
-            twin(x).square().mean().backward(create_graph=True)
-        wants = torch.autograd.grad([p.grad.square().sum() for p in twin.parameters()], list(twin.parameters()))
-        for trace, want in zip(traces, wants, strict=True):
-            torch.testing.assert_close(trace.float(), want, rtol=0.1, atol=0.02)
-        for p in (*model.parameters(), *twin.parameters()):
-            p.grad = None
+        for trace, want in zip(traces, hessian(None), strict=True):
+            torch.testing.assert_close(trace, want, rtol=0.1, atol=0.05)
 
 
 # --- compiled, pickled -----------------------------------------------------------------------------------------------
