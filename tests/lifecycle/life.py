@@ -173,7 +173,7 @@ class Life:
         elif how == "conflict":
             line = "fp32+fp32_matmul=ieee"
         elif how.endswith("halfway"):
-            line = "bf16-master+memory_format=channels_last+optimizer=fused+ops.exp=fp32+fp32_conv=ieee"
+            line = "bf16-master+memory_format=channels_last+ops.exp=fp32+fp32_conv=ieee"
         plan = castwise.Plan.parse(line)
         if how == "conflict" and (not _torch.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")):
             return

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from castwise import _torch
 from castwise.errors import CastwiseError, StateError
 from castwise.session import Amp
 
@@ -107,24 +108,8 @@ def close_that_keeps(what: str) -> Fault:
 
 
 def borders_that_do_not_unwind() -> contextlib.AbstractContextManager[None]:
-    """What torch's hooks do by themselves: they run after an `Exception`, and after nothing else."""
-
-    def enter(module: nn.Module, args: Any) -> None:
-        torch.set_autocast_enabled("cpu", True)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        torch.set_autocast_enabled("cpu", False)
-
-    def make(prepare: Any) -> Any:
-        def fault(self: Amp, model: nn.Module, *optimizers: Any, **options: Any) -> Any:
-            out = prepare(self, model, *optimizers, **options)
-            model.register_forward_pre_hook(enter)
-            model.register_forward_hook(leave, always_call=True)
-            return out
-
-        return fault
-
-    return instead(Amp, "prepare", make)
+    """Only torch's hooks leave a border: they run after an `Exception`, and after nothing else."""
+    return instead(_torch, "guard_calls", lambda former: lambda *args: lambda: None)
 
 
 def strangers_welcome() -> contextlib.AbstractContextManager[None]:
@@ -281,8 +266,9 @@ def warm(line: str) -> Callable[[Life], None]:
 
 
 # Number of the promise and what is broken; the fault, the life that finds it, its kind and its optimizers. Those through
-# `a_log_that_forgets` name entries of the undo log of `castwise.session`, and `scaled_steps_unnoticed` takes hooks before
-# `optimizer.step()` away that are not the masters': both follow the sources where these are renamed, and say so.
+# `a_log_that_forgets` name entries of the undo log of `castwise.session`, `borders_that_do_not_unwind` names a function, and
+# `scaled_steps_unnoticed` takes hooks before `optimizer.step()` away that are not the masters': where the sources rename
+# these, they fail and have to follow.
 FAULTS: dict[str, tuple[Fault, Callable[[Life], None], str, str]] = {
     "6 prepare without a way back": (prepare_without_a_way_back, refused("typo"), "plain", "sgd"),
     "6 forgets the settings": (a_log_that_forgets("Claim.close"), refused("fails halfway"), "plain", "sgd"),
