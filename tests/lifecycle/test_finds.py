@@ -312,4 +312,4 @@ def test_lives_in_random_order_find_each_fault(name: str) -> None:
     """Of the kind in question; that they pass without a fault is `test_lifecycle`'s."""
     fault, _, kind, _ = FAULTS[name]
     with fault(), pytest.raises((AssertionError, RuntimeError)):
-        play(of_kind(kind), 40, 14, shrink=False)
+        play(of_kind(kind), 40, 14)
