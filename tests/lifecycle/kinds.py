@@ -27,9 +27,9 @@ class Counting(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is its own output layer, with a table of positions."""
+    """An embedding that is its own output layer, with frequencies of positions as rotary embeddings have them."""
 
-    table: Tensor
+    frequencies: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,11 +38,12 @@ class Tied(nn.Module):
         self.mix = nn.Linear(8, 8)
         self.out = nn.Linear(8, 11, bias=False)
         self.out.weight = self.embed.weight
-        self.register_buffer("table", torch.sin(4000 * torch.arange(5.0)[:, None] / torch.arange(1.0, 9.0)))
+        self.register_buffer("frequencies", 10.0 ** -torch.arange(8.0).div(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        return self.out(self.norm(x + self.mix(x) + self.table.to(x.dtype)))
+        angles = torch.arange(4000.0, 4005.0)[:, None] * self.frequencies
+        return self.out(self.norm(x + self.mix(x) + angles.cos().to(x.dtype)))
 
 
 class Frozen(nn.Module):

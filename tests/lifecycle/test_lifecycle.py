@@ -35,6 +35,7 @@ class Lives(RuleBasedStateMachine):
     """Plays the events of a `Life`; what a life checks after each is what may fail."""
 
     kinds: tuple[str, ...] = tuple(KINDS)
+    plans: tuple[str, ...] = PLANS
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,19 +46,19 @@ class Lives(RuleBasedStateMachine):
         data=st.data(),
         optimizer=st.sampled_from(list(OPTIMIZERS)),
         warm=st.booleans(),
-        line=st.none() | st.sampled_from(PLANS),
+        prepared=st.booleans(),
     )
-    def begin(self, data: st.DataObject, optimizer: str, warm: bool, line: str | None) -> None:
+    def begin(self, data: st.DataObject, optimizer: str, warm: bool, prepared: bool) -> None:
         self.life = Life(data.draw(st.sampled_from(self.kinds), "kind"), optimizer)
         if warm:
             self.life.step()  # so that the optimizers have state
-        if line is not None:
-            self.life.prepare(line)
+        if prepared:
+            self.life.prepare(data.draw(st.sampled_from(self.plans), "plan"))
 
     @precondition(is_plain)
-    @rule(line=st.sampled_from(PLANS))
-    def prepare(self, line: str) -> None:
-        self.life.prepare(line)
+    @rule(data=st.data())
+    def prepare(self, data: st.DataObject) -> None:
+        self.life.prepare(data.draw(st.sampled_from(self.plans), "plan"))
 
     @rule(how=st.sampled_from(REFUSALS), line=st.sampled_from(PLANS))
     def refuse(self, how: str, line: str) -> None:
@@ -162,9 +163,9 @@ def play(machine: type[Lives], lives: int, events: int) -> None:
     )
 
 
-def of_kind(*kinds: str) -> type[Lives]:
-    """The machine for models of some kinds."""
-    return type("Lives", (Lives,), {"kinds": kinds, "TestCase": None})
+def of_kind(kind: str, plans: tuple[str, ...] = PLANS) -> type[Lives]:
+    """The machine for models of one kind."""
+    return type("Lives", (Lives,), {"kinds": (kind,), "plans": plans})
 
 
 @pytest.mark.parametrize("kind", KINDS)
