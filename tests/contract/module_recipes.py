@@ -133,17 +133,39 @@ def _plain(name: str, *args: Any, shape: tuple[int, ...] = (2, 4), **how: Any) -
 
 def _recipes() -> dict[str, Recipe]:
     out: dict[str, Recipe] = {}
-    for name in (
-        "CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 "
-        "SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink GLU Flatten"
-    ).split():
+    for name in [
+        "CELU",
+        "ELU",
+        "GELU",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "Identity",
+        "LeakyReLU",
+        "LogSigmoid",
+        "Mish",
+        "PReLU",
+        "ReLU",
+        "ReLU6",
+        "SELU",
+        "SiLU",
+        "Sigmoid",
+        "Softplus",
+        "Softshrink",
+        "Softsign",
+        "Tanh",
+        "Tanhshrink",
+        "GLU",
+        "Flatten",
+    ]:
         out[name] = _plain(name)
-    for name in "LogSoftmax Softmax Softmin".split():
+    for name in ["LogSoftmax", "Softmax", "Softmin"]:
         out[name] = _plain(name, -1)
     out["Softmax2d"] = _plain("Softmax2d", shape=(2, 3, 2, 2))
     out["Threshold"] = _plain("Threshold", 0.1, 2.0)
     out["RReLU"] = _plain("RReLU", random=True)
-    for name in "Dropout AlphaDropout FeatureAlphaDropout Dropout1d Dropout2d Dropout3d".split():
+    for name in ["Dropout", "AlphaDropout", "FeatureAlphaDropout", "Dropout1d", "Dropout2d", "Dropout3d"]:
         out[name] = _plain(name, shape=(4, 3, *_SIDES.get(_nd(name), ())), random=True)
     for dims, side in _SIDES.items():
         shape = (2, 4, *side)
@@ -204,7 +226,9 @@ def _recipes() -> dict[str, Recipe]:
     out["Embedding"] = Recipe(lambda: nn.Embedding(7, 4), lambda: (k(7, 2, 3),))
     out["EmbeddingBag"] = Recipe(lambda: nn.EmbeddingBag(7, 4), lambda: (k(7, 2, 3),))
     for name in ("RNN", "LSTM", "GRU"):
-        out[name] = Recipe(lambda name=name: getattr(nn, name)(3, 4, 2, batch_first=True), lambda: (x(2, 3, 3),))
+        out[name] = Recipe(
+            lambda name=name: getattr(nn, name)(3, 4, 2, batch_first=True), lambda: (x(2, 3, 3),)
+        )
         out[f"{name}Cell"] = Recipe(lambda name=name: getattr(nn, f"{name}Cell")(3, 4), lambda: (x(2, 3),))
     out["GRU: packed"] = Recipe(Packed, lambda: (x(2, 3, 3),))
     out["LSTM: bidirectional, projected"] = Recipe(
@@ -214,10 +238,13 @@ def _recipes() -> dict[str, Recipe]:
         lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda: (x(2, 3, 4), x(2, 3, 4), x(2, 3, 4))
     )
     out["MultiheadAttention: other widths"] = Recipe(
-        lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True), lambda: (x(3, 2, 4), x(3, 2, 3), x(3, 2, 5))
+        lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True),
+        lambda: (x(3, 2, 4), x(3, 2, 3), x(3, 2, 5)),
     )
     layer = {"d_model": 4, "nhead": 2, "dim_feedforward": 6, "dropout": 0.0, "batch_first": True}
-    out["TransformerEncoderLayer"] = Recipe(lambda: nn.TransformerEncoderLayer(**layer), lambda: (x(2, 3, 4),))
+    out["TransformerEncoderLayer"] = Recipe(
+        lambda: nn.TransformerEncoderLayer(**layer), lambda: (x(2, 3, 4),)
+    )
     out["TransformerEncoder"] = Recipe(
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer), 1), lambda: (x(2, 3, 4),)
     )
@@ -225,19 +252,23 @@ def _recipes() -> dict[str, Recipe]:
         lambda: nn.TransformerDecoderLayer(**layer), lambda: (x(2, 3, 4), x(2, 2, 4))
     )
     out["TransformerDecoder"] = Recipe(
-        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**layer), 1), lambda: (x(2, 3, 4), x(2, 2, 4))
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**layer), 1),
+        lambda: (x(2, 3, 4), x(2, 2, 4)),
     )
     out["Transformer"] = Recipe(
-        lambda: nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **layer), lambda: (x(2, 3, 4), x(2, 2, 4))
+        lambda: nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **layer),
+        lambda: (x(2, 3, 4), x(2, 2, 4)),
     )
     out["TransformerEncoderLayer: masked"] = Recipe(
         lambda: nn.TransformerEncoderLayer(**layer, norm_first=True),
         lambda: (x(2, 3, 4), nn.Transformer.generate_square_subsequent_mask(3)),
     )
-    out["Sequential"] = Recipe(lambda: nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)), lambda: (x(2, 4),))
+    out["Sequential"] = Recipe(
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)), lambda: (x(2, 4),)
+    )
     out["ModuleList, ModuleDict, ParameterList, ParameterDict"] = Recipe(Containers, lambda: (x(2, 3),))
     # --- losses and distances
-    for name in "L1Loss MSELoss SmoothL1Loss HuberLoss PoissonNLLLoss SoftMarginLoss".split():
+    for name in ["L1Loss", "MSELoss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss", "SoftMarginLoss"]:
         out[name] = Recipe(lambda name=name: getattr(nn, name)(), lambda: (x(2, 4), signs(2, 4)))
     out["HingeEmbeddingLoss"] = Recipe(nn.HingeEmbeddingLoss, lambda: (x(2, 4), signs(2, 4)))
     out["KLDivLoss"] = Recipe(
@@ -245,18 +276,25 @@ def _recipes() -> dict[str, Recipe]:
     )
     out["BCELoss"] = Recipe(nn.BCELoss, lambda: (p(2, 4), torch.rand(2, 4)))
     out["BCEWithLogitsLoss"] = Recipe(nn.BCEWithLogitsLoss, lambda: (x(2, 4), torch.rand(2, 4)))
-    out["MultiLabelSoftMarginLoss"] = Recipe(nn.MultiLabelSoftMarginLoss, lambda: (x(2, 4), torch.rand(2, 4).round()))
-    out["MultiLabelMarginLoss"] = Recipe(nn.MultiLabelMarginLoss, lambda: (x(2, 4), torch.tensor([[3, 0, -1, 1]] * 2)))
+    out["MultiLabelSoftMarginLoss"] = Recipe(
+        nn.MultiLabelSoftMarginLoss, lambda: (x(2, 4), torch.rand(2, 4).round())
+    )
+    out["MultiLabelMarginLoss"] = Recipe(
+        nn.MultiLabelMarginLoss, lambda: (x(2, 4), torch.tensor([[3, 0, -1, 1]] * 2))
+    )
     out["MultiMarginLoss"] = Recipe(nn.MultiMarginLoss, lambda: (x(2, 4), k(4, 2)))
     out["CrossEntropyLoss"] = Recipe(nn.CrossEntropyLoss, lambda: (x(2, 4), k(4, 2)))
     out["CrossEntropyLoss: weighted"] = Recipe(
-        lambda: nn.CrossEntropyLoss(torch.rand(4), label_smoothing=0.1), lambda: (x(2, 4), k(4, 2)), state=True
+        lambda: nn.CrossEntropyLoss(torch.rand(4), label_smoothing=0.1),
+        lambda: (x(2, 4), k(4, 2)),
+        state=True,
     )
     out["NLLLoss"] = Recipe(nn.NLLLoss, lambda: (x(2, 4), k(4, 2)))
     out["NLLLoss2d"] = Recipe(nn.NLLLoss2d, lambda: (x(2, 4, 3, 2), k(4, 2, 3, 2)))
     out["GaussianNLLLoss"] = Recipe(nn.GaussianNLLLoss, lambda: (x(2, 4), c(2, 4), p(2, 4)))
     out["CTCLoss"] = Recipe(
-        nn.CTCLoss, lambda: (torch.log_softmax(c(5, 2, 4), -1).requires_grad_(), 1 + k(3, 2, 2), (5, 5), (2, 2))
+        nn.CTCLoss,
+        lambda: (torch.log_softmax(c(5, 2, 4), -1).requires_grad_(), 1 + k(3, 2, 2), (5, 5), (2, 2)),
     )
     out["CosineEmbeddingLoss"] = Recipe(nn.CosineEmbeddingLoss, lambda: (x(2, 4), x(2, 4), signs(2)))
     out["MarginRankingLoss"] = Recipe(nn.MarginRankingLoss, lambda: (x(4), x(4), signs(4)))
@@ -265,9 +303,12 @@ def _recipes() -> dict[str, Recipe]:
     for name in ("CosineSimilarity", "PairwiseDistance"):
         out[name] = Recipe(lambda name=name: getattr(nn, name)(), lambda: (x(2, 4), x(2, 4)))
     out["AdaptiveLogSoftmaxWithLoss"] = Recipe(
-        lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 8, [3, 5], div_value=2.0), lambda: (x(4, 4), torch.tensor([0, 3, 6, 1]))
+        lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 8, [3, 5], div_value=2.0),
+        lambda: (x(4, 4), torch.tensor([0, 3, 6, 1])),
     )
-    out["LinearCrossEntropyLoss"] = Recipe(lambda: nn.LinearCrossEntropyLoss(4, 5), lambda: (x(3, 4), k(5, 3)))
+    out["LinearCrossEntropyLoss"] = Recipe(
+        lambda: nn.LinearCrossEntropyLoss(4, 5), lambda: (x(3, 4), k(5, 3))
+    )
     # --- parametrizations
     out["parametrizations.weight_norm"] = Recipe(
         lambda: parametrizations.weight_norm(nn.Linear(4, 3)), lambda: (x(2, 4),)
@@ -276,7 +317,9 @@ def _recipes() -> dict[str, Recipe]:
         lambda: parametrizations.spectral_norm(nn.Linear(4, 3)), lambda: (x(2, 4),), state=True
     )
     out["parametrizations.orthogonal"] = Recipe(
-        lambda: parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="cayley"), lambda: (x(2, 4),), state=True
+        lambda: parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="cayley"),
+        lambda: (x(2, 4),),
+        state=True,
     )
     out["utils.spectral_norm"] = Recipe(
         lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), lambda: (x(2, 4),), state=True
@@ -299,7 +342,9 @@ EXCEPTIONS = {
 
 def every_name() -> set[str]:
     """Whatever ``torch.nn`` offers as a module, under whatever torch is installed."""
-    found = {name for name, value in vars(nn).items() if inspect.isclass(value) and issubclass(value, nn.Module)}
+    found = {
+        name for name, value in vars(nn).items() if inspect.isclass(value) and issubclass(value, nn.Module)
+    }
     return found | set(nn.modules.__all__)
 
 

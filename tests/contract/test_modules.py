@@ -28,7 +28,9 @@ from castwise.plan import PRESETS
 from .module_recipes import EXCEPTIONS, RECIPES, Recipe, covered, every_name
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # torch's own, of modules that it deprecates or of kernels that are slow
+    pytest.mark.filterwarnings(
+        "ignore"
+    ),  # torch's own, of modules that it deprecates or of kernels that are slow
 ]
 NAMES = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
 """No CPU of the tests has TF32; O0 and O3 are fp32 and fp16-true by other names."""
@@ -41,7 +43,7 @@ RATE = 0.1
 
 @pytest.fixture(autouse=True)
 def no_fast_path() -> Iterator[None]:
-    """torch evaluates a Transformer layer by one kernel that autocast does not know, unless it has hooks."""
+    """A Transformer layer without hooks is evaluated by one kernel of torch that autocast does not know."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     yield
@@ -108,7 +110,9 @@ def loss_of(outputs: list[Tensor]) -> Tensor | None:
     return total
 
 
-def evaluate(module: nn.Module, recipe: Recipe, run: Callable[..., Any], cast: Callable[[Any], Any]) -> list[Tensor]:
+def evaluate(
+    module: nn.Module, recipe: Recipe, run: Callable[..., Any], cast: Callable[[Any], Any]
+) -> list[Tensor]:
     """One forward in evaluation."""
     module.eval()
     inputs = [cast(value) for value in recipe.feed()]
@@ -242,7 +246,9 @@ def in_fp64(recipe: Recipe) -> Run:
             grads = {name: q.grad for name, q in module.named_parameters()}
             torch.optim.SGD(module.parameters(), RATE).step()
     weights = {name: v.detach().clone() for name, v in module.state_dict().items() if isinstance(v, Tensor)}
-    return Run([out.detach() for out in outputs], input_grads, grads, weights, evaluate(module, recipe, module, cast))
+    return Run(
+        [out.detach() for out in outputs], input_grads, grads, weights, evaluate(module, recipe, module, cast)
+    )
 
 
 # --- held together ----------------------------------------------------------------------------------------------------
@@ -307,7 +313,9 @@ def check(recipe: Recipe, name: str) -> None:
         check_equal(got, want)
         return
     broken: set[str] = set()
-    if plan.rules != "apex":  # what torch's own kernels make infinite in this format, they do for castwise too
+    if (
+        plan.rules != "apex"
+    ):  # what torch's own kernels make infinite in this format, they do for castwise too
         hand, _ = attempt(lambda: by_hand(recipe, plan, low_buffers=True))
         if hand is not None:
             broken = {name for name, part in hand.parts() if part is not None and not part.isfinite().all()}
@@ -340,9 +348,15 @@ def check_compiled(recipe: Recipe, name: str, backend: str) -> None:
     try:
         check_near(got, eager, ROUNDING[plan.compute], recipe.random and backend == "inductor")
     except AssertionError:
-        theirs = compiled_by_hand(recipe, plan, backend)  # a bug in torch's own graph is there without castwise too
+        theirs = compiled_by_hand(
+            recipe, plan, backend
+        )  # a bug in torch's own graph is there without castwise too
         try:
-            check_near(dataclasses.replace(theirs, outputs=widened(theirs.outputs)), _outputs_alone(eager), ROUNDING[plan.compute])
+            check_near(
+                dataclasses.replace(theirs, outputs=widened(theirs.outputs)),
+                _outputs_alone(eager),
+                ROUNDING[plan.compute],
+            )
         except AssertionError:
             check_near(_outputs_alone(got), _outputs_alone(theirs), ROUNDING[plan.compute])
         else:

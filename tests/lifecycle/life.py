@@ -152,7 +152,11 @@ class Life:
     def prepare(self, line: str) -> None:
         """Put a plan on; buffers keep their dtype."""
         plan = plan_for(line, self.model)
-        self.at_rest = {**of_process(), **of_model(self.model, False), **of_optimizers(self.optimizers, False)}
+        self.at_rest = {
+            **of_process(),
+            **of_model(self.model, False),
+            **of_optimizers(self.optimizers, False),
+        }
         self.amp = Amp(plan, device="cpu")
         self.amp.prepare(self.model, *self.optimizers)
         self.line = line
@@ -175,7 +179,9 @@ class Life:
         elif how.endswith("halfway"):
             line = "bf16-master+memory_format=channels_last+ops.exp=fp32+fp32_conv=ieee"
         plan = castwise.Plan.parse(line)
-        if how == "conflict" and (not _torch.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")):
+        if how == "conflict" and (
+            not _torch.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")
+        ):
             return
         amp = Amp(plan, device="cpu")
         given: list[Any] = list(self.optimizers)
@@ -200,7 +206,9 @@ class Life:
             given.append(torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1))
         elif how.endswith("halfway"):
             stubborn = Stubborn(self.model.parameters(), 0.1)
-            stubborn.error = KeyboardInterrupt() if how.startswith("interrupted") else RuntimeError("no hooks here")
+            stubborn.error = (
+                KeyboardInterrupt() if how.startswith("interrupted") else RuntimeError("no hooks here")
+            )
             given.append(stubborn)
         elif how == "conflict":
             other = Amp("fp32+fp32_matmul=bf16", device="cpu")
@@ -215,14 +223,18 @@ class Life:
                 refused = False
             except BaseException as error:
                 own = how.endswith("halfway") and not isinstance(error, (AttributeError, TypeError))
-                assert own or isinstance(error, CastwiseError), f"prepare ({how}) failed in no words of castwise's: {error!r}"
+                assert own or isinstance(error, CastwiseError), (  # noqa: PT017
+                    f"prepare ({how}) failed in no words of castwise's: {error!r}"
+                )
             assert not refused or Amp.of(self.model) is self.amp, "a refused Amp is the model's now"
             if not refused:
                 amp.close()
                 assert not must, f"prepare ({how}) was accepted"
             check(before, {**self._whole(), **of_optimizers(watched)}, f"a refused prepare ({how}, {line})")
             amp.close()
-            check(before, {**self._whole(), **of_optimizers(watched)}, f"closing a refused Amp ({how}, {line})")
+            check(
+                before, {**self._whole(), **of_optimizers(watched)}, f"closing a refused Amp ({how}, {line})"
+            )
         finally:
             if how == "too large for fp16":
                 last.data.copy_(former)
@@ -243,7 +255,11 @@ class Life:
         return out, want
 
     def step(
-        self, together: bool = True, max_norm: float | None = None, overflow: bool = False, getters: bool = False
+        self,
+        together: bool = True,
+        max_norm: float | None = None,
+        overflow: bool = False,
+        getters: bool = False,
     ) -> None:
         """Forward, backward, step, clear; with `getters`, everything is looked at in between."""
         self.seed += 1
@@ -288,7 +304,9 @@ class Life:
         try:
             wrong()
         except Exception as error:
-            assert isinstance(error, CastwiseError), f"{what} was refused in no words of castwise's: {error!r}"
+            assert isinstance(error, CastwiseError), (  # noqa: PT017
+                f"{what} was refused in no words of castwise's: {error!r}"
+            )
         else:
             raise AssertionError(f"{what} was accepted under {self.line}")
         weights = {key: value for key, value in of_model(self.model).items() if "gradient" not in key}
@@ -310,7 +328,9 @@ class Life:
         """`optimizer.step()` on gradients that still carry the loss scale."""
         if self.amp is None or self.amp.plan.loss_scale is None:
             return
-        self._refused(lambda: [optimizer.step() for optimizer in self.optimizers], "a step on scaled gradients")
+        self._refused(
+            lambda: [optimizer.step() for optimizer in self.optimizers], "a step on scaled gradients"
+        )
 
     def compile_first(self) -> None:
         """Compile, run, then prepare: refused, since the compiled code would go on without the plan."""
@@ -347,7 +367,11 @@ class Life:
             amp.step(lbfgs, closure=closure)
             want = {name: bits(value) for name, value in amp.model_state_dict(self.model).items()}
         lbfgs.zero_grad()
-        check(want, {name: bits(value) for name, value in self.model.state_dict().items()}, "closing after LBFGS")
+        check(
+            want,
+            {name: bits(value) for name, value in self.model.state_dict().items()},
+            "closing after LBFGS",
+        )
         check(before, self.photograph(values=False), "LBFGS under a plan, closed,")
         self._twin_takes_over()
         self.compare("LBFGS")
@@ -406,7 +430,7 @@ class Life:
             "last": lambda: self.result is not None and (self.result.skipped, str(self.result.grad_norm)),
         }
         for name in which or GETTERS:
-            seen.append(str(looks[name]()))
+            seen.append(str(looks[name]()))  # noqa: PERF401
         for name, want in zip(which or GETTERS, seen, strict=True):
             assert str(looks[name]()) == want, f"{name} says something else the second time"
         check(before, self.photograph(), f"getters ({', '.join(which) or 'all'})")
@@ -445,7 +469,11 @@ class Life:
         torch.save(state, file)
         file.seek(0)
         self.saved = torch.load(file, weights_only=True)
-        low = [name for name, value in self.saved["model"].items() if value.dtype in (torch.bfloat16, torch.float16)]
+        low = [
+            name
+            for name, value in self.saved["model"].items()
+            if value.dtype in (torch.bfloat16, torch.float16)
+        ]
         assert not low, f"saved low: {low}"
         scale = self.twin.scale if self.follows else None
         self.saved["scale"] = None if scale is None else (scale.value, scale.finite)
@@ -531,10 +559,16 @@ class Life:
         own = self.model.state_dict() if self.amp is None else self.amp.model_state_dict(self.model)
         want = {name: bits(value) for name, value in self.twin.model.state_dict().items()}
         check(
-            want, {name: bits(value) for name, value in own.items()}, f"beside the twin, {after} ({self.line or 'no plan'})"
+            want,
+            {name: bits(value) for name, value in own.items()},
+            f"beside the twin, {after} ({self.line or 'no plan'})",
         )
         for number, (a, b) in enumerate(zip(self.twin.optimizers, self.optimizers, strict=True)):
-            check(_values_of(a), _values_of(b), f"beside the twin, {after} ({self.line or 'no plan'}), optimizer {number}")
+            check(
+                _values_of(a),
+                _values_of(b),
+                f"beside the twin, {after} ({self.line or 'no plan'}), optimizer {number}",
+            )
 
 
 def _rounded(weights: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Any]:

@@ -36,8 +36,11 @@ def bits(tensor: Tensor | None) -> Any:
         return None
     kind = f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} "
     if tensor.is_floating_point():
-        tensor = tensor.detach().contiguous().view(
-            {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+        tensor = (
+            tensor
+            .detach()
+            .contiguous()
+            .view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()])
         )
     return kind + str(tensor.tolist())
 
@@ -72,9 +75,7 @@ def of_model(model: nn.Module, values: bool = True) -> dict[str, Any]:
             seen[f"{path or 'model'}: {hooks}"] = list(found) if hasattr(found, "__len__") else found
         if isinstance(module, nn.RNNBase):
             own = [getattr(module, name) for name in module._flat_weights_names]
-            seen[f"{path}: flat weights"] = [
-                a is b for a, b in zip(own, module._flat_weights, strict=True)
-            ]
+            seen[f"{path}: flat weights"] = [a is b for a, b in zip(own, module._flat_weights, strict=True)]
     return seen
 
 

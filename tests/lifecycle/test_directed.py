@@ -39,7 +39,9 @@ def nothing_stays() -> Iterator[None]:
 # --- prepare is whole or not at all ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", ["bf16-mixed", "bf16-master", "bf16-true", "O1", "O2+memory_format=channels_last"])
+@pytest.mark.parametrize(
+    "line", ["bf16-mixed", "bf16-master", "bf16-true", "O1", "O2+memory_format=channels_last"]
+)
 @pytest.mark.parametrize("how", REFUSALS)
 def test_a_refused_prepare_leaves_everything_as_it_was(how: str, line: str) -> None:
     with living("plain", "adamw") as life:
@@ -137,7 +139,13 @@ def test_close_gives_dtensors_back() -> None:
 
         def stored() -> dict[str, Any]:
             return {
-                name: (type(p), p.dtype, p.to_local().dtype, p.to_local().untyped_storage().nbytes(), p.grad_dtype)  # type: ignore[attr-defined]
+                name: (
+                    type(p),
+                    p.dtype,
+                    p.to_local().dtype,
+                    p.to_local().untyped_storage().nbytes(),
+                    p.grad_dtype,
+                )  # type: ignore[attr-defined]
                 for name, p in model.named_parameters()
             }
 
@@ -163,7 +171,7 @@ def test_a_fused_step_after_a_change_of_memory_format_is_right() -> None:
 
 
 def test_a_first_fused_step_that_is_skipped_leaves_no_momentum() -> None:
-    """torch's fused SGD makes its momentum of unwritten memory, and a skipped step does not write it."""
+    """Momentum of torch's fused SGD is made of unwritten memory, which a skipped step does not write."""
     with living("plain", "sgd") as life:
         life.prepare("fp16-mixed+loss_scale.interval=2+optimizer=fused")
         life.step(overflow=True)
@@ -173,7 +181,9 @@ def test_a_first_fused_step_that_is_skipped_leaves_no_momentum() -> None:
 # --- a forward that does not end ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", ["bf16-mixed", "O1", "bf16-master", "bf16-true", HEAD, "bf16-mixed+rules=cuda"])
+@pytest.mark.parametrize(
+    "line", ["bf16-mixed", "O1", "bf16-master", "bf16-true", HEAD, "bf16-mixed+rules=cuda"]
+)
 @pytest.mark.parametrize("which", ERRORS)
 def test_an_interrupted_forward_leaves_no_plan_in_force(which: str, line: str) -> None:
     with living("plain") as life:
@@ -199,7 +209,7 @@ def test_an_interrupted_method_leaves_no_plan_in_force(which: str) -> None:
     check(before, of_process(), "closing")
 
 
-class Pair(collections.namedtuple("Pair", "first second")):  # noqa: SLOT000
+class Pair(collections.namedtuple("Pair", "first second")):  # noqa: PYI024
     """A named tuple that is made otherwise than from its fields."""
 
     def __new__(cls, first: Tensor) -> Any:
@@ -231,7 +241,9 @@ class Odd(nn.Module):
         return self.make(self.inner(x))
 
 
-@pytest.mark.parametrize("line", ["bf16-mixed", "bf16-master", "bf16-mixed+rules=cuda", "bf16-mixed+regions.0=fp32"])
+@pytest.mark.parametrize(
+    "line", ["bf16-mixed", "bf16-master", "bf16-mixed+rules=cuda", "bf16-mixed+regions.0=fp32"]
+)
 @pytest.mark.parametrize("what", ODD)
 def test_an_odd_output_leaves_no_plan_in_force(what: str, line: str) -> None:
     before = of_process()
@@ -258,8 +270,8 @@ def test_a_step_of_an_optimizer_that_was_not_prepared_is_refused(line: str) -> N
     with Amp(line, device="cpu") as amp:
         amp.prepare(model)
         before = of_model(model)
+        amp.backward(model(KINDS["plain"].batch(0)).square().mean())
         with pytest.raises(StateError, match="prepare"):
-            amp.backward(model(KINDS["plain"].batch(0)).square().mean())
             amp.step(optimizer)
         model.zero_grad()
         check(before, of_model(model), "a step that was refused")
@@ -270,7 +282,7 @@ def test_masters_without_an_optimizer_are_noticed_when_trained() -> None:
     with Amp("bf16-master", device="cpu") as amp:
         amp.prepare(model)
         (optimizer,) = optimizers(model, "sgd")
-        with pytest.raises((CastwiseError, UserWarning), match="prepare"):
+        with pytest.raises((CastwiseError, UserWarning), match="prepare"):  # noqa: PT012 - at either of them
             amp.backward(model(KINDS["plain"].batch(0)).square().mean())
             optimizer.step()
 
@@ -291,7 +303,9 @@ def test_second_derivatives_under_masters_are_right_or_refused_in_words() -> Non
                 warnings.simplefilter("ignore")  # torch's, of the cycle that such gradients make
                 loss.backward(create_graph=True) if amp is None else amp.backward(loss, create_graph=True)
             grads = [p.grad for p in params]
-            return [d.float() for d in torch.autograd.grad(grads, params, [torch.ones_like(g) for g in grads])]
+            return [
+                d.float() for d in torch.autograd.grad(grads, params, [torch.ones_like(g) for g in grads])
+            ]
         finally:
             optimizer.zero_grad()
 
@@ -386,9 +400,11 @@ def _two_halves(line: str) -> tuple[Amp, nn.Module, list[torch.optim.Optimizer]]
     return amp, model, pair
 
 
-@pytest.mark.parametrize("line", ["fp16-mixed+loss_scale.interval=1", "fp16-master+loss_scale.interval=1", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "line", ["fp16-mixed+loss_scale.interval=1", "fp16-master+loss_scale.interval=1", "bf16-mixed"]
+)
 def test_one_optimizer_accumulates_while_another_steps(line: str) -> None:
-    """b's two gradients count in full, though the scale has moved between them; or it is refused in words."""
+    """Two gradients of the second count in full, though the scale has moved between them; or it is refused in words."""
     xs = [KINDS["plain"].batch(seed) for seed in (1, 2)]
     model, want = KINDS["plain"].build(), None
     for x in xs:

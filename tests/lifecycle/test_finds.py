@@ -139,7 +139,9 @@ def optimizers_of_nothing_welcome() -> contextlib.AbstractContextManager[None]:
                 o
                 for o in optimizers
                 if not isinstance(o, Optimizer)
-                or own.intersection(id(getattr(p, "stored", p)) for group in o.param_groups for p in group["params"])
+                or own.intersection(
+                    id(getattr(p, "stored", p)) for group in o.param_groups for p in group["params"]
+                )
             ]
             return prepare(self, model, *kept, **options)
 

@@ -40,7 +40,9 @@ def can_follow(plan: castwise.Plan, kind_name: str) -> bool:
     """Whether a loop by hand gives the same bits: plans that torch.autocast and masters amount to."""
     if kind_name == "lstm" and plan.compute == "fp16":
         return False  # torch.autocast has no fp16 LSTM on a CPU
-    regions = all(region.is_type and region.params == "fp32" and not region.compute for region in plan.regions)
+    regions = all(
+        region.is_type and region.params == "fp32" and not region.compute for region in plan.regions
+    )
     native = plan.compute == "fp32" or plan.rules == "native"
     return native and not plan.ops and regions and (plan.keeps_masters or not plan.stores_low)
 
