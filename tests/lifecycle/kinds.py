@@ -143,11 +143,12 @@ def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, 0.01)
+    # the default eps is zero in fp16, where AdamW without masters then divides by it
+    return torch.optim.AdamW(params, 0.01, eps=1e-4)
 
 
 def _fused(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, 0.01, fused=True)
+    return torch.optim.AdamW(params, 0.01, eps=1e-4, fused=True)
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], ...]] = {

@@ -332,4 +332,4 @@ def test_lives_in_random_order_find_each_fault(name: str) -> None:
     """Of the kind in question, under plans of every sort; that they pass without a fault is `test_lifecycle`'s."""
     fault, _, kind, _ = FAULTS[name]
     with fault(), pytest.raises((AssertionError, RuntimeError)):
-        play(of_kind(kind, PLANS), 100, 14)
+        play(of_kind(kind, PLANS), 60, 14)
