@@ -1,0 +1,1 @@
+"""Prepare, fail, interrupt, step, get, save, load, close in random order, beside a twin without castwise."""

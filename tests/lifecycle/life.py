@@ -1,0 +1,602 @@
+"""A life of a model under castwise: whatever can happen to it, each followed by what must hold.
+
+Each event is a method, so that hypothesis plays them in random order (`test_lifecycle`) and a test plays one order
+that it names (`test_directed`). Whatever does not hold is an AssertionError that lists what changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import castwise
+from castwise import _torch
+from castwise.casting import frames
+from castwise.errors import CastwiseError
+from castwise.session import Amp
+
+from .kinds import KINDS, LLAMA, optimizers
+from .photograph import bits, differences, of_model, of_optimizers, of_process
+from .twin import Twin, can_follow, load_state
+
+PLANS = (
+    "fp32",
+    "bf16-mixed",
+    "fp16-mixed+loss_scale.interval=1",
+    "bf16-master",
+    "fp16-master+loss_scale.interval=2",
+    "bf16-true",
+    "fp16-true",
+    "O1",
+    "O2",
+    "naive",
+    "bf16-mixed+rules=cuda",
+    "bf16-mixed+memory_format=channels_last",
+    "bf16-master+memory_format=channels_last+optimizer=fused",
+    "fp16-mixed+loss_scale.interval=2+optimizer=fused",
+    "fp32+fp32_matmul=ieee+fp32_conv=ieee",
+    "bf16-mixed+regions.head=fp32+regions.out=fp32+regions.model=fp32",
+)
+"""Presets and what a plan can set beyond them; of the last one's regions each kind keeps its own."""
+
+REFUSALS = (
+    "typo", "no such path", "fused Rprop", "too large for fp16", "no optimizer", "skips __init__", "stranger", "conflict",
+    "fails halfway", "interrupted halfway",
+)  # fmt: skip
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "error": lambda: ValueError("in the middle"),
+    "keyboard": KeyboardInterrupt,
+    "exit": SystemExit,
+    "cancelled": asyncio.CancelledError,
+}
+GETTERS = ("scale", "state", "repr", "weights", "owner", "optimizers", "last")
+
+
+class SkipsInit(torch.optim.Optimizer):
+    """Wraps an optimizer, as some libraries do, without `Optimizer.__init__`: no hooks, no defaults."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Stubborn(torch.optim.SGD):
+    """Takes no hooks: whatever `prepare` did before it came to this one has to be undone."""
+
+    error: BaseException
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        raise self.error
+
+
+def plan_for(line: str, model: nn.Module) -> castwise.Plan:
+    """The plan of a line, without regions that the model does not have."""
+    plan = castwise.Plan.parse(line)
+    paths = dict(model.named_modules())
+    kept = tuple(region for region in plan.regions if region.is_type or region.pattern in paths)
+    return dataclasses.replace(plan, regions=kept)
+
+
+def check(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
+    """Nothing has changed, or an AssertionError says what."""
+    found = differences(before, after)
+    assert not found, f"{what} changed {len(found)} things:\n  " + "\n  ".join(found[:12])
+
+
+class Life:
+    """A model with optimizers, its twin, and what may happen to them.
+
+    Args:
+        kind: A key of `KINDS`, or "llama".
+        optimizer: A key of `OPTIMIZERS`.
+    """
+
+    def __init__(self, kind: str, optimizer: str) -> None:
+        self.kind_name, self.optimizer_name = kind, optimizer
+        self.kind = LLAMA if kind == "llama" else KINDS[kind]
+        self.at_start = of_process()
+        self.model = self.kind.build()
+        self.optimizers = optimizers(self.model, optimizer)
+        self.twin = Twin(self.kind, optimizer)
+        self.buffer_dtypes = {name: buffer.dtype for name, buffer in self.model.named_buffers()}
+        self.amp: Amp | None = None
+        self.line = ""
+        self.at_rest: dict[str, Any] = {}
+        self.follows = True
+        self.seed = 0
+        self.result: Any = None
+        self.saved: dict[str, Any] | None = None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether a plan is on the model."""
+        return self.amp is not None
+
+    def photograph(self, values: bool = True) -> dict[str, Any]:
+        """Model, optimizers and process."""
+        return {**of_process(), **of_model(self.model, values), **of_optimizers(self.optimizers, values)}
+
+    def _whole(self) -> dict[str, Any]:
+        return {**self.photograph(), "fp32 forward": self._plain_forward()}
+
+    def _plain_forward(self) -> Any:
+        """What the model answers when it is evaluated, without a trace of it."""
+        training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            try:
+                out = bits(self.model(self.kind.batch(99)))
+            except RuntimeError as error:
+                out = repr(error)
+        self.model.train(training)
+        return out
+
+    # --- prepare, and what is refused -----------------------------------------------------------------------
+
+    def prepare(self, line: str) -> None:
+        """Put a plan on; buffers keep their dtype."""
+        plan = plan_for(line, self.model)
+        self.at_rest = {
+            **of_process(),
+            **of_model(self.model, False),
+            **of_optimizers(self.optimizers, False),
+        }
+        self.amp = Amp(plan, device="cpu")
+        self.amp.prepare(self.model, *self.optimizers)
+        self.line = line
+        self.result = None
+        self.follows = can_follow(plan, self.kind_name)
+        if self.follows:
+            self.twin.prepare(plan)
+        self.compare("prepare")
+
+    def refuse(self, how: str, line: str = "bf16-master") -> None:
+        """A `prepare` that must fail, by an Amp of its own or, where a plan is on, by that one."""
+        if how == "too large for fp16":
+            line = "O2+memory_format=channels_last"
+        elif how == "fused Rprop":
+            line = f"{line.partition('+')[0]}+optimizer=fused"
+        elif how == "no such path":
+            line = f"{line.partition('+')[0]}+regions.nowhere=fp32"
+        elif how == "conflict":
+            line = "fp32+fp32_matmul=ieee"
+        elif how.endswith("halfway"):
+            line = "bf16-master+memory_format=channels_last+ops.exp=fp32+fp32_conv=ieee"
+        plan = castwise.Plan.parse(line)
+        if how == "conflict" and (
+            not _torch.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")
+        ):
+            return
+        amp = Amp(plan, device="cpu")
+        given: list[Any] = list(self.optimizers)
+        methods: tuple[str, ...] = ()
+        last = list(self.model.parameters())[-1]
+        former = last.detach().clone()
+        other: Amp | None = None
+        must = True
+        if how == "typo":
+            methods = ("forwrad",)
+        elif how == "fused Rprop":
+            given.append(torch.optim.Rprop(self.model.parameters()))
+        elif how == "too large for fp16":
+            last.data.fill_(1e5)
+            must = last.dtype is torch.float32
+        elif how == "no optimizer":
+            given.append("adamw")
+        elif how == "skips __init__":
+            given.append(SkipsInit(self.optimizers[0]))
+            must = False  # what it is given it may also serve
+        elif how == "stranger":
+            given.append(torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1))
+        elif how.endswith("halfway"):
+            stubborn = Stubborn(self.model.parameters(), 0.1)
+            stubborn.error = (
+                KeyboardInterrupt() if how.startswith("interrupted") else RuntimeError("no hooks here")
+            )
+            given.append(stubborn)
+        elif how == "conflict":
+            other = Amp("fp32+fp32_matmul=bf16", device="cpu")
+            other.prepare(nn.Linear(1, 1))
+        extra = [o for o in given[len(self.optimizers) :] if hasattr(o, "_optimizer_step_pre_hooks")]
+        watched = [*self.optimizers, *extra]
+        before = {**self._whole(), **of_optimizers(watched)}
+        refused = True
+        try:
+            try:
+                amp.prepare(self.model, *given, methods=methods)
+                refused = False
+            except BaseException as error:
+                own = how.endswith("halfway") and not isinstance(error, (AttributeError, TypeError))
+                assert own or isinstance(error, CastwiseError), (  # noqa: PT017
+                    f"prepare ({how}) failed in no words of castwise's: {error!r}"
+                )
+            assert not refused or Amp.of(self.model) is self.amp, "a refused Amp is the model's now"
+            if not refused:
+                amp.close()
+                assert not must, f"prepare ({how}) was accepted"
+            check(before, {**self._whole(), **of_optimizers(watched)}, f"a refused prepare ({how}, {line})")
+            amp.close()
+            check(
+                before, {**self._whole(), **of_optimizers(watched)}, f"closing a refused Amp ({how}, {line})"
+            )
+        finally:
+            if how == "too large for fp16":
+                last.data.copy_(former)
+            if other is not None:
+                other.close()
+        self.compare(f"a refused prepare ({how})")
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def forward(self, seed: int) -> tuple[Tensor, Tensor | None]:
+        """Run both; the same bits come out."""
+        x = self.kind.batch(seed)
+        out = self.model(x)
+        assert out.dtype is torch.float32, f"the output is {out.dtype}"
+        want = self.twin.forward(x) if self.follows else None
+        if want is not None:
+            assert bits(out) == bits(want), f"forward differs from the twin's under {self.line or 'no plan'}"
+        return out, want
+
+    def step(
+        self,
+        together: bool = True,
+        max_norm: float | None = None,
+        overflow: bool = False,
+        getters: bool = False,
+    ) -> None:
+        """Forward, backward, step, clear; with `getters`, everything is looked at in between."""
+        self.seed += 1
+        look = self.get if getters else (lambda *which: None)
+        out, want = self.forward(self.seed)
+        plan = None if self.amp is None else self.amp.plan
+        factor = 1e9 if overflow and plan is not None and plan.loss_scale is not None else 1.0
+        loss = factor * out.square().mean()
+        look()
+        if want is not None:
+            self.twin.backward(factor * want.square().mean())
+            self.twin.step(together, max_norm)
+        if self.amp is None:
+            loss.backward()
+            for several in [self.optimizers] if together else [[o] for o in self.optimizers]:
+                if max_norm is not None:
+                    params = [p for o in several for group in o.param_groups for p in group["params"]]
+                    nn.utils.clip_grad_norm_(params, max_norm)
+                for optimizer in several:
+                    optimizer.step()
+        else:
+            self.amp.backward(loss)
+            look()
+            if together:
+                self.result = self.amp.step(*self.optimizers, max_norm=max_norm)
+            else:
+                for optimizer in self.optimizers:
+                    self.result = self.amp.step(optimizer, max_norm=max_norm)
+                    look()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        look()
+        self.compare("a step")
+
+    def _refused(self, wrong: Callable[[], Any], what: str) -> None:
+        """A backward, then something that must be refused in words and must not reach the weights."""
+        assert self.amp is not None
+        self.seed += 1
+        out, want = self.forward(self.seed)
+        self.amp.backward(out.square().mean())
+        before = of_model(self.model)
+        try:
+            wrong()
+        except Exception as error:
+            assert isinstance(error, CastwiseError), (  # noqa: PT017
+                f"{what} was refused in no words of castwise's: {error!r}"
+            )
+        else:
+            raise AssertionError(f"{what} was accepted under {self.line}")
+        weights = {key: value for key, value in of_model(self.model).items() if "gradient" not in key}
+        check({key: before[key] for key in weights}, weights, f"{what}, refused,")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.model.zero_grad()
+        del out, want
+        self.compare(what)
+
+    def step_of_a_stranger(self) -> None:
+        """A step of an optimizer that `prepare` never saw, on the model's parameters."""
+        if self.amp is None:
+            return
+        amp, stranger = self.amp, torch.optim.SGD(self.model.parameters(), 0.1)
+        self._refused(lambda: amp.step(stranger), "a step of an optimizer that was not prepared")
+
+    def step_on_scaled(self) -> None:
+        """`optimizer.step()` on gradients that still carry the loss scale."""
+        if self.amp is None or self.amp.plan.loss_scale is None:
+            return
+        self._refused(
+            lambda: [optimizer.step() for optimizer in self.optimizers], "a step on scaled gradients"
+        )
+
+    def compile_first(self) -> None:
+        """Compile, run, then prepare: refused, since the compiled code would go on without the plan."""
+        model = nn.Linear(2, 2)
+        compiled = torch.compile(model, backend="eager")
+        compiled(torch.ones(1, 2))
+        with Amp("bf16-mixed", device="cpu") as amp:
+            for given in (model, compiled):
+                try:
+                    amp.prepare(given)
+                except CastwiseError:
+                    assert Amp.of(model) is None
+                else:
+                    raise AssertionError("prepare of a module that has run compiled was accepted")
+        torch._dynamo.reset()
+
+    def by_closure(self) -> None:
+        """A few steps of LBFGS, which wants a closure, on the parameters that are trained; without a twin."""
+        if self.amp is not None:
+            return
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        lbfgs = torch.optim.LBFGS(trained, 0.1, max_iter=2)
+        before = self.photograph(values=False)
+        with Amp("bf16-master", device="cpu") as amp:
+            amp.prepare(self.model, lbfgs)
+            x = self.kind.batch(self.seed)
+
+            def closure() -> Tensor:
+                lbfgs.zero_grad()
+                loss = self.model(x).square().mean()
+                amp.backward(loss)
+                return loss
+
+            amp.step(lbfgs, closure=closure)
+            want = {name: bits(value) for name, value in amp.model_state_dict(self.model).items()}
+        lbfgs.zero_grad()
+        check(
+            want,
+            {name: bits(value) for name, value in self.model.state_dict().items()},
+            "closing after LBFGS",
+        )
+        check(before, self.photograph(values=False), "LBFGS under a plan, closed,")
+        self._twin_takes_over()
+        self.compare("LBFGS")
+
+    def evaluate(self) -> None:
+        """Evaluation changes nothing and answers as the twin does."""
+        before = self.photograph()
+        self.model.eval()
+        self.twin.model.eval()
+        with torch.no_grad():
+            self.forward(1000)
+        self.model.train()
+        self.twin.model.train()
+        check(before, self.photograph(), "evaluation")
+
+    def interrupt(self, which: str, where: int) -> None:
+        """Something is raised by a submodule in the middle of a forward; no trace of the plan stays in force."""
+        before = of_process()
+        x = self.kind.batch(1001)
+        models = [self.model] if not self.follows else [self.model, self.twin.model]
+        for model in models:
+            module = list(model.modules())[where % len(list(model.modules()))]
+            run = model if model is self.model else self.twin.forward
+            with contextlib.ExitStack() as stack:
+                if model is not self.model and self.twin.low is not None:
+                    module = list(self.twin.low.modules())[where % len(list(model.modules()))]
+                error = ERRORS[which]()
+
+                def fail(*args: Any, error: BaseException = error, **kwargs: Any) -> Any:
+                    raise error
+
+                module.__dict__["forward"] = fail
+                stack.callback(module.__dict__.pop, "forward")
+                with contextlib.suppress(type(error)):
+                    run(x)
+        check(before, of_process(), f"{which} inside a forward under {self.line or 'no plan'}")
+        x = torch.ones(2, 2)
+        assert nn.Linear(2, 2)(x).dtype is torch.float32
+        self.compare(f"{which} inside a forward")
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    def get(self, *which: str) -> None:
+        """Look at everything, or at some; nothing changes by it."""
+        if self.amp is None:
+            return
+        before = self.photograph()
+        amp, seen = self.amp, []
+        looks: dict[str, Callable[[], Any]] = {
+            "scale": amp.get_scale,
+            "state": amp.state_dict,
+            "repr": lambda: (repr(amp), str(self.result)),
+            "weights": lambda: [bits(value) for value in amp.model_state_dict(self.model).values()],
+            "owner": lambda: Amp.of(self.model) is amp,
+            "optimizers": lambda: [optimizer.state_dict() and None for optimizer in self.optimizers],
+            "last": lambda: self.result is not None and (self.result.skipped, str(self.result.grad_norm)),
+        }
+        for name in which or GETTERS:
+            seen.append(str(looks[name]()))  # noqa: PERF401
+        for name, want in zip(which or GETTERS, seen, strict=True):
+            assert str(looks[name]()) == want, f"{name} says something else the second time"
+        check(before, self.photograph(), f"getters ({', '.join(which) or 'all'})")
+
+    def copy(self) -> None:
+        """A deep copy and a pickle of the model answer alike, and are nobody's."""
+        before = self.photograph()
+        want = self._plain_forward()
+        for other in (copy.deepcopy(self.model), pickle.loads(pickle.dumps(self.model))):
+            other.eval()
+            with torch.no_grad():
+                assert bits(other(self.kind.batch(99))) == want
+            assert Amp.of(other) is None
+            del other
+        try:
+            twin = pickle.loads(pickle.dumps(self.amp))
+        except CastwiseError:
+            pass  # says why not
+        except Exception as error:
+            raise AssertionError(f"an Amp neither pickles nor says why not: {error!r}") from error
+        else:
+            assert self.amp is None or (twin.plan, twin.get_scale()) == (self.amp.plan, self.amp.get_scale())
+        check(before, self.photograph(), "a copy of the model")
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Keep a checkpoint, as a file would."""
+        amp, file = self.amp, io.BytesIO()
+        weights = self.model.state_dict() if amp is None else amp.model_state_dict(self.model)
+        state = {
+            "model": weights,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "amp": None if amp is None else amp.state_dict(),
+        }
+        torch.save(state, file)
+        file.seek(0)
+        self.saved = torch.load(file, weights_only=True)
+        low = [
+            name
+            for name, value in self.saved["model"].items()
+            if value.dtype in (torch.bfloat16, torch.float16)
+        ]
+        assert not low, f"saved low: {low}"
+        scale = self.twin.scale if self.follows else None
+        self.saved["scale"] = None if scale is None else (scale.value, scale.finite)
+        self.saved["plan"] = "" if amp is None else self.line
+        self.compare("saving")
+
+    def load(self) -> None:
+        """Go back to the checkpoint, whatever plan is on now."""
+        saved = self.saved
+        if saved is None:
+            return
+        if self.amp is not None and saved["plan"] not in ("", self.line):
+            saved = {**saved, "amp": None, "scale": None}  # another loss scale's state says nothing here
+        self.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            load_state(optimizer, state)
+        if self.amp is not None and saved["amp"] is not None:
+            self.amp.load_state_dict(saved["amp"])
+        if self.follows:
+            self.twin.take(saved["model"], saved["optimizers"])
+            if self.twin.scale is not None and saved["scale"] is not None:
+                self.twin.scale.value, self.twin.scale.finite = saved["scale"]
+        self.compare("loading")
+
+    # --- closing ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take the plan off: all is as before `prepare`, but for what training gave the weights."""
+        amp = self.amp
+        if amp is None:
+            return
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.model.zero_grad()
+        # Without masters it is the low values that were trained: fp32 ones may come back with more digits.
+        low = amp.plan.compute_dtype if amp.plan.stores_low and not amp.plan.keeps_masters else None
+        want = _rounded(amp.model_state_dict(self.model), low)
+        amp.close()
+        self.amp = None
+        line, self.line = self.line, ""
+        check(self.at_rest, self.photograph(values=False), f"prepare and close of {line}")
+        check(want, _rounded(self.model.state_dict(), low), f"closing {line}")
+        assert Amp.of(self.model) is None
+        amp.close()
+        if self.follows:
+            self.twin.close()
+        else:
+            self._twin_takes_over()
+        self.follows = True
+        self.compare(f"closing {line}")
+
+    def _twin_takes_over(self) -> None:
+        self.twin.close()
+        self.twin.take(self.model.state_dict(), [optimizer.state_dict() for optimizer in self.optimizers])
+
+    def bury(self) -> None:
+        """Leave the process as it was, whatever has failed; the last check of a life that went well is `end`."""
+        with contextlib.suppress(Exception):
+            if self.amp is not None:
+                self.amp.close()
+        while frames.depth():
+            frames.pop()
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", self.at_start["autocast dtype"])
+        backends = torch.backends.mkldnn
+        backends.matmul.fp32_precision, backends.conv.fp32_precision = self.at_start["fp32 precision"]
+
+    def end(self) -> None:
+        """After the last `close`, the process is as at the start and the model trains on as its twin."""
+        self.close()
+        check(self.at_start, of_process(), "a whole life")
+        self.step()
+        self.step()
+
+    # --- what always holds ----------------------------------------------------------------------------------
+
+    def compare(self, after: str) -> None:
+        """Weights, buffers and optimizer states are the twin's, bit for bit; buffers keep their dtype."""
+        dtypes = {name: buffer.dtype for name, buffer in self.model.named_buffers()}
+        check(self.buffer_dtypes, dtypes, f"{after} under {self.line or 'no plan'}")
+        if not self.follows:
+            return
+        own = self.model.state_dict() if self.amp is None else self.amp.model_state_dict(self.model)
+        want = {name: bits(value) for name, value in self.twin.model.state_dict().items()}
+        check(
+            want,
+            {name: bits(value) for name, value in own.items()},
+            f"beside the twin, {after} ({self.line or 'no plan'})",
+        )
+        for number, (a, b) in enumerate(zip(self.twin.optimizers, self.optimizers, strict=True)):
+            check(
+                _values_of(a),
+                _values_of(b),
+                f"beside the twin, {after} ({self.line or 'no plan'}), optimizer {number}",
+            )
+
+
+def _rounded(weights: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Any]:
+    return {name: bits(value if dtype is None else value.to(dtype)) for name, value in weights.items()}
+
+
+def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State by value; what is zero is left out, as a fused kernel makes zeros of a first step that it skips."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{index}.{key}": bits(value) if isinstance(value, Tensor) else value
+        for index, entries in state.items()
+        for key, value in entries.items()
+        if not isinstance(value, Tensor) or value.any()
+    }
+
+
+@contextlib.contextmanager
+def living(kind: str = "plain", optimizer: str = "sgd") -> Iterator[Life]:
+    """A life that leaves the process clean, however it ends."""
+    life = Life(kind, optimizer)
+    try:
+        yield life
+    finally:
+        life.bury()
+
+
+def must_break(script: Callable[[Life], None], kind: str = "plain", optimizer: str = "sgd") -> None:
+    """A life that runs by this script fails one of its checks."""
+    with living(kind, optimizer) as life, pytest.raises(AssertionError):
+        script(life)

@@ -1,0 +1,194 @@
+"""The same training without castwise: fp32 weights, torch.autocast and a loss scale, all by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import castwise
+
+from .kinds import Kind, optimizers
+
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass
+class Scale:
+    """A loss scale that moves as torch's does."""
+
+    value: float
+    interval: int
+    finite: int = 0
+
+    def update(self, found_inf: bool) -> None:
+        """One window has ended."""
+        self.finite = 0 if found_inf else self.finite + 1
+        if found_inf:
+            self.value *= 0.5
+        elif self.finite == self.interval:
+            self.value, self.finite = 2 * self.value, 0
+
+
+def can_follow(plan: castwise.Plan, kind_name: str) -> bool:
+    """Whether a loop by hand gives the same bits: plans that torch.autocast and masters amount to."""
+    if kind_name == "lstm" and plan.compute == "fp16":
+        return False  # torch.autocast has no fp16 LSTM on a CPU
+    regions = all(
+        region.is_type and region.params == "fp32" and not region.compute for region in plan.regions
+    )
+    native = plan.compute == "fp32" or plan.rules == "native"
+    return native and not plan.ops and regions and (plan.keeps_masters or not plan.stores_low)
+
+
+class Twin:
+    """A model in fp32 with optimizers, trained by the plan in force without castwise.
+
+    Attributes:
+        model: Its parameters are the masters where the plan stores low.
+        low: What runs then; its buffers are the model's.
+    """
+
+    def __init__(self, kind: Kind, optimizer: str) -> None:
+        self.model = kind.build()
+        self.optimizers = optimizers(self.model, optimizer)
+        self.plan: castwise.Plan | None = None
+        self.low: nn.Module | None = None
+        self.scale: Scale | None = None
+        self.flags: list[list[dict[str, Any]]] = []
+
+    # --- by which plan ------------------------------------------------------------------------------------
+
+    def prepare(self, plan: castwise.Plan) -> None:
+        """Train by this plan from here on."""
+        self.plan = plan
+        self.scale = None
+        if plan.loss_scale is not None:
+            self.scale = Scale(plan.loss_scale.init, plan.loss_scale.interval)
+        if plan.memory_format == "channels_last":
+            self._lay_out(torch.channels_last)
+        if plan.optimizer == "fused":
+            self.flags = [[dict(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
+        if plan.stores_low:
+            self.low = copy.deepcopy(self.model)
+            for module in self.low.modules():
+                if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    for parameter in module.parameters(recurse=False):
+                        parameter.grad = None
+                        if parameter.is_leaf:
+                            parameter.data = parameter.data.to(_LOW[plan.compute])
+                            parameter.grad_dtype = torch.float32
+
+    def close(self) -> None:
+        """Train on in fp32."""
+        if self.plan is None:
+            return
+        if self.plan.memory_format == "channels_last":
+            self._lay_out(torch.contiguous_format)
+        for optimizer, groups in zip(self.optimizers, self.flags, strict=False):
+            for group, former in zip(optimizer.param_groups, groups, strict=True):
+                group["fused"], group["foreach"] = former["fused"], former["foreach"]
+        self.plan, self.low, self.scale, self.flags = None, None, None, []
+
+    def _lay_out(self, memory_format: torch.memory_format) -> None:
+        self.model.to(memory_format=memory_format)
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        state[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[nn.Module]:
+        """The module to run, with the masters' values, whose buffers the model takes over after."""
+        if self.low is None:
+            yield self.model
+            return
+        with torch.no_grad():
+            for low, master in zip(self.low.parameters(), self.model.parameters(), strict=True):
+                low.copy_(master)
+            for low, own in zip(self.low.buffers(), self.model.buffers(), strict=True):
+                low.copy_(own)
+        self.low.train(self.model.training)
+        try:
+            yield self.low
+        finally:
+            for low, own in zip(self.low.buffers(), self.model.buffers(), strict=True):
+                own.copy_(low)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the model by the plan."""
+        plan = self.plan
+        with self.running() as module:
+            if plan is None or plan.compute == "fp32":
+                return module(x)
+            dtype = _LOW[plan.compute]
+            if plan.stores_low and x.is_floating_point():
+                x = x.to(dtype)
+            with torch.autocast("cpu", dtype):
+                return module(x).float()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add scaled gradients."""
+        (loss if self.scale is None else loss * self.scale.value).backward()
+        if self.low is not None:
+            for low, master in zip(self.low.parameters(), self.model.parameters(), strict=True):
+                master.grad = low.grad
+
+    def step(self, together: bool, max_norm: float | None) -> None:
+        """Unscale, clip, step or skip, clear; then the window is over."""
+        groups = [self.optimizers] if together else [[optimizer] for optimizer in self.optimizers]
+        found = False
+        for several in groups:
+            params = [p for o in several for group in o.param_groups for p in group["params"]]
+            grads = [p.grad for p in params if p.grad is not None]
+            finite = True
+            if self.scale is not None:
+                for grad in grads:
+                    grad *= 1 / self.scale.value
+                finite = all(math.isfinite(float(grad.abs().sum())) for grad in grads)
+                found = found or not finite
+            if max_norm is not None and finite:
+                nn.utils.clip_grad_norm_(params, max_norm)
+            if finite:
+                for optimizer in several:
+                    optimizer.step()
+        if self.scale is not None:
+            self.scale.update(found)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Clear gradients."""
+        self.model.zero_grad()
+        if self.low is not None:
+            self.low.zero_grad()
+
+    # --- taking over --------------------------------------------------------------------------------------
+
+    def take(self, weights: dict[str, Tensor], states: Sequence[dict[str, Any]]) -> None:
+        """Take over the weights and the optimizers' states of another, in fp32, by value."""
+        with torch.no_grad():
+            own = self.model.state_dict()
+            for name, value in weights.items():
+                own[name].copy_(value)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_state(optimizer, state)
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state by value, whatever kernel it was saved under."""
+    state = copy.deepcopy(state)
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        group.update({key: own[key] for key in ("fused", "foreach") if key in own})
+    optimizer.load_state_dict(state)
