@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
 from castwise.formats import FORMATS, LOW
 from castwise.plan import Plan, Region
+from castwise.plan_parts import matches_path
 
 __all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
 
@@ -36,20 +36,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # --- which module belongs to which region --------------------------------------------------------------------
 
 
-def _path_regex(glob: str) -> re.Pattern[str]:
-    wild = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
-    return re.compile(
-        "".join(wild.get(piece) or re.escape(piece) for piece in re.split(r"(\*\*|\*|\?)", glob))
-    )
-
-
 def _matches(region: Region, name: str, module: nn.Module) -> bool:
     if region.is_type:
         names = (cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object))
         return any(fnmatch.fnmatchcase(cls, region.glob) for cls in names)
     if not name:
         return region.glob == "**"
-    return _path_regex(region.glob).fullmatch(name) is not None
+    return matches_path(region.glob, name)
 
 
 def _never_called(model: nn.Module) -> dict[nn.Module, str]:
