@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import castwise
-from castwise import Plan, Region, borders
+from castwise import Plan, Region
 from castwise.casting import frames, kernels
 from castwise.errors import PatternError, PlanError
 from castwise.resolve import assign

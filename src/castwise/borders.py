@@ -268,9 +268,14 @@ def install(
     plan, root_place = resolution.plan, resolution.places[""]
     computes = {place.compute for place in resolution.places.values()}
     rows = dict(override_rows(plan, device_type)) if any(casts_operators(plan, c) for c in computes) else {}
-    if device_type == "cpu" and "fp16" in computes and any(isinstance(m, nn.LSTM) for m in model.modules()):
+    if (
+        device_type == "cpu"
+        and "fp16" in computes
+        and any(isinstance(m, nn.LSTM) and not m.proj_size for m in model.modules())
+    ):
         # torch.autocast asks oneDNN for an fp16 LSTM, which it has on no CPU so far ("could not create a primitive
-        # descriptor"). Casting around the whole operator runs it in fp16 by torch's own kernels instead.
+        # descriptor"), but for one with projections. Casting around the whole operator runs it in fp16 by torch's own
+        # kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
     follow = bool(rows)
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}

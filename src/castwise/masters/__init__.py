@@ -21,7 +21,6 @@ from castwise.masters.originals import (
 )
 from castwise.masters.parameter import Master, master_of, model_param_of
 from castwise.masters.state import fit_state, move_state, restride_state
-from castwise.masters.sync import sync
 from castwise.masters.weights import LoadIntoMasters, fp32_state_dict
 
 __all__ = [
@@ -45,5 +44,4 @@ __all__ = [
     "restore",
     "restride_state",
     "store",
-    "sync",
 ]

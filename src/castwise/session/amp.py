@@ -21,6 +21,7 @@ from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
 from castwise.fused import fuse
+from castwise.masters.sync import sync as sync_masters
 from castwise.parallel import fsdp, wrappers
 from castwise.parallel.agreement import clip_by_norm
 from castwise.parallel.plans import check_same_plan
@@ -194,7 +195,7 @@ class Amp(AmongRanks):
         # a copy of a prepared model brings the original's borders along
         log.callback(borders.strip(model))
         frames.get_ready_for_compile()
-        root, remove = borders.install(model, resolution, self.device_type, methods, masters.sync)
+        root, remove = borders.install(model, resolution, self.device_type, methods, sync_masters)
         log.callback(remove)
         restride = self.plan.memory_format == "channels_last"
         log.callback(_restride, held if restride else ())

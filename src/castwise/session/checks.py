@@ -69,8 +69,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
             f"prepare: this {kind} holds no parameter of this {type(model).__name__}; give each model with the optimizer that "
             "updates it, made from model.parameters() after the last change that replaces them"
         )
-    followed = plan.loss_scale is not None or (plan.stores_low and plan.keeps_masters)
-    if followed and not _torch.has_step_hooks(optimizer):
+    touched = plan.loss_scale or plan.stores_low or plan.memory_format != "as_is" or plan.optimizer == "fused"
+    if touched and not _torch.has_step_hooks(optimizer):
         raise StateError(
             f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
             "the optimizer inside it"
