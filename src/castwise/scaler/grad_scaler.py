@@ -35,6 +35,9 @@ class GradScaler(NamedLosses):
     device; an error that names parameters when the scale is at its floor and gradients still overflow. A loss in a
     low format is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
 
+    What torch does otherwise at the defaults, too: after ``patience`` it raises, where torch's skips for ever; and the
+    ranks of all meshes that gradients lie on as DTensors skip together, where torch's asks those of the first gradient's.
+
     Args:
         device: Device type of the gradients.
         init_scale: First scale.
@@ -48,7 +51,8 @@ class GradScaler(NamedLosses):
         dynamic: False keeps the scale; steps with non-finite gradients are still skipped.
         reduce: Called with each 0-dim fp32 flag, to make it the largest over all ranks that act together: in place,
             or by returning it.
-        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce.
+        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce. With neither, the ranks
+            of DTensor gradients' meshes do.
         allow_fp16_grads: Unscale fp16 gradients too, where parameters are stored in fp16 without masters.
         patience: Windows in a row with non-finite gradients, the last at the floor, before :class:`LossScaleError`.
             Without a floor, at the smallest normal fp32 number; a scale that is not dynamic is always at its floor.
