@@ -33,7 +33,8 @@ def shards(rank: int, size: int, ours: bool, fused: bool) -> list[tuple[bool, fl
         for bad in range(size):
             scaler: Any = GradScaler("cpu", 8.0) if ours else torch.amp.GradScaler("cpu", 8.0)
             params = [
-                nn.Parameter(distribute_tensor(torch.ones(4, 4), each, [Shard(0)] * each.ndim)) for each in meshes
+                nn.Parameter(distribute_tensor(torch.ones(4, 4), each, [Shard(0)] * each.ndim))
+                for each in meshes
             ]
             optimizer = torch.optim.AdamW(params, 0.1, fused=fused)
             before = params[0].to_local().clone()
@@ -96,7 +97,9 @@ def test_reductions_raise_no_alarm_and_clipping_does(two: World, layout: str, by
 # --- the guard ----------------------------------------------------------------------------------------------
 
 
-def guarded(rank: int, size: int, layout: str, plan: str, way: str, bad: int) -> tuple[list[bool], bool, bool, int]:
+def guarded(
+    rank: int, size: int, layout: str, plan: str, way: str, bad: int
+) -> tuple[list[bool], bool, bool, int]:
     """A NaN in what one rank has of a gradient, in the second of three steps."""
     run = model.make(layout, plan, Options(fused=way == "fused", max_norm=None))
     skipped, kept = [], True
