@@ -386,3 +386,31 @@ def test_parameters_that_join_between_steps(plan: str, way: str) -> None:
     for key, grad in zip(("2.weight", "2.bias"), want, strict=True):
         torch.testing.assert_close(after[key], before[key] - 0.1 * grad, rtol=1e-5, atol=1e-7)
     amp.close()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("maker", ["fused", "momentum"])
+def test_a_device_that_is_not_the_hosts(maker: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: a fused kernel gets the flag, for another optimizer the host asks for it."""
+    for module in ("unit", "window"):
+        monkeypatch.setattr(f"castwise.scaler.{module}.read_on_host", lambda flags: None)
+    run = Run("bf16-mixed", MAKERS[maker], patience=3)
+    for factor in (1.0, NAN, 1.0, NAN, INF):
+        run.backward(factor)
+        before = run.everything()
+        if direct:
+            run.optimizer.step()
+        else:
+            assert run.amp.step(run.optimizer).skipped is (factor != 1.0)
+        assert same(run.everything(), before) is (factor != 1.0)
+        assert not hasattr(run.optimizer, "found_inf")
+    assert run.amp.skipped_steps == 3
+
+    def go_on() -> None:
+        for _ in range(3):
+            run.backward(NAN)
+            run.amp.step(run.optimizer)
+
+    if not direct:
+        with pytest.raises(NonFiniteError, match="3 steps in a row"):
+            go_on()

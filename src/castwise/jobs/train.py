@@ -226,7 +226,11 @@ class _Run:
             loss = parts.backward(to_device(mine, self.ranks.device))
             # The step's own scale, copied where it lies: asking for it as a number would wait for the device.
             scale = amp.scaler.scale_tensor().detach().clone() if amp.scaler.is_enabled() else None
-            result = amp.step(*parts.optimizers)
+            try:
+                result = amp.step(*parts.optimizers)
+            except NonFiniteError:
+                self._read(parts, journal)  # a loss that is not finite says more
+                raise
             for optimizer in parts.optimizers:
                 optimizer.zero_grad()
             self.time_s = time.perf_counter() - start

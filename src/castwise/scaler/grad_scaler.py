@@ -35,6 +35,9 @@ class GradScaler(NamedLosses):
     device; an error that names parameters when the scale is at its floor and gradients still overflow. A loss in a
     low format is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
 
+    What torch does otherwise at the defaults, too: after ``patience`` it raises, where torch's skips for ever; and the
+    ranks of all meshes that gradients lie on as DTensors skip together, where torch's asks those of the first gradient's.
+
     Args:
         device: Device type of the gradients.
         init_scale: First scale.
@@ -48,7 +51,8 @@ class GradScaler(NamedLosses):
         dynamic: False keeps the scale; steps with non-finite gradients are still skipped.
         reduce: Called with each 0-dim fp32 flag, to make it the largest over all ranks that act together: in place,
             or by returning it.
-        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce.
+        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce. With neither, the ranks
+            of DTensor gradients' meshes do.
         allow_fp16_grads: Unscale fp16 gradients too, where parameters are stored in fp16 without masters.
         patience: Windows in a row with non-finite gradients, the last at the floor, before :class:`LossScaleError`.
             Without a floor, at the smallest normal fp32 number; a scale that is not dynamic is always at its floor.
@@ -97,6 +101,8 @@ class GradScaler(NamedLosses):
         self._process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads
         self.param_names: Callable[[], Mapping[int, str]] | None = None
+        # Whether a window that updates by itself was stepped in, so that the scale is what the update will make of it.
+        self.is_over: Callable[[], bool] | None = None
         self.admit: Callable[[Optimizer], bool] | None = (
             None  # gives late parameters masters; whether there were any
         )
@@ -144,7 +150,10 @@ class GradScaler(NamedLosses):
 
     def get_scale(self, name: str = DEFAULT) -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
-        return self._state_of(name).scale if self._enabled else 1.0
+        return self._state_now()(name).scale if self._enabled else 1.0
+
+    def _state_now(self) -> Callable[[str], ScaleState]:
+        return self.state_after_update if self.is_over is not None and self.is_over() else self._state_of
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
         """What the state of a loss would be after an update with this outcome. Changes nothing; synchronises."""
@@ -496,7 +505,7 @@ class GradScaler(NamedLosses):
         stuck = [
             name
             for name, flag in (self._flags or {self._base or self._slot: found}).items()
-            if bool(flag > 0) and (not limits.dynamic or self.get_scale(name) <= floor)
+            if bool(flag > 0) and (not limits.dynamic or self._state_of(name).scale <= floor)
         ]
         if not stuck:
             return
@@ -505,7 +514,7 @@ class GradScaler(NamedLosses):
             self._outcomes.streak + 1,
             self.non_finite_params(optimizer),
             loss=stuck[0],
-            scale=self.get_scale(stuck[0]),
+            scale=self._state_of(stuck[0]).scale,
             floor=floor if limits.dynamic else None,
         )
 
@@ -595,15 +604,9 @@ class GradScaler(NamedLosses):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
-        return self._saved(self._state_of)
-
-    def state_dict_after_update(self) -> dict[str, Any]:
-        """What :meth:`state_dict` will give after :meth:`update`, by the steps so far. Changes nothing; synchronises."""
-        return self._saved(self.state_after_update)
-
-    def _saved(self, state_of: Callable[[str], ScaleState]) -> dict[str, Any]:
         if not self._enabled:
             return {}
+        state_of = self._state_now()
         state = state_of(DEFAULT)
         return {
             "scale": state.scale,
@@ -623,6 +626,8 @@ class GradScaler(NamedLosses):
             self._take(state_dict)
             self._base, self._flags = None, {}
             self._outcomes.streak = 0
+            if self.is_over is not None:
+                self.forget()
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
@@ -641,7 +646,7 @@ class GradScaler(NamedLosses):
             state["_init_hysteresis_tracker"] = first.hysteresis_tracker
             state["_saved_others"] = {name: self._state_of(name) for name in self._known}
         state.update(
-            _slot=DEFAULT, _others={}, _hysteresis_tracker=None, param_names=None, admit=None,
+            _slot=DEFAULT, _others={}, _hysteresis_tracker=None, param_names=None, admit=None, is_over=None,
             _base=None, _flags={}, _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
         return state

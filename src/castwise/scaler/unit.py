@@ -111,8 +111,6 @@ class UnitScaler(GradScaler):
         """Nothing that changes, so nothing to save."""
         return {}
 
-    state_dict_after_update = state_dict
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A scale has no place here."""
 

@@ -46,6 +46,7 @@ class Window:
         self.settled = not self._scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
         self._stepped = False
+        scaler.is_over = lambda: self._stepped
         # Parameters of optimizers that were unscaled by hand: gradients may change, and parameters join, before the step.
         self._by_hand: dict[int, set[int]] = {}
         self._inside = False
@@ -80,7 +81,8 @@ class Window:
             of.update((id(grad), grad) for grad in gradients.held(optimizer))
         if self._stepped:
             old = scaler.scale_tensor().clone() if scaled else None
-            scaler.update()
+            if scaler._per_optimizer_states:  # none where a state was loaded into the scaler since
+                scaler.update()
             self._owners.clear()
             self._lent = False
         else:
@@ -356,11 +358,11 @@ class Window:
 
     def get_scale(self, name: str = DEFAULT) -> float:
         """The scale by which the next loss will be multiplied. Changes nothing; synchronises with the device."""
-        return self.scaler.state_after_update(name).scale if self._stepped else self.scaler.get_scale(name)
+        return self.scaler.get_scale(name)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state with which the next window will begin. Changes nothing; synchronises with the device."""
-        return self.scaler.state_dict_after_update() if self._stepped else self.scaler.state_dict()
+        return self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved scaler's state; gradients that are held keep their meaning."""

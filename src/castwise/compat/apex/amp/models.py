@@ -156,7 +156,8 @@ def cast_models(
             )
             own = {id(parameter) for parameter in model.parameters()}
             mine = [o for o in map(base_of, optimizers) if any(id(p) in own for p in _held(o))]
-            Amp(plan, device=device_type_of([model])).prepare(model, *mine)
+            # Apex's own scalers decide what is skipped.
+            Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *mine)
     else:
         raise RuntimeError(
             f"cast_model_type was {dtype}; allowed: torch.float16, torch.bfloat16, torch.float32, or False for no cast."
