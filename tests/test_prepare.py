@@ -186,7 +186,8 @@ def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> N
 def test_a_prepare_that_is_interrupted_is_taken_back(
     name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from castwise.session import amp as room
+    from castwise.session import amp as session
+    from castwise.session import apply as applied
 
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -197,11 +198,11 @@ def test_a_prepare_that_is_interrupted_is_taken_back(
         raise KeyboardInterrupt
 
     owner, attribute = {
-        "install": (room.borders, "install"),
-        "store": (room.storage, "follow_state"),
-        "attach": (room.masters, "attach"),
-        "fuse": (room, "fuse"),
-        "note": (room.wrappers, "on_ddp"),
+        "install": (applied.borders, "install"),
+        "store": (applied.storage, "follow_state"),
+        "attach": (applied.masters, "attach"),
+        "fuse": (applied, "fuse"),
+        "note": (session.wrappers, "on_ddp"),
     }[where]
     if where == "attach" and Plan.preset(name).master == "none":
         pytest.skip("attaches nothing")

@@ -12,7 +12,9 @@ Gradients between two updates form a *window* with one scale per named loss. ``s
 to the same window; the scale moves once, when the next window opens, at the first ``scale`` or ``backward`` after a
 step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decides for both together.
 
-``amp``: the session itself. ``checks``: what ``prepare`` refuses. ``ranks``: what a session is among other processes.
+``amp``: the session itself, on one page. ``checks``: what ``prepare`` refuses. ``apply`` and ``storage``: what it changes, through
+an undo log. ``members``: what was prepared. ``guard``: the scaler of a plan. ``ranks``: what a session is among other
+processes.
 """
 
 from __future__ import annotations

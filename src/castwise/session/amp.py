@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,25 +12,23 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from castwise import _torch, borders, masters, process
 from castwise.casting import autocast, frames
 from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
-from castwise.fused import fuse
-from castwise.masters.sync import sync as sync_masters
 from castwise.parallel import fsdp, wrappers
-from castwise.parallel.agreement import clip_by_norm
 from castwise.parallel.plans import check_same_plan
 from castwise.plan import Plan, as_plan
 from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Window
 from castwise.session import storage
+from castwise.session.apply import apply
 from castwise.session.checks import check_model, check_optimizer, check_parameters
 from castwise.session.guard import give_late_masters, scaler_for
-from castwise.session.ranks import AmongRanks
+from castwise.session.members import Members
+from castwise.session.ranks import Ranks
 
 __all__ = ["Amp"]
 
@@ -39,7 +36,7 @@ _LOW = (torch.bfloat16, torch.float16)
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
 
-class Amp(AmongRanks):
+class Amp:
     """A precision plan, applied to models and optimizers of any training loop.
 
     Args:
@@ -74,7 +71,8 @@ class Amp(AmongRanks):
         nonfinite: str = "skip",
         patience: int = 10,
     ) -> None:
-        super().__init__(group)
+        self._members = Members()
+        self._ranks = Ranks(self._members, group)
         self.plan = as_plan(plan)
         self.device_type = torch.device(device).type if device is not None else default_device_type()
         if self.device_type not in DEVICE_TYPES:
@@ -82,10 +80,10 @@ class Amp(AmongRanks):
                 f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}"
             )
         process.check_device(self.plan, self.device_type)
-        self.scaler = scaler_for(self.plan, self.device_type, self._agree, nonfinite, patience)
-        self.scaler.param_names = self._parameter_names
+        self.scaler = scaler_for(self.plan, self.device_type, self._ranks.agree, nonfinite, patience)
+        self.scaler.param_names = self._members.names
         self.scaler.admit = give_late_masters
-        self._window = Window(self.scaler, lambda: self._live(self._optimizers))
+        self._window = Window(self.scaler, lambda: self._members.optimizers)
         self._claim: process.Claim | None = None
         self._region: autocast | None = None
         self._root: borders.Border | None = None
@@ -150,13 +148,31 @@ class Amp(AmongRanks):
         fsdp.check_groups(resolution, target)
         dtypes = storage.dtypes_of(resolution, target)
         storage.check_range(target, dtypes)
-        if optimizers and not self._models and self._agreement.world_size > 1:
-            check_same_plan(self.plan, self._agreement.group)
+        agreement = self._ranks.agreement
+        if optimizers and not self._members.models and agreement.world_size > 1:
+            check_same_plan(self.plan, agreement.group)
         with contextlib.ExitStack() as log:
-            self._apply(target, optimizers, resolution, dtypes, methods, log)
+            if self._claim is None or self._claim.closed:
+                self._claim = process.Claim(self.plan, self.device_type)
+                log.callback(self._claim.close)
+                weakref.finalize(self, self._claim.close).atexit = False
+            root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
+            for optimizer in optimizers:
+                if not self._members.holds(optimizer):
+                    log.callback(_drop, self._members.remove_optimizer, weakref.ref(optimizer))
+                    self._members.add_optimizer(optimizer)
+                    if _torch.has_step_hooks(optimizer):
+                        log.callback(self._window.watch(optimizer))
+            log.callback(_drop, self._members.remove, weakref.ref(target))
+            self._members.add(target, root)
+            log.callback(_drop, _forget, weakref.ref(target))
+            _prepared[target] = self
+            wrappers.on_ddp(_meet_ddp)
+            self._ranks.note(target, resolution.plan)
             if inference or not self.plan.keeps_masters:
                 storage.forget_originals(dtypes, inference=inference)
             self._undo.push(log.pop_all())
+        self._root = self._root or root
         return (model, *optimizers) if optimizers else model
 
     def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
@@ -174,65 +190,6 @@ class Amp(AmongRanks):
             PatternError: A region of the plan that does not fit the model.
         """
         return resolve(self.plan, model, self.device_type, part=part, inference=inference)
-
-    def _apply(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        resolution: Resolution,
-        dtypes: Mapping[torch.Tensor, torch.dtype],
-        methods: Sequence[str],
-        log: contextlib.ExitStack,
-    ) -> None:
-        """Carry a resolution out. Whatever is changed here is an entry of the log, made before the change or with it."""
-        alive = weakref.ref(model)  # the log must not keep the model
-        held = [weakref.ref(optimizer) for optimizer in optimizers]
-        log.callback(self._agreement.forget)
-        if self._claim is None or self._claim.closed:
-            self._claim = process.Claim(self.plan, self.device_type)
-            log.callback(self._claim.close)
-            weakref.finalize(self, self._claim.close).atexit = False
-        # a copy of a prepared model brings the original's borders along
-        log.callback(borders.strip(model))
-        frames.get_ready_for_compile()
-        root, remove = borders.install(model, resolution, self.device_type, methods, sync_masters)
-        log.callback(remove)
-        restride = self.plan.memory_format == "channels_last"
-        log.callback(_restride, held if restride else ())
-        changed = [
-            weakref.ref(parameter)
-            for parameter in model.parameters()
-            if parameter in dtypes and not (resolution.plan.keeps_masters and parameter.requires_grad)
-        ]
-        log.callback(storage.follow_state, held, changed)
-        storage.store(model, self.plan, dtypes, log)
-        storage.follow_state(held, changed)
-        _restride(held if restride else ())
-        for optimizer in optimizers:
-            if self.plan.keeps_masters:
-                attachment = masters.attach(optimizer, model)
-                log.callback(functools.partial(attachment.detach, write_back=True))
-            if self.plan.optimizer == "fused":
-                log.callback(fuse(optimizer))
-        if resolution.plan.keeps_masters and dtypes:
-            log.callback(register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, alive)).remove)
-        for optimizer in optimizers:
-            if all(known() is not optimizer for known in self._optimizers):
-                reference = weakref.ref(optimizer)
-                log.callback(_without, self._optimizers, reference)
-                self._optimizers.append(reference)
-                if _torch.has_step_hooks(optimizer):
-                    log.callback(self._window.watch(optimizer))
-        wrappers.on_ddp(_meet_ddp)
-        self._agreement.forget()
-        log.callback(_forget_model, alive)
-        log.callback(_without, self._models, alive)
-        self._models.append(alive)
-        _prepared[model] = self
-        self._patterns |= {region.pattern for region in resolution.plan.regions}
-        self._note_order(model)
-        self._roots[model] = root
-        self._root = self._root or root
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
         """The plan's casting as a region, for code outside a prepared module: a loss, a function.
@@ -260,7 +217,7 @@ class Amp(AmongRanks):
             The scaled loss; the loss itself under a plan without a loss scale.
         """
         self._window.open(name, lend=True)
-        self._narrow()
+        self._ranks.narrow()
         return self._window.note_backward_of(self.scaler.scale(loss, name))
 
     def get_scale(self, name: str = "loss") -> float:
@@ -292,22 +249,14 @@ class Amp(AmongRanks):
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
-        self._narrow()
+        self._ranks.narrow()
         try:
             if kwargs or not scaler.is_first(name):
-                scaler.backward(loss, name, params=self._parameters, **kwargs)
+                scaler.backward(loss, name, params=self._members.parameters, **kwargs)
             else:
                 _torch.backward_of_scalar(scaler.scale(loss, name))
         finally:
             window.fed()
-
-    def _parameter_names(self) -> dict[int, str]:
-        names = {}
-        for model in self._live(self._models):
-            for name, parameter in model.named_parameters():
-                names[id(parameter)] = name
-                names[id(masters.master_of(parameter))] = name
-        return names
 
     def grad(
         self,
@@ -365,7 +314,7 @@ class Amp(AmongRanks):
         Returns:
             The norm before clipping, a 0-dim tensor on the gradients' device.
         """
-        norm = self._clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
+        norm = self._ranks.clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
         if isinstance(optimizer_or_params, Optimizer):
             self._window.note_norm((optimizer_or_params,), norm)
         return norm
@@ -387,7 +336,7 @@ class Amp(AmongRanks):
         params = [of] if isinstance(of, torch.Tensor) else list(of)
         if look:
             wanted = {id(parameter) for parameter in params}
-            for optimizer in self._live(self._optimizers):
+            for optimizer in self._members.optimizers:
                 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 held |= {
                     id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
@@ -411,17 +360,22 @@ class Amp(AmongRanks):
                 calls :meth:`backward` and returns the loss. Gradients are unscaled and checked at each evaluation.
 
         Returns:
-            What became of it; without a loss scale nothing is ever skipped.
+            What became of it: whether it was skipped, and the norm before clipping.
+
+        Raises:
+            StateError: An optimizer that was not prepared, or gradients that were changed while they were scaled.
+            NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
+            LossScaleError: The same under a loss scale that cannot shrink any more.
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
         for optimizer in optimizers:
-            if all(known() is not optimizer for known in self._optimizers):
+            if not self._members.holds(optimizer):
                 self._refuse_unknown(optimizer)
         if frames.thread.state.saved:
             frames.leave_interrupted()
-        if self._unchecked:
-            self._check_order()
+        if self._ranks.unchecked:
+            self._ranks.check_order()
         window = self._window
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
@@ -433,7 +387,7 @@ class Amp(AmongRanks):
             )
         norm = None
         if max_norm is not None:
-            norm = self._decide_and_clip(optimizers, max_norm)
+            norm = self._ranks.decide_and_clip(self.scaler, window, optimizers, max_norm)
         elif closure is None:
             for optimizer in optimizers:
                 window.unscale_(optimizer)
@@ -453,43 +407,6 @@ class Amp(AmongRanks):
             "very object that was prepared"
         )
 
-    def _decide_and_clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
-        """Unscale, agree on the flag and on the norm, in one message, and clip."""
-        scaler, window = self.scaler, self._window
-        if not scaler.is_enabled():
-            norm = self._clip_together(optimizers, max_norm)
-            window.note_norm(optimizers, norm)
-            return norm
-        late = any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
-        apart = self._agreement.can_differ(self._parameters())
-        self._flags_wait = apart
-        try:
-            for optimizer in optimizers:
-                window.unscale_(optimizer)
-        finally:
-            self._flags_wait = False
-        if apart:
-            params = [
-                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-            ]
-            flag = scaler.joint_flag(optimizers)
-            norm = self._agreement.norm(params, joined=True, flag=flag)
-            scaler.set_flag(optimizers, flag)
-            clip_by_norm(params, max_norm, norm.nan_to_num(0.0, 0.0))
-            return norm
-        scaler.decide_together(optimizers)
-        norm = self._clip_together(optimizers, max_norm)
-        if late:  # gradients may have changed since they were looked at
-            window.note_norm(optimizers, norm)
-        return norm
-
-    def _clip_together(self, optimizers: Sequence[Optimizer], max_norm: float) -> torch.Tensor:
-        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        return self._clip(params, max_norm)
-
-    def _open_window(self) -> None:
-        self._window.open(lend=True)
-
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped since the session was made; several optimizers that step together count one each.
@@ -497,6 +414,85 @@ class Amp(AmongRanks):
         Reading it waits for the device only where a fused optimizer on an accelerator decided by itself.
         """
         return self._window.skipped_steps
+
+    # --- several processes --------------------------------------------------------------------------------
+
+    def mp_policy(self, module: nn.Module | None = None, model: nn.Module | None = None) -> Any:
+        """The plan as a ``MixedPrecisionPolicy`` for FSDP2's ``fully_shard``.
+
+        Args:
+            module: The module to be sharded. Without ``model``, only regions by ``type:`` can decide for it.
+            model: The whole model that it is in, so that regions by path decide too.
+
+        Returns:
+            A policy whose parameters are gathered in the format that the plan stores them in and whose gradients are
+            reduced in fp32.
+        """
+        return fsdp.mp_policy(self.plan, module, model)
+
+    def fully_shard(
+        self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), part: bool = False, **options: Any
+    ) -> Any:
+        """FSDP2's ``fully_shard`` by the plan: each region that needs a group of its own, each block, then the model.
+
+        Call it before the optimizer is made and before :meth:`prepare`.
+
+        Args:
+            model: The model, on its device.
+            blocks: Modules of it that are gathered and freed one at a time, such as its layers.
+            part: The model is one stage of a pipeline, as for :meth:`prepare`.
+            options: For ``fully_shard``: ``mesh``, ``reshard_after_forward`` and others.
+
+        Returns:
+            The model.
+        """
+        fsdp.shard(self.resolve(model, part=part), model, blocks, options)
+        return model
+
+    def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
+        """Declare a parameter that was cut by hand: each rank of ``group`` holds a piece of its own.
+
+        Steps are then skipped by all ranks or none, and norms are those of the whole parameter. DTensors need no
+        declaration.
+
+        Args:
+            parameter: The model's parameter.
+            group: The ranks that hold the pieces; None for all.
+            dim: Along which dimension the whole was cut, in the order of ranks. Given, a checkpoint holds the whole
+                parameter and resumes under another layout.
+
+        Raises:
+            StateError: torch.distributed is not initialised.
+        """
+        self._ranks.agreement.pieces.mark(parameter, group, dim)
+        self._ranks.agreement.forget()
+
+    def pipeline(self, schedule: Any) -> Any:
+        """Let a schedule of ``torch.distributed.pipelining`` train by the plan.
+
+        The schedule starts its backward passes from the scaled loss and reports the loss itself; norms and skipped
+        steps are those of all stages together; stages in low formats hand their outputs on as they are, and only the
+        last one's come out in fp32.
+
+        Args:
+            schedule: Made from stages whose modules were prepared, on every rank.
+
+        Returns:
+            The same schedule.
+
+        Raises:
+            StateError: Not a schedule, or a stage whose module was not prepared.
+            PatternError: A region of the plan that matches nothing in any stage.
+        """
+        return self._ranks.adapt(schedule, self.plan, self.scaler, self._window)
+
+    def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given without ``dim``."""
+        return self._ranks.agreement.pieces.piece(parameter)
+
+    def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Values of a parameter that :meth:`mark_sharded` was given with ``dim`` as a DTensor of the whole; others as they are."""
+        return self._ranks.agreement.pieces.as_whole(parameter, values)
 
     # --- state --------------------------------------------------------------------------------------------
 
@@ -539,8 +535,7 @@ class Amp(AmongRanks):
         """
         self._undo.close()
         self._region = self._root = None
-        self._narrows.clear()
-        self._unchecked.clear()
+        self._ranks.forget()
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -560,40 +555,20 @@ class Amp(AmongRanks):
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
 
 
-def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-    for reference in optimizers:
-        optimizer = reference()
-        if optimizer is not None:
-            masters.restride_state(optimizer)
+def _drop(remove: Callable[[Any], None], reference: weakref.ref[Any]) -> None:
+    target = reference()
+    if target is not None:
+        remove(target)
 
 
-def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """At any optimizer's step: one that never got masters must not update what is stored low to have them."""
-    model = reference()
-    if model is None or masters.attachment_of(optimizer) is not None:
-        return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in held and masters.is_low(parameter) and parameter.grad is not None:
-            raise StateError(
-                f"{type(optimizer).__name__}.step(): {name} of {type(model).__name__} is stored in "
-                f"{str(parameter.dtype).removeprefix('torch.')} by a plan whose fp32 masters live in the optimizer, and this one has "
-                "none: updates would be rounded away. Prepare both: amp.prepare(model, optimizer)."
-            )
-
-
-def _forget_model(reference: weakref.ref[nn.Module]) -> None:
-    model = reference()
-    if model is not None:
-        _prepared.pop(model, None)
-
-
-def _without(references: list[Any], gone: Any) -> None:
-    references[:] = [reference for reference in references if reference is not gone]
+def _forget(model: nn.Module) -> None:
+    _prepared.pop(model, None)
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
     for inner in module.modules():
         amp = _prepared.get(inner)
         if amp is not None:
-            amp._join_ddp(ddp, module)
+            undo = amp._ranks.join_ddp(ddp, module)
+            if undo is not None:
+                amp._undo.callback(undo)

@@ -1,0 +1,106 @@
+"""Carry a resolution out, through an undo log.
+
+Whatever is changed here is an entry of the log (``contextlib.ExitStack``), made before the change or with it: a failure
+at any point, Ctrl-C included, replays it, and so does ``Amp.close``. The log keeps neither models nor optimizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from castwise import borders, masters
+from castwise.borders import Border
+from castwise.casting import frames
+from castwise.errors import StateError
+from castwise.fused import fuse
+from castwise.masters.sync import sync
+from castwise.resolve import Resolution
+from castwise.session import storage
+
+__all__ = ["apply"]
+
+
+def apply(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    resolution: Resolution,
+    dtypes: Mapping[torch.Tensor, torch.dtype],
+    device_type: str,
+    methods: Sequence[str],
+    inference: bool,
+    log: contextlib.ExitStack,
+) -> Border:
+    """Put borders on a model, store its tensors, and give its optimizers masters and fused kernels.
+
+    Args:
+        model: What was resolved and checked.
+        optimizers: Those that update it, checked.
+        resolution: Of the plan for the model.
+        dtypes: Of the tensors that are to be stored otherwise.
+        device_type: Where the model runs.
+        methods: Names of methods that run by the plan too.
+        inference: Nothing is trained.
+        log: Gets what undoes each change.
+
+    Returns:
+        The border around the model.
+    """
+    plan = resolution.plan
+    alive = weakref.ref(model)
+    held = [weakref.ref(optimizer) for optimizer in optimizers]
+    # a copy of a prepared model brings the original's borders along
+    log.callback(borders.strip(model))
+    frames.get_ready_for_compile()
+    root, remove = borders.install(model, resolution, device_type, methods, sync)
+    log.callback(remove)
+    restrided = held if plan.memory_format == "channels_last" else []
+    log.callback(_restride, restrided)
+    changed = [
+        weakref.ref(parameter)
+        for parameter in model.parameters()
+        if parameter in dtypes and not (plan.keeps_masters and parameter.requires_grad)
+    ]
+    log.callback(storage.follow_state, held, changed)
+    storage.store(model, plan, dtypes, log)
+    storage.follow_state(held, changed)
+    _restride(restrided)
+    for optimizer in optimizers:
+        if plan.keeps_masters:
+            attachment = masters.attach(optimizer, model)
+            log.callback(functools.partial(attachment.detach, write_back=True))
+        if plan.optimizer == "fused":
+            log.callback(fuse(optimizer))
+    if plan.keeps_masters and dtypes:
+        log.callback(register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, alive)).remove)
+    return root
+
+
+def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+    for reference in optimizers:
+        optimizer = reference()
+        if optimizer is not None:
+            masters.restride_state(optimizer)
+
+
+def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """At any optimizer's step: one that never got masters must not update what is stored low to have them."""
+    model = reference()
+    if model is None or masters.attachment_of(optimizer) is not None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held and masters.is_low(parameter) and parameter.grad is not None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): {name} of {type(model).__name__} is stored in "
+                f"{str(parameter.dtype).removeprefix('torch.')} by a plan whose fp32 masters live in the optimizer, and this one has "
+                "none: updates would be rounded away. Prepare both: amp.prepare(model, optimizer)."
+            )

@@ -1,0 +1,75 @@
+"""What a session has prepared: models and the optimizers that update them, held weakly."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise import masters
+from castwise.borders import Border
+
+__all__ = ["Members"]
+
+
+class Members:
+    """Models and optimizers of one session, in the order in which they were prepared."""
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self.roots: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
+        """The border around each model."""
+
+    def add(self, model: nn.Module, root: Border) -> None:
+        """Take a model in."""
+        self._models.append(weakref.ref(model))
+        self.roots[model] = root
+
+    def remove(self, model: nn.Module) -> None:
+        """Let a model go."""
+        self._models = [known for known in self._models if known() is not model]
+        self.roots.pop(model, None)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer in."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def remove_optimizer(self, optimizer: Optimizer) -> None:
+        """Let an optimizer go."""
+        self._optimizers = [known for known in self._optimizers if known() is not optimizer]
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer was prepared, this very object."""
+        return any(known() is optimizer for known in self._optimizers)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those that are alive."""
+        return [model for known in self._models if (model := known()) is not None]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are alive."""
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Every parameter of the models once."""
+        seen: set[int] = set()
+        for model in self.models:
+            for parameter in model.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def names(self) -> dict[int, str]:
+        """Module paths of parameters and of their masters, by ``id``."""
+        names = {}
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                names[id(parameter)] = name
+                names[id(masters.master_of(parameter))] = name
+        return names
