@@ -335,11 +335,16 @@ def test_every_plan_loads_every_other(tmp_path: Path, before: str, after: str) -
     fresh.load(checkpoint.newest(tmp_path))
     got = fresh.state()
     full = after != "bf16-true"
+    rounded = {
+        f"model.{k}"
+        for k, v in fresh.model.named_parameters()
+        if v.requires_grad and v.dtype is torch.bfloat16
+    }
     for key, value in want.items():
         if key.startswith("model.") and value.is_floating_point():
             assert got[key].dtype is torch.float32
             kept = value
-            if not full:  # stored low without masters: rounded, once
+            if key in rounded and not full:  # trained without masters: rounded, once
                 kept = value.to(fresh.amp.plan.compute_dtype).float()
             assert torch.equal(got[key], kept), key
         elif "exp_avg" in key:

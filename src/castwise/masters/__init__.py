@@ -21,7 +21,7 @@ from castwise.masters.originals import (
 )
 from castwise.masters.parameter import Master, master_of, model_param_of
 from castwise.masters.state import fit_state, move_state, restride_state
-from castwise.masters.weights import LoadIntoMasters, fp32_state_dict
+from castwise.masters.weights import LoadIntoMasters, fp32_state_dict, install_hooks
 
 __all__ = [
     "Attachment",
@@ -33,6 +33,7 @@ __all__ = [
     "fit_state",
     "forget_original",
     "fp32_state_dict",
+    "install_hooks",
     "is_low",
     "local",
     "master_of",
