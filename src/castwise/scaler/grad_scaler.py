@@ -431,7 +431,12 @@ class GradScaler(NamedLosses):
         if closure is not None:
             value = self._step_with_closure(optimizer, closure, args, kwargs)
         elif args or kwargs or self._overridden or getattr(optimizer, "_step_supports_amp_scaling", False):
+            first = not optimizer.state
             value = super().step(optimizer, *args, **kwargs)
+            if first:
+                gradients.forget_unwritten(
+                    optimizer, self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                )
         else:
             value = self._plain_step(optimizer)
         key, outcomes = id(optimizer), self._outcomes

@@ -161,6 +161,16 @@ def _is_whole(grad: torch.Tensor) -> bool:
     return placements is not None and not any(placement.is_partial() for placement in placements)
 
 
+def forget_unwritten(optimizer: Optimizer, flags: Mapping[torch.device, torch.Tensor]) -> None:
+    """After the first step of a fused kernel: if it was skipped, let SGD's momentum go.
+
+    torch allocates it and leaves it to the kernel to write, which a skipped step does not (seen in torch 2.13); the next
+    step would go on from whatever lay there. Waits for the device, this once.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and any(flag.item() for flag in flags.values()):
+        optimizer.state.clear()
+
+
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Take the gradients off parameters.
 

@@ -163,10 +163,13 @@ class UnitScaler(GradScaler):
             if earlier is not None and (result.skipped or self._streaks):
                 self.count(earlier, result.skipped)
         hand_over(optimizer, gradients.largest([*flags.values()], self.scale_tensor().device))
+        first = not optimizer.state
         try:
             optimizer.step()
         finally:
             take_back(optimizer)
+        if first:
+            gradients.forget_unwritten(optimizer, flags)
         result = StepResult(list(flags.values()))
         self._on_their_way.append((weakref.ref(optimizer), result))
         return result

@@ -80,7 +80,9 @@ def apply(
         if plan.optimizer == "fused":
             log.callback(fuse(optimizer))
     if dtypes and not (plan.keeps_masters and optimizers):
-        for handle in masters.install_hooks(model):  # what is remembered is loaded too; attaching sees to it elsewhere
+        for handle in masters.install_hooks(
+            model
+        ):  # what is remembered is loaded too; attaching sees to it elsewhere
             log.callback(handle.remove)
     if plan.keeps_masters and dtypes:
         log.callback(register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, alive)).remove)
