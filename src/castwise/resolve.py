@@ -30,6 +30,10 @@ from castwise.plan_parts import matches_path
 
 __all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
 
+_WEIGHTED = (
+    nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss,
+)  # fmt: skip
+"""Losses with the weights of classes in a buffer."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -200,7 +204,7 @@ def resolve(
     A parameter shared by several regions takes the widest of their formats. Buffers are state: they keep their dtype
     unless a region with ``params`` names their very module. Where operators are not autocast, an operator takes no
     fp32 table beside low activations, and buffers that can be told to be constants follow the parameters, as in
-    ``module.half()``: what a parametrization keeps beside its weight, and tables of two and more dimensions that do
+    ``module.half()``: what a parametrization keeps beside its weight, the class weights of losses, and tables of two and more dimensions that do
     not hold whole numbers alone. Running statistics, scalars, vectors and whole numbers (counters, positions,
     frequencies) stay; a BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones
     beside fp32 ones, and where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
@@ -299,7 +303,7 @@ def _has_statistics(module: nn.Module) -> bool:
 def _has_vectors(module: nn.Module) -> bool:
     """Whether a layer's weight is computed from its parameters and vectors kept beside them, as by spectral_norm."""
     reparametrized = isinstance(module, ParametrizationList) or hasattr(module, "weight_orig")
-    return reparametrized and any(buffer.is_floating_point() for buffer in module.buffers())
+    return reparametrized and any(b.is_floating_point() and b.dim() == 1 for b in module.buffers())
 
 
 def _parents(path: str, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
@@ -312,6 +316,8 @@ def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
     """Whether a buffer can be told to be a constant that meets activations, and no state, counter or position."""
     if "parametrizations" in path.split(".") or hasattr(module, "weight_orig"):
         return True  # the vectors of spectral_norm are multiplied with the weight
+    if isinstance(module, _WEIGHTED):
+        return True
     if buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
         return False
     values = buffer.detach()

@@ -72,7 +72,8 @@ def test_the_plan_loads_and_trains_and_every_other_has_its_reason(tmp_path: Path
     assert statuses.count("baseline") == 1 or record["plan"] == "fp32"
     assert all(c["reason"] for c in record["candidates"] if c["status"] == "rejected")
     with castwise.Amp(result.plan, device="cpu") as amp:
-        model, optimizer = amp.prepare(network(), adamw(network().parameters()))
+        model = network()
+        model, optimizer = amp.prepare(model, adamw(model.parameters()))
         assert model is not None
         assert optimizer is not None
 

@@ -195,7 +195,7 @@ class Life:
         elif how == "fused Rprop":
             given.append(torch.optim.Rprop(self.model.parameters()))
         elif how == "too large for fp16":
-            last.data.fill_(1e5)
+            last.data.fill_(1e5 if last.dtype is torch.float32 else 1.0)
             must = last.dtype is torch.float32
         elif how == "no optimizer":
             given.append("adamw")

@@ -85,7 +85,7 @@ def close_that_keeps(what: str) -> Fault:
     def fault() -> contextlib.AbstractContextManager[None]:
         def make(close: Any) -> Any:
             def closing(self: Amp) -> None:
-                models, known = self._live(self._models), self._live(self._optimizers)
+                models, known = self._members.models, self._members.optimizers
                 close(self)
                 for model in models:
                     for parameter in model.parameters():
@@ -194,9 +194,7 @@ def a_getter_that_closes_the_window() -> contextlib.AbstractContextManager[None]
 
     def make(get_scale: Any) -> Any:
         def fault(self: Amp, name: str = "loss") -> float:
-            if self.plan.loss_scale is not None and self.scaler is not None:
-                with contextlib.suppress(AssertionError, RuntimeError):
-                    self.scaler.update()
+            self._window.open()
             return float(get_scale(self, name))
 
         return fault

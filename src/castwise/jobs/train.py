@@ -325,7 +325,7 @@ class _Run:
         if self.plan.loss_scale is None:
             raise NonFiniteError(
                 f"workload {self.workload.name!r}: the loss of step {step.number} is {float(step.loss)} under the plan "
-                f"{self.plan}, from data that is finite, and the plan has no loss scale that could skip the step; "
+                f"{self.plan}, from data that is finite, and the plan has no loss scale that could be lowered; "
                 f"{remedy(self.plan)}"
             )
 

@@ -165,7 +165,7 @@ class Amp:
                         log.callback(self._window.watch(optimizer))
             log.callback(_drop, self._members.remove, weakref.ref(target))
             self._members.add(target, root)
-            log.callback(_drop, _forget, weakref.ref(target))
+            log.callback(_forget_model, weakref.ref(target))
             _prepared[target] = self
             wrappers.on_ddp(_meet_ddp)
             self._ranks.note(target, resolution.plan)
@@ -561,8 +561,10 @@ def _drop(remove: Callable[[Any], None], reference: weakref.ref[Any]) -> None:
         remove(target)
 
 
-def _forget(model: nn.Module) -> None:
-    _prepared.pop(model, None)
+def _forget_model(reference: weakref.ref[nn.Module]) -> None:
+    model = reference()
+    if model is not None:
+        _prepared.pop(model, None)
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:

@@ -64,7 +64,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
     if not isinstance(optimizer, Optimizer):
         raise StateError(f"prepare: {kind} is not a torch.optim.Optimizer; create it before prepare")
     held = {id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(parameter) in held for parameter in model.parameters()):
+    own = {id(parameter) for parameter in model.parameters()}
+    if own and own.isdisjoint(held):  # a stage of a pipeline may have none
         raise StateError(
             f"prepare: this {kind} holds no parameter of this {type(model).__name__}; give each model with the optimizer that "
             "updates it, made from model.parameters() after the last change that replaces them"

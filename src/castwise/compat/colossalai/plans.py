@@ -15,7 +15,7 @@ import torch
 
 from castwise.errors import PlanError, UnknownNameError
 from castwise.formats import LOW, get_format
-from castwise.plan import PRESETS, LossScale, Plan
+from castwise.plan import PRESETS, LossScale, Plan, Region
 from castwise.plan_parts import close_matches
 
 __all__ = ["Recipe", "apex_recipe", "fp32_recipe", "naive_recipe", "recipe_of", "torch_recipe"]
@@ -149,8 +149,10 @@ def naive_recipe(options: dict[str, Any]) -> Recipe:
         ceiling=given.take("max_scale") or None,
         dynamic=bool(given.take("dynamic_grad_scale", default=True)),
     )
+    low = given.low_format()
+    norms = (Region("type:_BatchNorm", params=low),)  # statistics included, as in the original
     recipe = Recipe(
-        dataclasses.replace(PRESETS["naive"], compute=given.low_format(), loss_scale=scale),
+        dataclasses.replace(PRESETS["naive"], compute=low, loss_scale=scale, regions=norms),
         "naive",
         clip_grad_norm=float(given.take("clip_grad_norm", "clip_grad", default=0.0) or 0.0),
         verbose=bool(given.take("verbose", default=False)),

@@ -114,10 +114,12 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def _batch_norm_regions(model: nn.Module, keep: bool, low: str) -> tuple[Region, ...]:
-    """Only BatchNorm with weights of its own stays fp32."""
+    """Only BatchNorm with weights of its own stays fp32, or none does, statistics included: as in Apex."""
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not keep or not norms:
+    if not norms:
         return ()
+    if not keep:
+        return (Region("type:_BatchNorm", params=low),)
     plain = [Region(name, params=low) for name, module in norms if name and not module.affine]
     return (Region("type:_BatchNorm", params="fp32"), *plain)
 
