@@ -244,7 +244,7 @@ def _apex_plan(level: str, chosen: dict[str, Any], scale: LossScale | None, outp
         params="compute",
         rules="none",
         master="fp32" if chosen["master_weights"] else "none",
-        regions=PRESETS["O2"].regions if kept else (),
+        regions=(Region("type:_BatchNorm", params="fp32" if kept else low),),
         output=output,
         loss_scale=scale,
     )
