@@ -217,6 +217,36 @@ def test_a_prepare_that_is_interrupted_is_taken_back(
     amp.close()
 
 
+@pytest.mark.parametrize("name", [*MASTERS, "bf16-true"])
+def test_parameters_that_cannot_be_stored_otherwise_are_refused_in_words(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expanded = nn.Sequential(nn.Linear(4, 4))
+    expanded[0].bias = nn.Parameter(torch.zeros(1).expand(4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for broken, text in (
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), "1.weight is on the meta device"),
+        (expanded, "0.bias is expanded"),
+        (nn.Sequential(nn.LazyLinear(4)), "0.weight, 0.bias of this Sequential have no shape yet"),
+    ):
+        optimizer = torch.optim.SGD(broken.parameters(), 0.1)
+        amp = castwise.Amp(name, device="cpu")
+        dtypes = [p.dtype for p in broken.parameters()]
+        with pytest.raises(StateError, match=text):
+            amp.prepare(broken, optimizer)
+        assert [p.dtype for p in broken.parameters()] == dtypes
+        assert not broken._forward_hooks
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_fp64_is_never_cast(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    before = copy.deepcopy(model.state_dict())
+    with castwise.Amp(name, device="cpu") as amp:
+        amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        assert model[1].weight.dtype is torch.float64
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 # --- closed -------------------------------------------------------------------------------------------------
 
 

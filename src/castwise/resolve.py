@@ -201,7 +201,7 @@ def resolve(
 ) -> Resolution:
     """Find out what a plan makes of a model; changes neither.
 
-    A parameter shared by several regions takes the widest of their formats. Buffers are state: they keep their dtype
+    A parameter shared by several regions takes the widest of their formats; fp64 stays. Buffers are state: they keep their dtype
     unless a region with ``params`` names their very module. Where operators are not autocast, an operator takes no
     fp32 table beside low activations, and buffers that can be told to be constants follow the parameters, as in
     ``module.half()``: what a parametrization keeps beside its weight, the class weights of losses, and tables of two and more dimensions that do
@@ -252,11 +252,11 @@ def resolve(
         )
         low_names = () if owners[path] is not None or fused else _names_of(module, layers)
         for name, tensor in module.named_parameters(recurse=False):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.dtype is not torch.float64:  # fp64 is never cast
                 low = plan.compute_dtype if name in low_names and tensor.dtype is torch.float32 else None
                 wanted.setdefault(tensor, []).append(dtype or low or tensor.dtype)
         for name, tensor in module.named_buffers(recurse=False):
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or tensor.dtype is torch.float64:
                 continue
             follows = dtype is not None and (
                 explicit is not None

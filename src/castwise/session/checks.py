@@ -44,6 +44,12 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
             "prepare: this module has already run compiled, and hooks added now would be ignored; prepare the module "
             "first, then torch.compile it"
         )
+    lazy = [name for name, p in target.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise StateError(
+            f"prepare: {', '.join(lazy[:3])} of this {type(target).__name__} have no shape yet; run one forward first, make the "
+            "optimizer, then prepare"
+        )
     devices = {p.device.type for p in target.parameters()} - {"meta", device_type}
     if devices:
         raise StateError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import masters
-from castwise.errors import PlanError
+from castwise.errors import PlanError, StateError
 from castwise.parallel import fsdp
 from castwise.plan import Plan
 from castwise.resolve import Resolution, named_tensors
@@ -33,19 +33,31 @@ def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dt
 
 
 def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """See that weights fit the formats that they are to be stored in.
+    """See that tensors can be stored otherwise, and that their values fit the formats.
 
     Raises:
+        StateError: Some are on the meta device, not strided, or expanded: several elements in one place of memory.
         PlanError: Some are beyond fp16's largest number, 65504, and would become infinite.
 
     Warns:
         UserWarning: Some are below its smallest numbers and would become zero.
     """
     names = {tensor: name for name, tensor in named_tensors(model)}
+    for tensor in dtypes:
+        expanded = tensor.layout is torch.strided and any(
+            stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+        if tensor.is_meta or tensor.layout is not torch.strided or expanded:
+            kind = "on the meta device" if tensor.is_meta else "expanded" if expanded else f"{tensor.layout}"
+            raise StateError(
+                f"prepare: {names[tensor]} is {kind}, and the plan stores it in {str(dtypes[tensor]).removeprefix('torch.')}; give the "
+                "module memory of its own first (model.to_empty(device=...), .contiguous(), .to_dense()), or leave it out by "
+                "Region(path, params='fp32')"
+            )
     over, under = [], []
     finfo = torch.finfo(torch.float16)
     for tensor, dtype in dtypes.items():
-        if dtype is not torch.float16 or tensor.is_meta:
+        if dtype is not torch.float16:
             continue
         values = masters.local(tensor)
         finite = values[values.isfinite()].abs()
