@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import abc, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _LOW = (torch.bfloat16, torch.float16)
+_NOTHING = contextlib.nullcontext()
 
 
 def lift_low(outputs: Any) -> Any:
@@ -131,8 +133,9 @@ def unscale_plain(
     Returns:
         Whether it was that case; if not, nothing was done.
     """
-    device = inverse.device
+    device = inverse.get_device()
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    dtype, grads, graph = None, [], False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -141,15 +144,17 @@ def unscale_plain(
                     if not _is_whole(grad):
                         return False
                     grad = _torch.local_tensor(grad)
-                dtype = grad.dtype
-                if grad.is_sparse or grad.device != device or (dtype is torch.float16 and not allow_fp16):
+                if grad.dtype is not dtype:
+                    dtype = grad.dtype
+                    grads = by_dtype.setdefault(dtype, [])
+                if grad.get_device() != device or grad.is_sparse:
                     return False
-                if dtype not in by_dtype:
-                    by_dtype[dtype] = []
-                by_dtype[dtype].append(grad)
-    if not by_dtype:
+                graph = graph or grad.requires_grad
+                grads.append(grad)
+    if not by_dtype or (torch.float16 in by_dtype and not allow_fp16):
         return False
-    with torch.no_grad():
+    # Leaving autograd costs a microsecond, and only gradients with a graph of their own need it.
+    with torch.no_grad() if graph else _NOTHING:
         for grads in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
     return True
