@@ -53,7 +53,9 @@ patterns = st.one_of(
         "type:type:x",
         "a-b",
     ]),
-    st.text(min_size=1).filter(lambda text: text.removeprefix("type:") != ""),
+    st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1).filter(
+        lambda text: text.removeprefix("type:") != ""
+    ),
 )
 region_formats = st.sampled_from(["fp64", "fp32", "bf16", "fp16"])
 regions = st.one_of(
@@ -832,4 +834,19 @@ def test_a_pattern_has_an_end() -> None:
     assert Region("a" * 1_000, "fp32").pattern
     with pytest.raises(PlanError, match=r"the pattern has 200,000 characters\. Allowed: 1,000") as error:
         Region("x" * 200_000, "fp32")
+    sentence(error)
+
+
+@pytest.mark.parametrize("number", ["1_0", "١٢", "1e1_0", "10%0A", "\uff11", "1 0", "٣.5"])
+@pytest.mark.parametrize("field", ["interval", "init"])
+def test_a_number_in_a_line_is_of_plain_digits(field: str, number: str) -> None:
+    with pytest.raises(PlanError, match=rf"LossScale\({field}='.*'\) is not allowed") as error:
+        Plan.parse(f"fp16-mixed+loss_scale.{field}={number}")
+    sentence(error)
+
+
+@pytest.mark.parametrize("escaped", ["a%00b", "norm%0A", "%ED%B3%BF", "\ud800", "a\0", "type:Norm%0D"])
+def test_a_pattern_is_of_characters_that_are_printed(escaped: str) -> None:
+    with pytest.raises(PlanError, match="control character") as error:
+        Plan.parse(f"bf16-mixed+regions.{escaped}=fp32")
     sentence(error)

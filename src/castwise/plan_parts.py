@@ -38,6 +38,7 @@ _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
 DEEPEST: Final = 50
 """How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
 _LONGEST_PATTERN: Final = 1_000
+_UNWRITTEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _CONTAINERS: Final = (Mapping, list, tuple)
 _MOST_STEPS: Final = 2**63 - 1
 """What a device can count to."""
@@ -55,7 +56,7 @@ class Region:
         params: Format its parameters are stored in, from the same choice, or None for the plan's.
 
     Raises:
-        PlanError: A pattern that is empty or of more than 1,000 characters, a format that a region cannot have, or neither format given.
+        PlanError: A pattern that is empty, of more than 1,000 characters or not of printed ones, a format that a region cannot have, or neither format given.
     """
 
     pattern: str
@@ -75,6 +76,11 @@ class Region:
             raise PlanError(
                 f"{call}: the pattern {fault}. Allowed: a glob over module paths such as 'encoder.*.norm', "
                 "or 'type:' and a glob over class names such as 'type:BatchNorm*'."
+            )
+        if _UNWRITTEN.search(self.pattern):
+            raise PlanError(
+                f"{call}: the pattern has a control character, such as NUL or the end of a line, or half a surrogate pair. "
+                "Allowed: the characters of module names, '*', '?' and '.'; '?' stands for any one but a dot."
             )
         for name in ("compute", "params"):
             value = getattr(self, name)
