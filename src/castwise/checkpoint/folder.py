@@ -227,6 +227,8 @@ class Draft:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begin(values)
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:  # ValueError is of a path that no folder can have
             raise self.not_written(f"{type(error).__name__}: {error}") from error
 
