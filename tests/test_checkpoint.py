@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -666,6 +667,41 @@ def test_a_save_that_fails_says_so_and_takes_no_space(tmp_path: Path, saved: Run
     with pytest.warns(UserWarning, match="checkpoint of step 4 was not saved: .*No space left"):
         saved.save(tmp_path, 5)
     assert checkpoint.newest(tmp_path).step == 5
+
+
+@pytest.mark.parametrize("moment", range(1, 6))
+def test_a_disk_that_is_full_at_any_moment_leaves_whole_checkpoints(
+    tmp_path: Path, saved: Run, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    count = itertools.count(1)
+    fsync = os.fsync
+
+    def full(handle: int) -> None:
+        if next(count) == moment:
+            raise OSError(28, "No space left on device")
+        fsync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"save\(step=3\): .*step-00000003.*No space left") as error:
+            saved.save(tmp_path, 3)
+    renamed = "step-00000003" in names(tmp_path)
+    assert ("is complete, but" in str(error.value)) == renamed == (moment == 5)
+    assert ("earlier checkpoints are as they were" in str(error.value)) != renamed
+    assert names(tmp_path)[:2] == ["step-00000001", "step-00000002"]
+    assert len(names(tmp_path)) == 2 + renamed
+    assert checkpoint.newest(tmp_path).step == 2 + renamed
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, saved: Run) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(
+        CheckpointError, match=r"\.lock, which says who saves there, .*: it is a link\. Delete"
+    ):
+        saved.save(other, 1)
+    assert not (tmp_path / "victim").exists()
 
 
 # --- torch.distributed.checkpoint itself --------------------------------------------------------------------

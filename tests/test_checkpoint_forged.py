@@ -454,6 +454,35 @@ def test_forged_options_scales_and_random_states(tmp_path: Path, saved: Run) -> 
     assert seen
 
 
+@pytest.mark.parametrize(
+    ("key", "wrong", "why"),
+    [
+        ("lr", True, "options of other kinds: lr of group 0"),
+        ("maximize", 1, "options of other kinds: maximize of group 0"),
+        ("foreach", "no", "options of other kinds: foreach of group 0"),
+        ("fused", 3, "options of other kinds: fused of group 0"),
+        ("betas", {"tuple": [True, 0.9]}, "options of other kinds: betas of group 0"),
+        ("amsgrad", True, "options without the state that they need: max_exp_avg_sq of "),
+    ],
+)
+def test_forged_options_that_an_optimizer_would_take(
+    tmp_path: Path, saved: Run, key: str, wrong: Any, why: str
+) -> None:
+    path = tmp_path / "step-00000002"
+    values = values_of(path)
+    keys = [name for name, _ in values["optimizers"][0]["options"][0]["dict"]]
+    with_values(path, put(values, ("optimizers", 0, "options", 0, "dict", keys.index(key), 1), wrong))
+    assert f"optimizer 0 has {why}" in refused(saved, path)
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, saved: Run) -> None:
+    path = tmp_path / "step-00000002"
+    values = values_of(path)
+    values["optimizers"][0]["options"][0]["dict"].append(["lr", 5.0])
+    with_values(path, values)
+    assert "a mapping that gives a key twice" in refused(saved, path)
+
+
 @pytest.mark.parametrize("where", ["model", "optimizer", "amp", "random"])
 def test_what_fails_while_it_is_written_is_taken_back(
     tmp_path: Path, saved: Run, where: str, monkeypatch: pytest.MonkeyPatch

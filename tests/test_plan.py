@@ -53,7 +53,9 @@ patterns = st.one_of(
         "type:type:x",
         "a-b",
     ]),
-    st.text(min_size=1).filter(lambda text: text.removeprefix("type:") != ""),
+    st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1).filter(
+        lambda text: text.removeprefix("type:") != ""
+    ),
 )
 region_formats = st.sampled_from(["fp64", "fp32", "bf16", "fp16"])
 regions = st.one_of(
@@ -778,13 +780,13 @@ def test_a_path_or_a_file_of_an_adversary(tmp_path: Path) -> None:
 
 def by_regex(glob: str, path: str) -> bool:
     wild = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
-    pieces = re.split(r"(\*\*|\*|\?)", glob)
-    regex = "".join(wild.get(piece) or re.escape(piece) for piece in pieces)
+    pieces = re.split(r"(\*\*+|\*|\?)", glob)
+    regex = "".join(wild.get(piece[:2] if "**" in piece else piece) or re.escape(piece) for piece in pieces)
     return re.fullmatch(regex, path, re.DOTALL) is not None
 
 
 @settings(max_examples=5_000, deadline=None)
-@given(st.text("ab.?*", max_size=8), st.text("ab.", max_size=10))
+@given(st.text("ab.?*", max_size=12), st.text("ab.?*", max_size=12))
 def test_globs_mean_what_their_regular_expressions_mean(glob: str, path: str) -> None:
     assert matches_path(glob, path) == by_regex(glob, path)
 
@@ -803,6 +805,11 @@ def test_globs_mean_what_their_regular_expressions_mean(glob: str, path: str) ->
         ("**", "", True),
         ("", "", True),
         ("", "a", False),
+        ("****", "a.b", True),
+        ("a.***.b", "a.x.y.b", True),
+        ("a*a", "a", False),
+        ("layers.0", "layers.0", True),
+        ("a?b", "a.b", False),
     ],
 )
 def test_what_a_glob_matches(glob: str, path: str, matches: bool) -> None:
@@ -813,3 +820,33 @@ def test_what_a_glob_matches(glob: str, path: str, matches: bool) -> None:
 @pytest.mark.parametrize("glob", ["**a" * 200 + "z", "*a" * 200 + "z", "**?" * 200 + "z", "**a*.**?" * 100])
 def test_globs_take_no_exponential_time(glob: str) -> None:
     assert not matches_path(glob, "a" * 2_000 + "b")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("glob", ["**a**a**a**z", "**a" * 330, "*a" * 499 + "z", "**?a*" * 200 + "z"])
+def test_a_glob_costs_one_pass_over_each_path(glob: str) -> None:
+    paths = [".".join(["a" * 30] * depth) for depth in range(120)]
+    for path in [*paths, *(f"{path}.z" for path in paths)]:
+        matches_path(glob, path)
+
+
+def test_a_pattern_has_an_end() -> None:
+    assert Region("a" * 1_000, "fp32").pattern
+    with pytest.raises(PlanError, match=r"the pattern has 200,000 characters\. Allowed: 1,000") as error:
+        Region("x" * 200_000, "fp32")
+    sentence(error)
+
+
+@pytest.mark.parametrize("number", ["1_0", "١٢", "1e1_0", "10%0A", "\uff11", "1 0", "٣.5"])
+@pytest.mark.parametrize("field", ["interval", "init"])
+def test_a_number_in_a_line_is_of_plain_digits(field: str, number: str) -> None:
+    with pytest.raises(PlanError, match=rf"LossScale\({field}='.*'\) is not allowed") as error:
+        Plan.parse(f"fp16-mixed+loss_scale.{field}={number}")
+    sentence(error)
+
+
+@pytest.mark.parametrize("escaped", ["a%00b", "norm%0A", "%ED%B3%BF", "\ud800", "a\0", "type:Norm%0D"])
+def test_a_pattern_is_of_characters_that_are_printed(escaped: str) -> None:
+    with pytest.raises(PlanError, match="control character") as error:
+        Plan.parse(f"bf16-mixed+regions.{escaped}=fp32")
+    sentence(error)

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 import castwise
 from castwise import Plan, Region
+from castwise.errors import PatternError
 from castwise.plan import PRESETS
 from castwise.resolve import resolve
 
@@ -135,3 +136,28 @@ def test_it_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(castwise.resolve, "assign", lambda *args: calls.append(1) or real(*args))
     castwise.Amp("bf16-master", device="cpu").prepare(State())
     assert len(calls) == 1
+
+
+class Parts(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.timeout(15)
+def test_many_regions_on_many_modules_take_seconds() -> None:
+    model = Parts(nn.Sequential(*(nn.Identity() for _ in range(20))) for _ in range(300))
+    regions = tuple(Region(f"**.{number % 20}", compute="fp32") for number in range(400))
+    places = resolve(Plan(compute="bf16", regions=regions), model).places
+    assert sum(place.compute == "fp32" for place in places.values()) == 6_000
+    assert places["15.3"].compute == "fp32"
+
+
+def test_a_pattern_that_matches_nothing_is_not_echoed_whole() -> None:
+    with pytest.raises(PatternError, match="no module of State matches") as error:
+        resolve(Plan(compute="bf16", regions=(Region("x" * 999, compute="fp32"),)), State())
+    assert len(str(error.value)) < 900
+
+
+def test_runs_of_stars_name_the_whole_model_too() -> None:
+    places = resolve(Plan(compute="bf16", regions=(Region("****", compute="fp32"),)), State()).places
+    assert {place.compute for place in places.values()} == {"fp32"}

@@ -29,6 +29,9 @@ Values = Mapping[str, Any]
 
 _PATTERN_SAFE: Final = ".*?[]!:/-_"
 _BAD_ESCAPE: Final = re.compile("%(?![0-9A-Fa-f]{2})")
+_NUMBER: Final = re.compile(
+    r"-?[0-9.]+(e-?[0-9]+)?", re.IGNORECASE
+)  # Python reads 1_0 and other scripts' digits too
 _WORDS: Final = {"none": None, "true": True, "false": False}
 
 
@@ -150,7 +153,7 @@ def _read_number(value: str) -> Any:
     """Read a number, a truth value or none; what is nothing of these is left for LossScale to refuse."""
     if value in _WORDS:
         return _WORDS[value]
-    for kind in (int, float):
+    for kind in (int, float) if _NUMBER.fullmatch(value) else ():
         try:
             return kind(value)
         except ValueError:

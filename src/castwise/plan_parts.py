@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -37,6 +37,8 @@ __all__ = [
 _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
 DEEPEST: Final = 50
 """How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
+_LONGEST_PATTERN: Final = 1_000
+_UNWRITTEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _CONTAINERS: Final = (Mapping, list, tuple)
 _MOST_STEPS: Final = 2**63 - 1
 """What a device can count to."""
@@ -54,7 +56,7 @@ class Region:
         params: Format its parameters are stored in, from the same choice, or None for the plan's.
 
     Raises:
-        PlanError: An empty pattern, a format that a region cannot have, or neither format given.
+        PlanError: A pattern that is empty, of more than 1,000 characters or not of printed ones, a format that a region cannot have, or neither format given.
     """
 
     pattern: str
@@ -64,11 +66,21 @@ class Region:
     def __post_init__(self) -> None:
         """Validate every field."""
         call = f"Region({shown(self.pattern)})"
+        if isinstance(self.pattern, str) and len(self.pattern) > _LONGEST_PATTERN:
+            raise PlanError(
+                f"{call}: the pattern has {len(self.pattern):,} characters. Allowed: {_LONGEST_PATTERN:,}; write '*' or '**' "
+                "for a part of it."
+            )
         if not isinstance(self.pattern, str) or not self.glob:
             fault = "is empty" if isinstance(self.pattern, str) else "is no text"
             raise PlanError(
                 f"{call}: the pattern {fault}. Allowed: a glob over module paths such as 'encoder.*.norm', "
                 "or 'type:' and a glob over class names such as 'type:BatchNorm*'."
+            )
+        if _UNWRITTEN.search(self.pattern):
+            raise PlanError(
+                f"{call}: the pattern has a control character, such as NUL or the end of a line, or half a surrogate pair. "
+                "Allowed: the characters of module names, '*', '?' and '.'; '?' stands for any one but a dot."
             )
         for name in ("compute", "params"):
             value = getattr(self, name)
@@ -385,33 +397,50 @@ def matches_path(glob: str, path: str) -> bool:
     """Whether a glob matches the whole of a module path.
 
     Args:
-        glob: ``*`` and ``?`` stand for any characters and for one, but for dots; ``**`` for any, dots too.
+        glob: ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too.
         path: Such as ``encoder.layers.0.norm``.
 
     Returns:
-        The answer, in time proportional at worst to the product of the lengths; a regular expression takes time that
-        grows exponentially with the number of wildcards.
+        The answer, after one pass over the path. A regular expression takes time that grows exponentially with the number
+        of wildcards.
     """
-    places = {0}  # where what is left of the glob may begin to match
-    for piece in _pieces(glob):
-        if piece == "**":
-            places = set(range(min(places), len(path) + 1))
-        elif piece == "*":
-            reached: set[int] = set()
-            for start in sorted(places):
-                if start not in reached:  # or all that it leads to has been reached from before it
-                    dot = path.find(".", start)
-                    reached.update(range(start, (len(path) if dot < 0 else dot) + 1))
-            places = reached
-        elif piece == "?":
-            places = {place + 1 for place in places if path[place : place + 1] not in ("", ".")}
-        else:
-            places = {place + len(piece) for place in places if path.startswith(piece, place)}
+    parsed = _parse(glob)
+    if parsed.literal:
+        return glob == path
+    if not (path.startswith(parsed.head) and path.endswith(parsed.tail) and parsed.longest in path):
+        return False
+    places = 1  # bit n: what has been read so far may end before character n of the glob
+    for char in path:
+        stays = parsed.across if char == "." else parsed.across | parsed.within
+        places = (places & parsed.takes.get(char, parsed.takes["?"])) << 1 | places & stays
         if not places:
             return False
-    return len(path) in places
+    return bool(places >> parsed.size)
 
 
-@lru_cache(maxsize=256)
-def _pieces(glob: str) -> tuple[str, ...]:
-    return tuple(piece for piece in re.split(r"(\*\*|\*|\?)", glob) if piece)
+class _Parsed(NamedTuple):
+    """A glob; bit n of a mask is the place before character n of it, wildcards for any characters not counted."""
+
+    literal: bool  # it has no wildcards
+    head: str  # what comes before the first one
+    tail: str  # what comes after the last one
+    longest: str  # the longest text between two
+    size: int
+    takes: dict[str, int]  # where a character is one that may come next; of other characters that of "?"
+    within: int  # where a "*" takes any but dots
+    across: int  # where a "**" takes any
+
+
+@lru_cache(maxsize=4096)
+def _parse(glob: str) -> _Parsed:
+    literals = re.split(r"\*+|\?", glob)
+    masks = dict.fromkeys({*glob, "*", "**", "?"}, 0)
+    size = 0
+    for piece in re.findall(r"\*+|[^*]", glob):
+        masks[piece[:2]] |= 1 << size
+        size += piece[0] != "*"
+    within, across, wild = masks.pop("*"), masks.pop("**"), masks["?"]
+    takes = {char: mask if char == "." else mask | wild for char, mask in masks.items()}
+    takes.setdefault(".", 0)
+    longest = max(literals, key=len)
+    return _Parsed(len(literals) == 1, literals[0], literals[-1], longest, size, takes, within, across)

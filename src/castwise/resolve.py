@@ -26,7 +26,7 @@ from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
 from castwise.formats import FORMATS, LOW
 from castwise.plan import Plan, Region
-from castwise.plan_parts import matches_path
+from castwise.plan_parts import matches_path, shown
 
 __all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
 
@@ -40,13 +40,19 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # --- which module belongs to which region --------------------------------------------------------------------
 
 
-def _matches(region: Region, name: str, module: nn.Module) -> bool:
+def _hits(region: Region, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The paths of the modules that a region's pattern matches."""
+    glob = region.glob
     if region.is_type:
-        names = (cls.__name__ for cls in type(module).__mro__ if cls not in (nn.Module, object))
-        return any(fnmatch.fnmatchcase(cls, region.glob) for cls in names)
-    if not name:
-        return region.glob == "**"
-    return matches_path(region.glob, name)
+        kinds = {kind for kind in set(map(type, modules.values())) if _matches_kind(glob, kind)}
+        return [name for name, module in modules.items() if type(module) in kinds]
+    whole = len(glob) > 1 and set(glob) == {"*"}
+    return [name for name in modules if (matches_path(glob, name) if name else whole)]
+
+
+def _matches_kind(glob: str, kind: type[nn.Module]) -> bool:
+    names = (cls.__name__ for cls in kind.__mro__ if cls not in (nn.Module, object))
+    return any(fnmatch.fnmatchcase(name, glob) for name in names)
 
 
 def _never_called(model: nn.Module) -> dict[nn.Module, str]:
@@ -80,13 +86,13 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
     silent = _never_called(model)
     out: dict[str, Region] = {}
     for region in regions:
-        hits = [name for name, module in modules.items() if _matches(region, name, module)]
+        hits = _hits(region, modules)
         if not hits and not region.is_type:
             last = region.glob.split(".")[-1].strip("*")
             near = [name for name in modules if last and last in name][:5]
             hint = f" Modules with a similar name: {', '.join(near)}." if near else ""
             raise PatternError(
-                f"Region({region.pattern!r}): no module of {type(model).__name__} matches.{hint} A '*' stays within one "
+                f"Region({shown(region.pattern)}): no module of {type(model).__name__} matches.{hint} A '*' stays within one "
                 "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. For one stage of a "
                 "pipeline, whose other stages may have it, call prepare(..., part=True)."
             )
@@ -95,11 +101,12 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
             reason = silent[modules[quiet[0]]]
             if len(quiet) == len(hits):
                 raise PatternError(
-                    f"Region({region.pattern!r}): matches only {quiet[0]!r}, whose forward never runs: {reason}."
+                    f"Region({shown(region.pattern)}): matches only {quiet[0]!r}, whose forward never runs: {reason}."
                 )
             if not all(isinstance(modules[name], _CONTAINERS) for name in quiet):
                 warnings.warn(
-                    f"Region({region.pattern!r}) does not reach {', '.join(quiet)}: {reason}.", stacklevel=5
+                    f"Region({shown(region.pattern)}) does not reach {', '.join(quiet)}: {reason}.",
+                    stacklevel=5,
                 )
         for name in hits:
             out[name] = region
@@ -108,12 +115,8 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
 
 def only_matching(plan: Plan, model: nn.Module) -> Plan:
     """The plan without the regions by path that match nothing in a model: those of a pipeline's other stages."""
-    modules = list(model.named_modules())
-    here = tuple(
-        region
-        for region in plan.regions
-        if region.is_type or any(_matches(region, name, module) for name, module in modules)
-    )
+    modules = dict(model.named_modules())
+    here = tuple(region for region in plan.regions if region.is_type or _hits(region, modules))
     return dataclasses.replace(plan, regions=here)
 
 
@@ -173,12 +176,12 @@ class Resolution:
     def __str__(self) -> str:
         root = self.places[""]
         rows = [("module", "runs in", "its parameters", "border")]
-        shown: dict[str, Place] = {}
+        told: dict[str, Place] = {}
         for path, place in self.places.items():
             above = self.places.get(path.rpartition(".")[0], root)
             if not path or place.around or (place.compute, place.stored) != (above.compute, above.stored):
-                shown[path] = place
-        for place in shown.values():
+                told[path] = place
+        for place in told.values():
             border = "whole model" if place is root else f"in {place.around}" if place.around else ""
             rows.append((place.path or place.kind, place.compute, place.stored or "as they are", border))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -326,3 +326,8 @@ def test_override_cache_is_keyed_by_grad_mode_and_version() -> None:
         again = torch.nn.functional.layer_norm(X, (4, 4), w)
     assert w.grad is not None
     assert torch.equal(again, out * 2)
+
+
+def test_a_mistyped_device_type_is_told_of_device_types() -> None:
+    with pytest.raises(castwise.CastwiseError, match=r"no such preset.*Or a device type: cpu, cuda"):
+        castwise.autocast("cuda8")

@@ -12,9 +12,10 @@ import torch
 from castwise import _torch, rules
 from castwise.casting import frames, kernels
 from castwise.casting.kernels import frame_of
-from castwise.errors import PlanError
+from castwise.errors import PlanError, UnknownNameError
 from castwise.formats import get_format
 from castwise.plan import Plan, as_plan
+from castwise.plan_parts import shown
 
 __all__ = ["autocast", "default_device_type", "override_rows"]
 
@@ -81,7 +82,12 @@ def _resolve(
             f"autocast({plan!r}, dtype={dtype}): a plan has its own compute format; leave dtype out"
         )
     else:
-        resolved = as_plan(plan)
+        try:
+            resolved = as_plan(plan)
+        except UnknownNameError as error:
+            raise UnknownNameError(
+                f"autocast({shown(plan)}): {error} Or a device type: {', '.join(DEVICE_TYPES)}."
+            ) from None
     if not enabled or not resolved.autocasts:
         surrounding = resolved.compute_dtype if enabled else torch.float32
         key = frame_of(device, None, surrounding=surrounding).key

@@ -222,10 +222,17 @@ class Draft:
         """Remove what earlier crashes have left, and start the hidden folder with what is no tensor.
 
         Raises:
-            CheckpointError: Another process saves here, another program's folder has the name, or something is nested too
-                deep to be read again.
+            CheckpointError: Another process saves here, another program's folder has the name, or the disk takes no more.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._begin(values)
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError is of a path that no folder can have
+            raise self.not_written(f"{type(error).__name__}: {error}") from error
+
+    def _begin(self, values: Any) -> None:
         hold(self.folder, f"save(step={self.step})")
         if self.path.exists() and not _is_ours(self.path):
             raise CheckpointError(
@@ -237,10 +244,20 @@ class Draft:
             if match and (match[2] != "replaced" or (self.folder / f"step-{match[1]}").exists()):
                 _remove(path)
         self.partial.mkdir()
-        _write_json(self.partial / VALUES, values, indent=None)
+        try:
+            _write_json(self.partial / VALUES, values, indent=None)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def not_written(self, why: str) -> CheckpointError:
+        """What to raise where the save failed before the checkpoint had its name."""
+        return CheckpointError(
+            f"save(step={self.step}): {self.path} was not written; earlier checkpoints are as they were. {why}"
+        )
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the checkpoint the newest: manifest, rename, all on disk before the next.
+        """Make the checkpoint the newest: manifest, rename, the one on disk before the other.
 
         Args:
             about: What the manifest says besides the files.
@@ -256,15 +273,21 @@ class Draft:
                 _remove(replaced)
             self.path.rename(replaced)
         self.partial.rename(self.path)
+
+    def confirm(self) -> None:
+        """Have the new name on disk, then delete the former checkpoint of the step."""
         _sync(self.folder)
+        replaced = self._hidden("replaced")
         if replaced.exists():
             _remove(replaced)
 
-    def prune(self, keep: int) -> None:
-        """Delete complete checkpoints of earlier steps, all but the last ``keep`` including this one.
+    def prune(self, keep: int | None) -> None:
+        """Delete complete checkpoints of earlier steps, all but the last ``keep`` including this one; None keeps all.
 
         Damaged ones, other programs' and those of later steps stay.
         """
+        if keep is None:
+            return
         complete = []
         for step, path in candidates(self.folder):
             manifest = read_manifest(path) if step <= self.step else ""

@@ -27,7 +27,7 @@ def hold(folder: Path, call: str) -> None:
         call: Named in the error.
 
     Raises:
-        CheckpointError: Another process saves there.
+        CheckpointError: Another process saves there, or the lock cannot be opened.
     """
     global _held
     folder = folder.resolve()
@@ -36,7 +36,13 @@ def hold(folder: Path, call: str) -> None:
             return
         os.close(_held[1])
     _held = None
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    except OSError as error:
+        why = "it is a link" if (folder / LOCK).is_symlink() else error.strerror
+        raise CheckpointError(
+            f"{call}: {folder / LOCK}, which says who saves there, cannot be opened: {why}. Delete it, or name another folder."
+        ) from None
     try:
         _take(handle)
     except BlockingIOError:

@@ -157,13 +157,19 @@ class Restore:
         of_torch = type(optimizer).__module__.startswith("torch.optim.")
         options: list[str] = []
         state: list[str] = []
+        missing: list[str] = []
         for number, (group, names) in enumerate(
             zip(optimizer.param_groups, self._updated[index], strict=True)
         ):
             saved = list(map(name_in, names))
             for parameter, name in zip(group["params"], saved, strict=True):
                 for key, value in decode(was["options"][was["group_of"][name]], entry).items():
-                    if key not in _HOW_NOT_WHAT and not _alike(group.get(key), value):
+                    here = group.get(key)
+                    if key in _HOW_NOT_WHAT:
+                        good = value is None or isinstance(value, (bool, type(here)))
+                    else:
+                        good = _alike(here, value)
+                    if not good:
                         options.append(f"{key} of group {number}")
                 own = optimizer.state.get(parameter, {})
                 for key, value in decode(was["state"].get(name, {"dict": []}), entry).items():
@@ -175,11 +181,18 @@ class Restore:
                     if not _fits(wanted, value):
                         state.append(f"{key} of {name} ({_said(value)} saved, {_said(wanted)} here)")
             if of_torch and saved and not options:
-                refusal = _refusal(optimizer, decode(was["options"][was["group_of"][saved[0]]], entry))
+                given = decode(was["options"][was["group_of"][saved[0]]], entry)
+                refusal = _refusal(optimizer, given)
                 options += [f"those of group {number}: {refusal}"] if refusal else []
+                dims = [masters.model_param_of(parameter).dim() for parameter in group["params"]]
+                needed = {dim: set() if refusal else _state_keys(optimizer, given, dim) for dim in set(dims)}
+                for dim, name in zip(dims, saved, strict=True):
+                    there = {key for key, _ in was["state"].get(name, {"dict": []})["dict"]}
+                    missing += [f"{key} of {name}" for key in sorted(needed[dim] - there) if there]
         return [
             *_listed(f"optimizer {index} has options of other kinds", dict.fromkeys(options)),
             *_listed(f"optimizer {index} has state of other shapes or kinds", state),
+            *_listed(f"optimizer {index} has options without the state that they need", missing),
         ]
 
     def _first_name(self, name: str) -> str:
@@ -323,6 +336,8 @@ def _alike(own: Any, saved: Any) -> bool:
         return True
     if isinstance(saved, int) and abs(saved) >= 2**1000:  # which no float holds
         return False
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return isinstance(own, bool) and isinstance(saved, bool)
     if isinstance(own, (int, float, Tensor)):
         return isinstance(saved, (int, float)) or (isinstance(saved, Entry) and saved.shape in ((), (1,)))
     if isinstance(own, (list, tuple)):
@@ -331,19 +346,47 @@ def _alike(own: Any, saved: Any) -> bool:
     return isinstance(saved, type(own))
 
 
-def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
-    """What one of torch's optimizers would say if it were made with some options."""
+def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -> Optimizer:
+    """An optimizer of the same class, one of torch's, with some options.
+
+    Raises:
+        TypeError, ValueError: It does not take them.
+    """
     known = inspect.signature(type(optimizer)).parameters
     given = {
         key: value
         for key, value in options.items()
         if key in known and key not in _HOW_NOT_WHAT and not isinstance(value, Entry)
     }
+    return type(optimizer)([parameter], **given)
+
+
+def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
+    """What one of torch's optimizers would say if it were made with some options."""
     try:
-        type(optimizer)([torch.zeros(1, 1)], **given)
+        _made(optimizer, options, torch.zeros(1, 1))
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def _state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> set[str]:
+    """The state that one of torch's optimizers has after a step with some options; empty where that cannot be tried."""
+    parameter = torch.zeros((1,) * dims, device="cpu")
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        made = _made(optimizer, options, parameter)
+        step = inspect.unwrap(type(made).step)  # without the hooks that see every optimizer's steps
+        with torch.no_grad():
+            step(made)
+    except (
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # LBFGS needs a closure, SparseAdam a sparse gradient
+        return set()
+    return {str(key) for key, value in made.state[parameter].items() if value is not None}
 
 
 def _fits(own: Any, saved: Any) -> bool:

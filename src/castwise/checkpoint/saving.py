@@ -191,12 +191,14 @@ def _finish(
         ranks.first(lambda: draft.publish(about, files))
     except CheckpointError as error:
         ranks.first(draft.abandon)  # all ranks are here, or none
-        raise CheckpointError(
-            f"save(step={draft.step}): {draft.path} was not written; earlier checkpoints are as they were. {error}"
-        ) from error
-    try:
-        ranks.first(lambda: None if keep is None else draft.prune(keep))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"save(step={draft.step}): {draft.path} is complete, but an earlier checkpoint could not be deleted: {error}"
-        ) from error
+        raise draft.not_written(str(error)) from error
+    for task, trouble in (
+        (draft.confirm, "the disk has not confirmed its name, which a loss of power may undo"),
+        (lambda: draft.prune(keep), "an earlier checkpoint could not be deleted"),
+    ):
+        try:
+            ranks.first(task)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"save(step={draft.step}): {draft.path} is complete, but {trouble}: {error}"
+            ) from error

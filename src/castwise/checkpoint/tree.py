@@ -100,6 +100,8 @@ def check(value: Any, tensors: Container[str]) -> None:
                     if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]):
                         raise ValueError("a mapping that is not of keys and values")
                     check(pair[1], tensors)
+                if len({_plain(key) for key, _ in pairs}) < len(pairs):
+                    raise ValueError("a mapping that gives a key twice")
             case _:
                 raise ValueError("a value of unknown kind, or a tensor that is not there")
 
@@ -107,6 +109,10 @@ def check(value: Any, tensors: Container[str]) -> None:
 def _is_key(key: Any) -> bool:
     parts = key["tuple"] if isinstance(key, dict) and key.keys() == {"tuple"} else [key]
     return isinstance(parts, list) and not any(isinstance(part, (list, dict)) for part in parts)
+
+
+def _plain(key: Any) -> Any:
+    return tuple(key["tuple"]) if isinstance(key, dict) else key
 
 
 def decode(value: Any, fetch: Callable[[str], Any]) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from castwise.errors import PatternError, PlanError
 from castwise.plan import Plan
+from castwise.plan_parts import shown
 
 __all__ = ["check_patterns", "check_same_plan"]
 
@@ -61,7 +62,7 @@ def check_patterns(plan: Plan, matched: set[str], group: Any = None) -> None:
     for region in plan.regions:
         if not region.is_type and not any(region.pattern in some for some in everywhere):
             raise PatternError(
-                f"pipeline: Region({region.pattern!r}) matches no module of any stage. A '*' stays within one level and '**' "
+                f"pipeline: Region({shown(region.pattern)}) matches no module of any stage. A '*' stays within one level and '**' "
                 "crosses levels; paths are those inside each stage's module."
             )
 
@@ -69,8 +70,8 @@ def check_patterns(plan: Plan, matched: set[str], group: Any = None) -> None:
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    several = ", ".join(map(str, ranks[:8]))
+    return f"ranks {several}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _differing(plans: list[Plan]) -> list[str]:
