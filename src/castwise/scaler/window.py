@@ -141,19 +141,26 @@ class Window:
         ):
             self.settled = False
             scaler.unscale_(optimizer)
-        if by_hand:
-            self._by_hand[id(optimizer)] = {
-                id(_stored(p)) for group in optimizer.param_groups for p in group["params"]
-            }
-        elif self._by_hand:
+        if self._by_hand:
             self._look_again(optimizer)
+        if by_hand:
+            self._look_at_step(optimizer)
 
-    def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
-        """Let the norm of all gradients say whether they are finite."""
+    def note_norm(
+        self, optimizers: Iterable[Optimizer], norm: torch.Tensor, *, by_hand: bool = False
+    ) -> None:
+        """Let the norm of all gradients say whether they are finite; ``by_hand`` as for :meth:`unscale_`."""
         self.settled = False
         for optimizer in optimizers:
             self._by_hand.pop(id(optimizer), None)
+            if by_hand:
+                self._look_at_step(optimizer)
         self.scaler.note_norm(optimizers, norm)
+
+    def _look_at_step(self, optimizer: Optimizer) -> None:
+        self._by_hand[id(optimizer)] = {
+            id(_stored(p)) for group in optimizer.param_groups for p in group["params"]
+        }
 
     def _check(self, optimizer: Optimizer, call: str) -> bool:
         """Whether gradients have to be unscaled: they are from a scaled loss and as it left them, or there are none here.
