@@ -115,6 +115,26 @@ def test_nothing_that_is_not_finite_reaches_weights_masters_and_moments(
     amp.close()
 
 
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "fp16-mixed+loss_scale.init=8", "fp16-master"])
+@pytest.mark.parametrize("way", ["norm", "value", "norm of params", "value of params", "both", "unscaled"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_what_becomes_non_finite_after_clipping_is_seen(plan: str, way: str, joint: bool) -> None:
+    run = Run(plan, MAKERS["momentum"])
+    _, other = run.another()
+    before = run.everything()
+    run.backward()
+    if way == "unscaled":
+        run.amp.unscale_(run.optimizer)
+    target = list(run.model.parameters()) if "params" in way else run.optimizer
+    if way.startswith("norm") or way in ("both", "unscaled"):
+        run.amp.clip_grad_norm_(target, 1.0)
+    if way.startswith("value") or way == "both":
+        run.amp.clip_grad_value_(target, 1.0)
+    run.model[0].weight.grad.fill_(NAN)
+    assert (run.amp.step(run.optimizer, other) if joint else run.amp.step(run.optimizer)).skipped
+    assert same(run.everything(), before)
+
+
 @pytest.mark.parametrize("plan", UNSCALED)
 def test_steps_are_those_of_a_loop_without_a_guard(plan: str) -> None:
     ends = []

@@ -207,6 +207,73 @@ def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
     assert loops[0].seen() == loops[1].seen()
 
 
+# --- what ends a window otherwise ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["plain", "unscaled", "max_norm", "joint", "scale"])
+@pytest.mark.parametrize("then", ["clear", "again", "keep"])
+def test_a_step_that_fails_leaves_gradients_that_are_known(
+    error: type[BaseException], fused: bool, way: str, then: str
+) -> None:
+    """Whatever optimizer.step() raises, the next step is that of a loop without a scale."""
+
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                self.fails = False
+                raise error("out of memory")
+            return super().step(closure)
+
+    def run(amp: castwise.Amp | None) -> list[torch.Tensor]:
+        model = Pair()
+        a = Failing(model.a.parameters(), 0.125, fused=fused)
+        b = torch.optim.SGD(model.b.parameters(), 0.25)
+        if amp is not None:
+            amp.prepare(model, a, b)
+
+        def backward(seed: int) -> None:
+            loss = model(batch(seed)).pow(2).mean()
+            if amp is None:
+                loss.backward()
+            elif way == "scale":
+                amp.scale(loss).backward()
+            else:
+                amp.backward(loss)
+
+        def step() -> None:
+            if amp is None:
+                a.step()
+                b.step()
+            elif way == "joint":
+                amp.step(a, b)
+            else:
+                if way == "unscaled":
+                    amp.unscale_(a)
+                amp.step(a, max_norm=1e9 if way == "max_norm" else None)
+                amp.step(b)
+
+        for seed in range(3):
+            backward(seed)
+            a.fails = seed == 1
+            try:
+                step()
+            except error:
+                if then == "keep":
+                    continue
+                if then == "again":
+                    step()
+            a.zero_grad()
+            b.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    with castwise.Amp(MOVING, device="cpu") as amp:
+        torch.testing.assert_close(run(amp), run(None), rtol=1e-5, atol=1e-7)
+
+
 # --- what is noticed ----------------------------------------------------------------------------------------
 
 

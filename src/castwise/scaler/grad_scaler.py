@@ -220,10 +220,14 @@ class GradScaler(NamedLosses):
 
     def _open_window(self, name: str, outputs: Any) -> None:
         if self._base is not None:
+            way = (
+                "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep them apart, or call update()"
+                if self.is_over is None
+                else "amp.backward(loss, name), which keeps them apart, or call amp.step(optimizer)"
+            )
             raise StateError(
                 f"scale(loss, {name!r}): the loss {self._base!r} was scaled in this window, and gradients of losses with "
-                "different scales must not be added up. Use scaler.backward(loss, name, params=...) or "
-                "Amp.backward(loss, name), which keep them apart, or call update() in between."
+                f"different scales must not be added up. Use {way} in between."
             )
         self._occupy(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
         self._base = name

@@ -22,6 +22,7 @@ from castwise.scaler.unit import UnitScaler, decides_on_device, hand_over, take_
 __all__ = ["Window"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Mark = tuple[TensorWeakRef, int]  # a gradient, and how often it had been written to
 
 
 class Window:
@@ -41,7 +42,7 @@ class Window:
         self.scaler = scaler
         self._optimizers = optimizers
         self._scales = scaler.is_enabled()
-        self._owners: dict[int, list[tuple[TensorWeakRef, int]]] = {}
+        self._owners: dict[int, list[_Mark]] = {}
         self._lent = False  # a scaled loss was handed out, and gradients may come back in any way
         self.settled = not self._scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
@@ -140,19 +141,26 @@ class Window:
         ):
             self.settled = False
             scaler.unscale_(optimizer)
-        if by_hand:
-            self._by_hand[id(optimizer)] = {
-                id(_stored(p)) for group in optimizer.param_groups for p in group["params"]
-            }
-        elif self._by_hand:
+        if self._by_hand:
             self._look_again(optimizer)
+        if by_hand:
+            self._look_at_step(optimizer)
 
-    def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
-        """Let the norm of all gradients say whether they are finite."""
+    def note_norm(
+        self, optimizers: Iterable[Optimizer], norm: torch.Tensor, *, by_hand: bool = False
+    ) -> None:
+        """Let the norm of all gradients say whether they are finite; ``by_hand`` as for :meth:`unscale_`."""
         self.settled = False
         for optimizer in optimizers:
             self._by_hand.pop(id(optimizer), None)
+            if by_hand:
+                self._look_at_step(optimizer)
         self.scaler.note_norm(optimizers, norm)
+
+    def _look_at_step(self, optimizer: Optimizer) -> None:
+        self._by_hand[id(optimizer)] = {
+            id(_stored(p)) for group in optimizer.param_groups for p in group["params"]
+        }
 
     def _check(self, optimizer: Optimizer, call: str) -> bool:
         """Whether gradients have to be unscaled: they are from a scaled loss and as it left them, or there are none here.
@@ -198,6 +206,7 @@ class Window:
         Raises:
             StateError: Gradients that no scaled loss gave, or that were changed while they were scaled.
         """
+        marks = self._owners.get(id(optimizer))
         if closure is not None:
             self.open()
             closure = self._wrap(optimizer, closure)
@@ -208,13 +217,27 @@ class Window:
         self._inside = True
         try:
             result = self.scaler.take(optimizer, closure)
+            if self._scales:
+                self._owners.pop(id(optimizer), None)
+                self._stepped = True
+        except BaseException:
+            if self._scales and closure is None:
+                self._take_back(optimizer, marks)
+            raise
         finally:
             self._inside = False
-        if self._scales:
-            self._owners.pop(id(optimizer), None)
-            self.settled, self._stepped = False, True
+            if self._scales:
+                self.settled = False
         self._count(result)
         return result
+
+    def _take_back(self, optimizer: Optimizer, marks: list[_Mark] | None) -> None:
+        """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
+        take_back(optimizer)
+        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.scaler.forget(optimizer)
+            if marks:
+                self._owners[id(optimizer)] = marks
 
     def _get_ready(self, optimizer: Optimizer) -> None:
         if not self._check(optimizer, "step"):

@@ -316,7 +316,7 @@ class Amp:
         """
         norm = self._ranks.clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
         if isinstance(optimizer_or_params, Optimizer):
-            self._window.note_norm((optimizer_or_params,), norm)
+            self._window.note_norm((optimizer_or_params,), norm, by_hand=True)
         return norm
 
     def clip_grad_value_(
@@ -331,7 +331,7 @@ class Amp:
         look = look or self.scaler.is_enabled()
         if isinstance(of, Optimizer):
             if look:
-                self._window.unscale_(of)
+                self._window.unscale_(of, by_hand=True)
             return [parameter for group in of.param_groups for parameter in group["params"]]
         params = [of] if isinstance(of, torch.Tensor) else list(of)
         if look:
@@ -342,7 +342,7 @@ class Amp:
                     id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
                 }
                 if wanted & held:
-                    self._window.unscale_(optimizer)
+                    self._window.unscale_(optimizer, by_hand=True)
         return params
 
     def step(
