@@ -71,7 +71,7 @@ class Amp:
         nonfinite: str = "skip",
         patience: int = 10,
     ) -> None:
-        self._members = Members()
+        self._members = members = Members()
         self._ranks = Ranks(self._members, group)
         self.plan = as_plan(plan)
         self.device_type = torch.device(device).type if device is not None else default_device_type()
@@ -83,7 +83,9 @@ class Amp:
         self.scaler = scaler_for(self.plan, self.device_type, self._ranks.agree, nonfinite, patience)
         self.scaler.param_names = self._members.names
         self.scaler.admit = give_late_masters
-        self._window = Window(self.scaler, lambda: self._members.optimizers)
+        self._window = Window(
+            self.scaler, lambda: members.optimizers
+        )  # what lives in a session does not hold it
         self._claim: process.Claim | None = None
         self._region: autocast | None = None
         self._root: borders.Border | None = None
