@@ -274,6 +274,43 @@ def test_a_step_that_fails_leaves_gradients_that_are_known(
         torch.testing.assert_close(run(amp), run(None), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("between", ["load", "load another", "grad", "nothing"])
+@pytest.mark.parametrize("held", ["scaled", "stepped"])
+@pytest.mark.parametrize("then", ["loss", "other"])
+def test_a_named_loss_gives_held_gradients_their_size(between: str, held: str, then: str) -> None:
+    amp, model, a, b = pair()
+    plain = Pair()
+    amp.backward(model(batch(0)).pow(2).mean(), "other")  # so that its scale differs from the other's
+    for optimizer in (a, b):
+        amp.step(optimizer)
+    plain.load_state_dict(model.state_dict())
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+    amp.backward(model(batch(1)).pow(2).mean(), "other")
+    plain(batch(1)).pow(2).mean().backward()
+    if held == "stepped":
+        before = [p.detach().clone() for p in model.parameters()]
+        amp.step(a, b)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+    if "load" in between:
+        state = amp.state_dict()
+        if between == "load another":
+            state["scaler"] = {key: value for key, value in state["scaler"].items() if key != "losses"}
+            state["scaler"]["scale"] = 4096.0
+        amp.load_state_dict(state)
+    elif between == "grad":
+        x = batch(2).requires_grad_()
+        amp.grad(model(x).sum(), x)
+    amp.backward(model(batch(3)).pow(2).mean(), then)
+    plain(batch(3)).pow(2).mean().backward()
+    for optimizer in (a, b):
+        amp.unscale_(optimizer)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
 # --- what is noticed ----------------------------------------------------------------------------------------
 
 

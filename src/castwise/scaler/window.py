@@ -91,7 +91,9 @@ class Window:
             scaler.forget()
         self._stepped = False
         if plain or old is not None:
-            scale = scaler.scale_tensor(name if scaler.is_first(name) else None)
+            if scaler.opened_by is None:
+                scaler.opened_by = name
+            scale = scaler.scale_tensor()
             if plain:
                 gradients.check_and_multiply(list(plain.values()), scale, scale.device)
             if old is not None:
