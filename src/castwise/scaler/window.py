@@ -66,6 +66,7 @@ class Window:
         """
         if not self.settled:
             self._by_hand.clear()
+            self._hidden.clear()  # of steps that raised: who goes on to a backward is done with them
             if self._scales:
                 self._settle(name)
             else:
@@ -322,6 +323,7 @@ class Window:
     ) -> _Call | None:
         if self._inside:
             return None
+        self._unhide(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._guard(optimizer)
@@ -337,7 +339,7 @@ class Window:
         return args, {**kwargs, "closure": evaluate}
 
     def _guard(self, optimizer: Optimizer) -> None:
-        scaler, key = self.scaler, id(optimizer)
+        scaler, key, unscaled = self.scaler, id(optimizer), False
         if self._scales:
             if self._is_scaled(optimizer) and gradients.ends(optimizer):
                 raise StateError(
@@ -359,6 +361,8 @@ class Window:
             return
         bad = read_on_host(flags.values())
         if bad is None and decides_on_device(optimizer):
+            if self._scales and unscaled:
+                scaler.note_outcome(optimizer, None)
             hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
             self._count(StepResult(list(flags.values()), send=False))
             return
@@ -366,18 +370,25 @@ class Window:
         self._skipped += bad
         if isinstance(scaler, UnitScaler):
             scaler.count(optimizer, bad)
+        elif unscaled:
+            scaler.note_outcome(optimizer, bad)
         if bad:
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._hidden[key] = [(parameter, parameter.grad) for parameter in params]
+            self.settled = False
             for parameter in params:
                 parameter.grad = None
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inside:
             return
-        for parameter, grad in self._hidden.pop(id(optimizer), ()):
-            parameter.grad = grad
+        self._unhide(optimizer)
         take_back(optimizer)
+
+    def _unhide(self, optimizer: Optimizer) -> None:
+        for parameter, grad in self._hidden.pop(id(optimizer), ()):
+            if parameter.grad is None:
+                parameter.grad = grad
 
     # --- state ------------------------------------------------------------------------------------------------
 
