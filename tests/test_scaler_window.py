@@ -311,6 +311,46 @@ def test_a_named_loss_gives_held_gradients_their_size(between: str, held: str, t
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("way", ["step", "max_norm", "direct", "unscale"])
+def test_steps_while_a_backward_runs(way: str) -> None:
+    """An optimizer for each parameter, stepped when its gradient has come."""
+    ends = []
+    for amp in (castwise.Amp(MOVING, device="cpu"), None):
+        model = Pair()
+        optimizers = {p: torch.optim.SGD([p], 0.125) for p in model.parameters()}
+
+        def hook(p: torch.Tensor, amp: Any = amp, optimizers: Any = optimizers) -> None:
+            if amp is None or way == "direct":
+                optimizers[p].step()
+            elif way == "unscale":
+                amp.unscale_(optimizers[p])
+            else:
+                amp.step(optimizers[p], max_norm=1e9 if way == "max_norm" else None)
+            optimizers[p].zero_grad()
+
+        if amp is not None:
+            amp.prepare(model, *optimizers.values())
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        for seed in range(3):
+            loss = model(batch(seed)).pow(2).mean()
+            if amp is None:
+                loss.backward()
+            elif way in ("direct", "unscale"):
+                with pytest.raises(
+                    StateError, match="scale is still in its" if way == "direct" else "a backward runs"
+                ):
+                    amp.backward(loss)
+                amp.close()
+                return
+            else:
+                amp.backward(loss)
+        ends.append([p.detach().clone() for p in model.parameters()])
+        if amp is not None:
+            amp.close()
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)
+
+
 # --- what is noticed ----------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,8 @@ class Window:
         self._lent = False  # a scaled loss was handed out, and gradients may come back in any way
         self.settled = not self._scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
+        self.in_backward = False
+        """Whether the session's own backward runs, so that gradients are scaled before it has ended."""
         self._stepped = False
         scaler.is_over = lambda: self._stepped
         # Parameters of optimizers that were unscaled by hand: gradients may change, and parameters join, before the step.
@@ -122,7 +124,7 @@ class Window:
 
     def _is_scaled(self, optimizer: Optimizer) -> bool:
         key = id(optimizer)
-        if key in self._owners:
+        if self.in_backward or key in self._owners:
             return True
         return self._lent and key not in self.scaler._per_optimizer_states
 
@@ -139,7 +141,7 @@ class Window:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
-        if (self._scales and self._check(optimizer, "unscale_")) or (
+        if (self._scales and self._check(optimizer, "unscale_ by hand" if by_hand else "unscale_")) or (
             not self._scales and not scaler.is_unscaled(optimizer)
         ):
             self.settled = False
@@ -171,7 +173,18 @@ class Window:
         Every gradient was written to since the backward where somebody clipped; a reduction between ranks counts as no
         write, and who sets one element in one gradient does not clip.
         """
-        if id(optimizer) in self.scaler._per_optimizer_states:
+        known = self.scaler._per_optimizer_states.get(id(optimizer))
+        if self.in_backward and (
+            call == "unscale_ by hand"
+            or self.scaler._flags
+            or (known is not None and known["stage"] is OptState.STEPPED and gradients.ends(optimizer))
+        ):
+            raise StateError(
+                f"{call.split()[0]}({type(optimizer).__name__}): a backward runs, and gradients that come later have the loss scale in "
+                "them. There amp.step(optimizer) alone may be called, once for each optimizer and with one loss; unscale and clip "
+                "after amp.backward(loss)"
+            )
+        if known is not None:
             return False  # unscaled already, and stepped perhaps
         if not self._is_scaled(optimizer):
             if gradients.ends(optimizer):

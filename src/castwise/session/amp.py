@@ -250,12 +250,14 @@ class Amp:
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
         self._ranks.narrow()
+        window.in_backward = scaler.is_enabled()
         try:
             if kwargs or not scaler.is_first(name):
                 scaler.backward(loss, name, params=self._members.parameters, **kwargs)
             else:
                 _torch.backward_of_scalar(scaler.scale(loss, name))
         finally:
+            window.in_backward = False
             window.fed()
 
     def grad(
