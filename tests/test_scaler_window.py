@@ -431,6 +431,19 @@ def test_what_is_no_clipping_raises_no_alarm() -> None:
     assert not amp.step(b).skipped
 
 
+def test_one_optimizer_has_one_loss_scale() -> None:
+    model, other = Pair(), Pair()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.125)
+    first, second = castwise.Amp(MOVING, device="cpu"), castwise.Amp(MOVING, device="cpu")
+    first.prepare(model, optimizer)
+    with pytest.raises(StateError, match=r"this SGD is already prepared by another Amp with a loss scale"):
+        second.prepare(other, optimizer)
+    first.close()
+    second.prepare(other, optimizer)
+    second.prepare(model, optimizer)
+    second.close()
+
+
 def test_errors_speak_of_what_there_is() -> None:
     amp, model, a, b = pair("fp16-mixed")
     model(batch(0)).sum().backward()

@@ -306,6 +306,19 @@ class Window:
 
     # --- steps that somebody else makes -----------------------------------------------------------------------
 
+    def check_alone(self, optimizer: Optimizer) -> None:
+        """See that no other window scales an optimizer's gradients.
+
+        Raises:
+            StateError: One does.
+        """
+        other = _scaling.get(optimizer)
+        if self._scales and other is not None and other is not self:
+            raise StateError(
+                f"prepare: this {type(optimizer).__name__} is already prepared by another Amp with a loss scale, and one optimizer "
+                "cannot step by two scales. Prepare both models by one Amp, or close() the other first"
+            )
+
     def watch(self, optimizer: Optimizer) -> Callable[[], None]:
         """Look after steps of an optimizer that do not come from here.
 
@@ -317,6 +330,8 @@ class Window:
             them.
         """
         alive = weakref.ref(optimizer)
+        if self._scales:
+            _scaling[optimizer] = self
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
 
@@ -324,6 +339,8 @@ class Window:
             before.remove()
             after.remove()
             target = alive()
+            if target is not None and self._scales:
+                _scaling.pop(target, None)
             if target is not None and self._scales and self._is_scaled(target):
                 inverse = self.scaler.scale_tensor().double().reciprocal().float()
                 gradients.check_and_multiply(gradients.held(target), inverse, inverse.device)
@@ -427,6 +444,10 @@ class Window:
             scaler.opened_by = name
             factor = scaler.scale_tensor() / old
             gradients.check_and_multiply(list(held.values()), factor, factor.device)
+
+
+_scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
+"""By optimizer, the window whose loss scale its gradients may hold."""
 
 
 def _stored(parameter: torch.Tensor) -> torch.Tensor:

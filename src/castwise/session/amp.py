@@ -142,6 +142,7 @@ class Amp:
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, target, self.plan)
+            self._window.check_alone(optimizer)
         check_parameters(target, self.plan)
         borders.check_methods(target, methods)
         resolution = self.resolve(target, part=part, inference=inference)
