@@ -207,6 +207,66 @@ def test_too_many_in_a_row_are_an_error(maker: str, direct: bool) -> None:
         step(NAN)
 
 
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    ("nonfinite", "scale", "times"),
+    [("skip", "dynamic=false", 3), ("raise", "dynamic=false", 1), ("skip", "init=8+loss_scale.floor=2", 3)],
+)
+def test_direct_steps_count_under_a_loss_scale(maker: str, nonfinite: str, scale: str, times: int) -> None:
+    run = Run(f"fp16-mixed+loss_scale.{scale}", MAKERS[maker], nonfinite=nonfinite, patience=3)
+    before = run.everything()
+
+    def step() -> None:
+        run.backward(NAN)
+        run.amp.unscale_(run.optimizer)
+        run.optimizer.step()
+
+    for _ in range(times - 1):
+        step()
+    with pytest.raises(LossScaleError, match=rf"{times} times in a row"):
+        step()
+    assert same(run.everything(), before)
+    assert run.model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "fp16-mixed+loss_scale.init=8"])
+@pytest.mark.parametrize("then", ["clear", "go on", "again"])
+def test_gradients_of_a_direct_step_that_raised_come_back_or_go(plan: str, then: str) -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                self.fails = False
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    run = Run(plan, lambda p: Failing(p, 0.125))
+    before = run.everything()
+
+    def unscale() -> None:
+        if "fp16" in plan:
+            run.amp.unscale_(run.optimizer)
+
+    run.backward(NAN)
+    unscale()
+    run.optimizer.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        run.optimizer.step()
+    if then == "again":
+        run.optimizer.step()
+        assert run.model[0].weight.grad.isnan().all()
+        assert same(run.everything(), before)
+        return
+    if then == "clear":
+        run.optimizer.zero_grad()
+    run.amp.backward(run.model(X).pow(2).mean())
+    unscale()
+    run.optimizer.step()
+    assert run.model[0].weight.grad.isfinite().all()
+    assert not same(run.everything(), before)
+
+
 def test_another_optimizers_good_steps_do_not_hide_a_bad_one() -> None:
     run = Run("bf16-mixed", patience=3)
     p, other = run.another()

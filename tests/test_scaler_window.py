@@ -274,6 +274,83 @@ def test_a_step_that_fails_leaves_gradients_that_are_known(
         torch.testing.assert_close(run(amp), run(None), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("between", ["load", "load another", "grad", "nothing"])
+@pytest.mark.parametrize("held", ["scaled", "stepped"])
+@pytest.mark.parametrize("then", ["loss", "other"])
+def test_a_named_loss_gives_held_gradients_their_size(between: str, held: str, then: str) -> None:
+    amp, model, a, b = pair()
+    plain = Pair()
+    amp.backward(model(batch(0)).pow(2).mean(), "other")  # so that its scale differs from the other's
+    for optimizer in (a, b):
+        amp.step(optimizer)
+    plain.load_state_dict(model.state_dict())
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+    amp.backward(model(batch(1)).pow(2).mean(), "other")
+    plain(batch(1)).pow(2).mean().backward()
+    if held == "stepped":
+        before = [p.detach().clone() for p in model.parameters()]
+        amp.step(a, b)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+    if "load" in between:
+        state = amp.state_dict()
+        if between == "load another":
+            state["scaler"] = {key: value for key, value in state["scaler"].items() if key != "losses"}
+            state["scaler"]["scale"] = 4096.0
+        amp.load_state_dict(state)
+    elif between == "grad":
+        x = batch(2).requires_grad_()
+        amp.grad(model(x).sum(), x)
+    amp.backward(model(batch(3)).pow(2).mean(), then)
+    plain(batch(3)).pow(2).mean().backward()
+    for optimizer in (a, b):
+        amp.unscale_(optimizer)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["step", "max_norm", "direct", "unscale"])
+def test_steps_while_a_backward_runs(way: str) -> None:
+    """An optimizer for each parameter, stepped when its gradient has come."""
+    ends = []
+    for amp in (castwise.Amp(MOVING, device="cpu"), None):
+        model = Pair()
+        optimizers = {p: torch.optim.SGD([p], 0.125) for p in model.parameters()}
+
+        def hook(p: torch.Tensor, amp: Any = amp, optimizers: Any = optimizers) -> None:
+            if amp is None or way == "direct":
+                optimizers[p].step()
+            elif way == "unscale":
+                amp.unscale_(optimizers[p])
+            else:
+                amp.step(optimizers[p], max_norm=1e9 if way == "max_norm" else None)
+            optimizers[p].zero_grad()
+
+        if amp is not None:
+            amp.prepare(model, *optimizers.values())
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        for seed in range(3):
+            loss = model(batch(seed)).pow(2).mean()
+            if amp is None:
+                loss.backward()
+            elif way in ("direct", "unscale"):
+                with pytest.raises(
+                    StateError, match="scale is still in its" if way == "direct" else "a backward runs"
+                ):
+                    amp.backward(loss)
+                amp.close()
+                return
+            else:
+                amp.backward(loss)
+        ends.append([p.detach().clone() for p in model.parameters()])
+        if amp is not None:
+            amp.close()
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)
+
+
 # --- what is noticed ----------------------------------------------------------------------------------------
 
 
@@ -352,6 +429,19 @@ def test_what_is_no_clipping_raises_no_alarm() -> None:
             parameter.grad = parameter.grad * 0.5  # others in their place
     assert amp.step(a).skipped
     assert not amp.step(b).skipped
+
+
+def test_one_optimizer_has_one_loss_scale() -> None:
+    model, other = Pair(), Pair()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.125)
+    first, second = castwise.Amp(MOVING, device="cpu"), castwise.Amp(MOVING, device="cpu")
+    first.prepare(model, optimizer)
+    with pytest.raises(StateError, match=r"this SGD is already prepared by another Amp with a loss scale"):
+        second.prepare(other, optimizer)
+    first.close()
+    second.prepare(other, optimizer)
+    second.prepare(model, optimizer)
+    second.close()
 
 
 def test_errors_speak_of_what_there_is() -> None:

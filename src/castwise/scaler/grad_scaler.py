@@ -454,6 +454,17 @@ class GradScaler(NamedLosses):
             self._refuse_to_go_on(optimizer)
         return value
 
+    def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        """Take note of a step that somebody else makes; None where a fused kernel decides.
+
+        Raises:
+            LossScaleError: As for :meth:`step`.
+        """
+        if skipped is not None:
+            self._outcomes.skips[id(optimizer)] = skipped
+        if skipped is not False and self._outcomes.streak + bool(skipped) >= self._patience:
+            self._refuse_to_go_on(optimizer)
+
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """:meth:`step`, and what became of it."""
         if closure is None:

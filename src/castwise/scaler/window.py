@@ -46,6 +46,8 @@ class Window:
         self._lent = False  # a scaled loss was handed out, and gradients may come back in any way
         self.settled = not self._scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
+        self.in_backward = False
+        """Whether the session's own backward runs, so that gradients are scaled before it has ended."""
         self._stepped = False
         scaler.is_over = lambda: self._stepped
         # Parameters of optimizers that were unscaled by hand: gradients may change, and parameters join, before the step.
@@ -66,6 +68,7 @@ class Window:
         """
         if not self.settled:
             self._by_hand.clear()
+            self._hidden.clear()  # of steps that raised: who goes on to a backward is done with them
             if self._scales:
                 self._settle(name)
             else:
@@ -91,7 +94,9 @@ class Window:
             scaler.forget()
         self._stepped = False
         if plain or old is not None:
-            scale = scaler.scale_tensor(name if scaler.is_first(name) else None)
+            if scaler.opened_by is None:
+                scaler.opened_by = name
+            scale = scaler.scale_tensor()
             if plain:
                 gradients.check_and_multiply(list(plain.values()), scale, scale.device)
             if old is not None:
@@ -119,7 +124,7 @@ class Window:
 
     def _is_scaled(self, optimizer: Optimizer) -> bool:
         key = id(optimizer)
-        if key in self._owners:
+        if self.in_backward or key in self._owners:
             return True
         return self._lent and key not in self.scaler._per_optimizer_states
 
@@ -136,7 +141,7 @@ class Window:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
-        if (self._scales and self._check(optimizer, "unscale_")) or (
+        if (self._scales and self._check(optimizer, "unscale_ by hand" if by_hand else "unscale_")) or (
             not self._scales and not scaler.is_unscaled(optimizer)
         ):
             self.settled = False
@@ -168,7 +173,18 @@ class Window:
         Every gradient was written to since the backward where somebody clipped; a reduction between ranks counts as no
         write, and who sets one element in one gradient does not clip.
         """
-        if id(optimizer) in self.scaler._per_optimizer_states:
+        known = self.scaler._per_optimizer_states.get(id(optimizer))
+        if self.in_backward and (
+            call == "unscale_ by hand"
+            or self.scaler._flags
+            or (known is not None and known["stage"] is OptState.STEPPED and gradients.ends(optimizer))
+        ):
+            raise StateError(
+                f"{call.split()[0]}({type(optimizer).__name__}): a backward runs, and gradients that come later have the loss scale in "
+                "them. There amp.step(optimizer) alone may be called, once for each optimizer and with one loss; unscale and clip "
+                "after amp.backward(loss)"
+            )
+        if known is not None:
             return False  # unscaled already, and stepped perhaps
         if not self._is_scaled(optimizer):
             if gradients.ends(optimizer):
@@ -290,6 +306,19 @@ class Window:
 
     # --- steps that somebody else makes -----------------------------------------------------------------------
 
+    def check_alone(self, optimizer: Optimizer) -> None:
+        """See that no other window scales an optimizer's gradients.
+
+        Raises:
+            StateError: One does.
+        """
+        other = _scaling.get(optimizer)
+        if self._scales and other is not None and other is not self:
+            raise StateError(
+                f"prepare: this {type(optimizer).__name__} is already prepared by another Amp with a loss scale, and one optimizer "
+                "cannot step by two scales. Prepare both models by one Amp, or close() the other first"
+            )
+
     def watch(self, optimizer: Optimizer) -> Callable[[], None]:
         """Look after steps of an optimizer that do not come from here.
 
@@ -301,6 +330,8 @@ class Window:
             them.
         """
         alive = weakref.ref(optimizer)
+        if self._scales:
+            _scaling[optimizer] = self
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
 
@@ -308,6 +339,8 @@ class Window:
             before.remove()
             after.remove()
             target = alive()
+            if target is not None and self._scales:
+                _scaling.pop(target, None)
             if target is not None and self._scales and self._is_scaled(target):
                 inverse = self.scaler.scale_tensor().double().reciprocal().float()
                 gradients.check_and_multiply(gradients.held(target), inverse, inverse.device)
@@ -320,6 +353,7 @@ class Window:
     ) -> _Call | None:
         if self._inside:
             return None
+        self._unhide(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._guard(optimizer)
@@ -335,7 +369,7 @@ class Window:
         return args, {**kwargs, "closure": evaluate}
 
     def _guard(self, optimizer: Optimizer) -> None:
-        scaler, key = self.scaler, id(optimizer)
+        scaler, key, unscaled = self.scaler, id(optimizer), False
         if self._scales:
             if self._is_scaled(optimizer) and gradients.ends(optimizer):
                 raise StateError(
@@ -357,6 +391,8 @@ class Window:
             return
         bad = read_on_host(flags.values())
         if bad is None and decides_on_device(optimizer):
+            if self._scales and unscaled:
+                scaler.note_outcome(optimizer, None)
             hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
             self._count(StepResult(list(flags.values()), send=False))
             return
@@ -364,18 +400,25 @@ class Window:
         self._skipped += bad
         if isinstance(scaler, UnitScaler):
             scaler.count(optimizer, bad)
+        elif unscaled:
+            scaler.note_outcome(optimizer, bad)
         if bad:
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._hidden[key] = [(parameter, parameter.grad) for parameter in params]
+            self.settled = False
             for parameter in params:
                 parameter.grad = None
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inside:
             return
-        for parameter, grad in self._hidden.pop(id(optimizer), ()):
-            parameter.grad = grad
+        self._unhide(optimizer)
         take_back(optimizer)
+
+    def _unhide(self, optimizer: Optimizer) -> None:
+        for parameter, grad in self._hidden.pop(id(optimizer), ()):
+            if parameter.grad is None:
+                parameter.grad = grad
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -401,6 +444,10 @@ class Window:
             scaler.opened_by = name
             factor = scaler.scale_tensor() / old
             gradients.check_and_multiply(list(held.values()), factor, factor.device)
+
+
+_scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
+"""By optimizer, the window whose loss scale its gradients may hold."""
 
 
 def _stored(parameter: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,7 @@ class Amp:
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, target, self.plan)
+            self._window.check_alone(optimizer)
         check_parameters(target, self.plan)
         borders.check_methods(target, methods)
         resolution = self.resolve(target, part=part, inference=inference)
@@ -252,12 +253,14 @@ class Amp:
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
         self._ranks.narrow()
+        window.in_backward = scaler.is_enabled()
         try:
             if kwargs or not scaler.is_first(name):
                 scaler.backward(loss, name, params=self._members.parameters, **kwargs)
             else:
                 _torch.backward_of_scalar(scaler.scale(loss, name))
         finally:
+            window.in_backward = False
             window.fed()
 
     def grad(
