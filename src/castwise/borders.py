@@ -167,14 +167,16 @@ class Method:
     Stands in the instance's dictionary; pickles and copies with it.
     """
 
-    def __init__(self, module: nn.Module, name: str, border: Border, before: Callable[[], None]) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, border: Border, before: Callable[[nn.Module], None]
+    ) -> None:
         self.module = module
         self.name = name
         self.border = border
         self.before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.before()
+        self.before(self.module)
         border, depth = self.border, frames.depth()
         method = getattr(type(self.module), self.name).__get__(self.module)
         args, kwargs = border.enter_and_cast(self.module, args, kwargs)
@@ -251,7 +253,7 @@ def install(
     resolution: Resolution,
     device_type: str,
     methods: Iterable[str] = (),
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[nn.Module], None] = lambda module: None,
 ) -> tuple[Border, Callable[[], None]]:
     """Put the borders of a resolution on a model.
 
@@ -260,7 +262,7 @@ def install(
         resolution: Of a plan for this model.
         device_type: Where the model runs.
         methods: Names of methods other than ``forward`` that are called from outside, checked before.
-        before: Called before each of these methods, as forward pre-hooks are before ``forward``.
+        before: Called with the model before each of these methods, as forward pre-hooks are before ``forward``.
 
     Returns:
         The border of the whole model, and what removes all of it again.

@@ -25,6 +25,7 @@ from castwise.masters.parameter import (
     make_master,
     master_of,
     mirror_grad,
+    model_param_of,
     narrow_grad,
     release,
 )
@@ -114,6 +115,7 @@ class Attachment:
         self._sources: list[Tensor] = []
         self._frozen: list[nn.Parameter] = []
         self._group_sizes: list[int] = []
+        self._concerned: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._written: list[int] = []
         self._addresses: list[int] = []
         self._updated: list[int] = []
@@ -157,6 +159,17 @@ class Attachment:
         if optimizer is not None:
             self.scan(optimizer)
 
+    def concerns(self, module: nn.Module) -> bool:
+        """Whether parameters of a module have masters here, or may come to have them."""
+        known = self._concerned.get(module)
+        if known is None:
+            own = self._covered().union(map(id, self._stored))
+            optimizer = self._optimizer() if self.covers_all else None
+            for group in () if optimizer is None else optimizer.param_groups:
+                own.update(id(model_param_of(parameter)) for parameter in group["params"])
+            known = self._concerned[module] = any(id(parameter) in own for parameter in module.parameters())
+        return known
+
     def _covered(self) -> set[int]:
         covered = {id(parameter) for ref in self._params if (parameter := ref()) is not None}
         for reference in self._models:
@@ -195,6 +208,7 @@ class Attachment:
         known = dict(zip(map(id, self._stored), marks, strict=True))
         known |= {id(master.stored): self._marks(master) for _, _, master in made}
         self._frozen = frozen
+        self._concerned = weakref.WeakKeyDictionary()
         self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             masters += [p for p in group["params"] if isinstance(p, Master)]
@@ -235,7 +249,9 @@ class Attachment:
                     if isinstance(master, Master):
                         params[index] = parameter = master.stored
                         move_state(optimizer, master, parameter)  # type: ignore[arg-type]  # a tensor, too
-        sync.live[:] = [reference for reference in sync.live if reference() is not self]
+        reference = weakref.ref(self)
+        if reference in sync.live:
+            sync.live.remove(reference)  # in one go: other threads attach meanwhile
         _follow_all_steps()
         self._stored, self._masters, self._targets, self._sources = [], [], [], []
         self._written, self._addresses, self._updated, self._frozen = [], [], [], []
@@ -292,7 +308,6 @@ class Attachment:
         Elements of a parameter that still are its master rounded leave the master's full value alone.
         Synchronises with the device.
         """
-        self._push_written()
         for index, parameter in enumerate(self._stored):
             if is_low(parameter):
                 self._settle(index)
@@ -457,7 +472,9 @@ def refresh_master(parameter: nn.Parameter) -> bool:
     Returns:
         Whether anything differed; False also if there is no master. Synchronises with the device.
     """
-    sync.sync()
+    for attachment in sync.attachments():
+        if any(parameter is stored for stored in attachment.stored):
+            attachment.sync()
     master = master_of(parameter)
     return master is not None and merge_values(master, parameter)
 
@@ -488,7 +505,10 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held: list[Any] = [p for p in params if isinstance(p, Master)]
     if held:
         torch.autograd.graph.increment_version(held)
-        sync.sync()
+        steps = set(map(id, held))
+        for attachment in sync.attachments():
+            if not steps.isdisjoint(map(id, attachment.masters)):
+                attachment.sync()
 
 
 # Under a compiled step these two frames are left alone by Dynamo, and what they call is run with Dynamo off; in

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.optim import swa_utils
 
 from castwise.masters.originals import assign, is_low
-from castwise.masters.sync import settle_all
+from castwise.masters.sync import settle
 from castwise.masters.weights import in_fp32
 
 __all__ = ["AveragedModel"]
@@ -78,5 +78,5 @@ class _InFp32:
 
 
 def _parameters(model: nn.Module) -> Iterator[Tensor]:
-    settle_all()
+    settle(model)
     return map(in_fp32, model.parameters())

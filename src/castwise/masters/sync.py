@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
 
-__all__ = ["live", "settle_all", "sync", "sync_first"]
+__all__ = ["attachments", "live", "settle", "sync", "sync_first"]
 
 live: list[weakref.ref[Any]] = []
 """Every attachment that has masters to keep; the attachments see to it."""
 
 
-def sync(*_: Any) -> None:
-    """Bring every model up to date with masters that were written outside of a step; cheap where there are none."""
+def attachments() -> Iterator[Any]:
+    """Those that live."""
     for reference in tuple(live):
         attachment = reference()
         if attachment is not None:
+            yield attachment
+
+
+def sync(model: nn.Module) -> None:
+    """Bring a model up to date with masters that were written outside of a step; cheap where there are none.
+
+    What trains other models alone is left alone: it may be another thread's, or broken.
+    """
+    for attachment in attachments():
+        if attachment.concerns(model):
             attachment.sync()
 
 
-def settle_all() -> None:
-    """Bring parameters and masters together, whichever of the two was written."""
-    for reference in tuple(live):
-        attachment = reference()
-        if attachment is not None:
+def settle(model: nn.Module) -> None:
+    """Bring a model's parameters and their masters together, whichever of the two was written."""
+    for attachment in attachments():
+        if attachment.concerns(model):
             attachment.settle()
 
 
@@ -36,4 +46,4 @@ def sync_first(module: nn.Module, *_: Any) -> None:
     What torch.compile has compiled runs without it.
     """
     if not is_compiling():
-        sync()
+        sync(module)

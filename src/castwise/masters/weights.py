@@ -32,7 +32,7 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
         does; other bf16 and fp16 tensors as fp32 copies; everything else as it is. Synchronises with the device, since weights that
         were changed by hand are looked for first.
     """
-    sync()
+    sync(model)
     converted: dict[int, Tensor] = {}
     result: dict[str, Any] = {}
     for key, value in model.state_dict(prefix=prefix, keep_vars=True).items():

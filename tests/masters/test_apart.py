@@ -1,0 +1,96 @@
+"""What is wrong with one model is nothing to the others of the process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise import Amp, AveragedModel
+from castwise.errors import StateError
+
+
+def prepared(seed: int = 0) -> tuple[Amp, nn.Module, Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    amp = Amp("bf16-master")
+    amp.prepare(model, optimizer)
+    return amp, model, optimizer
+
+
+def train(amp: Amp, model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        amp.backward(model(torch.randn(4, 8, generator=generator)).square().mean())
+        amp.step(optimizer)
+        optimizer.zero_grad()
+
+
+def masters_of(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def look(model: nn.Module, amp: Amp) -> None:
+    """Everything that brings a model up to date before a look at it."""
+    model(torch.ones(1, 8))
+    model.state_dict()
+    amp.model_state_dict(model)
+    AveragedModel(model).update_parameters(model)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["the model", "a copy"])
+def test_a_model_that_was_typed_anew_does_not_stop_another(copied: bool) -> None:
+    """``model.float()`` under masters: its own steps say so, other models train and close."""
+    broken, other = prepared(), prepared(1)
+    train(*broken)
+    _, model, optimizer = broken
+    if copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    model.float()
+    with torch.no_grad():
+        masters_of(optimizer)[0].mul_(1.0)
+    look(other[1], other[0])
+    train(*other)
+    with pytest.raises(StateError, match=r"model\.float\(\)"):
+        model(torch.ones(1, 8))
+    broken[0].close()
+    train(*other)
+    other[0].close()
+    assert {p.dtype for p in (*other[1].parameters(), *broken[1].parameters())} == {torch.float32}
+
+
+def test_threads_train_models_of_their_own() -> None:
+    """Each as it does alone."""
+    results: dict[int, Any] = {}
+
+    def work(index: int) -> None:
+        try:
+            amp, model, optimizer = lives[index]
+            train(amp, model, optimizer, 20)
+            amp.close()
+            results[index] = [p.detach() for p in model.parameters()]
+        except BaseException as error:
+            results[index] = error
+
+    lives = [prepared() for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    work(0)
+    for index in range(1, 4):
+        assert isinstance(results[index], list), results[index]
+        assert all(map(torch.equal, results[index], results[0]))
