@@ -15,8 +15,9 @@ demo: $(STAMP)
 	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,runs/demo-tune/plan.json --steps 74 --rounds 12 --out runs/demo-sine
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
+# Two at a time, a file each; one thread each, so that they do not stand in each other's way on two cores.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 CHECKED := src tests bench scripts examples
 lint: $(STAMP)
