@@ -178,7 +178,7 @@ def test_only_the_loss_that_overflowed_backs_off() -> None:
 def test_plain_scale_refuses_to_mix_losses() -> None:
     amp, model, _ = ready(FP16)
     amp.scale(loss_of(model, data()), "a").backward()
-    with pytest.raises(StateError, match=r"'a' was scaled in this window.*Amp.backward"):
+    with pytest.raises(StateError, match=r"'a' was scaled in this window.*amp.backward"):
         amp.scale(loss_of(model, data()), "b")
 
 
