@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -94,3 +96,36 @@ def test_threads_train_models_of_their_own() -> None:
     for index in range(1, 4):
         assert isinstance(results[index], list), results[index]
         assert all(map(torch.equal, results[index], results[0]))
+
+
+def test_a_parameter_put_in_anothers_place_is_trained_by_a_master() -> None:
+    """In model and optimizer, after ``prepare``: the group is as long as before."""
+    amp, model, optimizer = prepared()
+    model[2].weight = new = nn.Parameter(torch.ones_like(model[2].weight))
+    optimizer.param_groups[0]["params"][2] = new
+    train(amp, model, optimizer)
+    assert masters_of(optimizer)[2].stored is new
+    amp.close()
+    assert masters_of(optimizer)[2] is new
+    assert new.dtype is torch.float32
+
+
+def test_a_session_keeps_no_masters_of_models_that_are_gone() -> None:
+    """It lives on and prepares others."""
+    amp, model, optimizer = prepared()
+    train(amp, model, optimizer)
+    master = weakref.ref(masters_of(optimizer)[0])
+    del model, optimizer
+    gc.collect()
+    assert master() is None
+    amp.close()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_script_modules_take_no_hooks_and_are_passed_over() -> None:
+    """Their parameters get masters as others do."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Amp("bf16-master") as amp:
+        amp.prepare(model, optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from castwise import Amp
 from castwise.errors import StateError
 from castwise.fused import fuse
-from castwise.masters import attach, attachment_of, master_of, original_of, restore
+from castwise.masters import attach, attachment_of, master_of, original_of, remember_original, restore
 from tests.masters.outside import SAM
 from tests.test_masters_gradients import backward, held
 from tests.test_masters_optimizers import Net, Weights, lower, train
@@ -273,3 +276,146 @@ def test_groups_added_to_a_fused_optimizer_are_unfused_too() -> None:
     assert [group["foreach"] for group in optimizer.param_groups] == [None, None]
     undo()
     train(model, optimizer, 1)
+
+
+# --- interrupted, and undone all the same -------------------------------------------------------------------
+
+
+class Interrupts:
+    """Raises at the n-th line that castwise runs."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if "castwise/masters" not in frame.f_code.co_filename and "session" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@contextlib.contextmanager
+def interrupted(line: int) -> Iterator[Interrupts]:
+    former, tracer = sys.gettrace(), Interrupts(line)
+    sys.settrace(tracer)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield tracer
+    finally:
+        sys.settrace(former)
+
+
+def trained_net() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def numbers(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+    moments = [value for p in model.parameters() for value in optimizer.state[p].values()]
+    return [value.detach().clone() for value in (*model.parameters(), *moments)]
+
+
+def test_an_interrupted_attach_leaves_all_as_it_was() -> None:
+    """At each line of it: pictures, weights and moments, bit for bit."""
+    line = 1
+    while True:
+        model, optimizer = trained_net()
+        values = numbers(model, optimizer)
+        former = lower(model, torch.bfloat16)
+        for parameter, value in former.items():
+            remember_original(parameter, value)
+        before = picture(model, optimizer)
+        with interrupted(line) as tracer:
+            attach(optimizer, model)
+        if tracer.left > 0:
+            break
+        assert picture(model, optimizer) == before, line
+        for parameter in model.parameters():
+            assert master_of(parameter) is None
+            assert restore(parameter)
+        assert all(map(torch.equal, values, numbers(model, optimizer))), line
+        line += 7
+    assert line > 100
+
+
+def test_an_interrupted_prepare_leaves_weights_and_moments() -> None:
+    """Bit for bit, and the model can be prepared after."""
+    line = 1
+    while True:
+        model, optimizer = trained_net()
+        values, before = numbers(model, optimizer), picture(model, optimizer)
+        amp = Amp("bf16-master")
+        with interrupted(line) as tracer:
+            amp.prepare(model, optimizer)
+        if tracer.left > 0:
+            break
+        assert all(map(torch.equal, values, numbers(model, optimizer))), line
+        assert picture(model, optimizer)[3:6] == before[3:6], line
+        amp.prepare(model, optimizer)
+        amp.close()
+        line += 23
+
+
+def refuses_setting(optimizer: Optimizer) -> None:
+    class Sealed(type(optimizer)):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "__reduce_ex__":
+                raise RuntimeError("sealed")
+            super().__setattr__(name, value)
+
+    optimizer.__class__ = Sealed
+
+
+def refuses_hooks(optimizer: Optimizer) -> None:
+    class Deaf(type(optimizer)):  # type: ignore[misc]
+        def register_step_post_hook(self, hook: Any) -> Any:
+            raise RuntimeError("deaf")
+
+    optimizer.__class__ = Deaf
+
+
+def holds_a_tuple(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("spoil", [refuses_setting, refuses_hooks, holds_a_tuple])
+def test_an_optimizer_that_takes_no_masters_is_left_alone(spoil: Any) -> None:
+    """By ``prepare``, which raises what it raised."""
+    with Amp("bf16-master") as amp:  # leaves what castwise installs once in a process
+        first = trained_net()
+        amp.prepare(*first)
+    model, optimizer = trained_net()
+    spoil(optimizer)
+    values, before = numbers(model, optimizer), picture(model, optimizer)
+    with pytest.raises((RuntimeError, TypeError)):
+        Amp("bf16-master").prepare(model, optimizer)
+    assert picture(model, optimizer) == before
+    assert all(map(torch.equal, values, numbers(model, optimizer)))
+
+
+@pytest.mark.parametrize("method", ["float", "double"])
+def test_a_model_typed_anew_gets_its_masters_values_at_close(method: str) -> None:
+    """With torch's own ``grad_dtype``, and trains on."""
+    model, optimizer = trained_net()
+    amp = Amp("bf16-master")
+    amp.prepare(model, optimizer)
+    amp.backward(model(torch.ones(2, 8)).square().mean())
+    amp.step(optimizer)
+    optimizer.zero_grad()
+    want = {name: value.clone() for name, value in amp.model_state_dict(model).items()}
+    getattr(model, method)()
+    amp.close()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), want[name])
+        assert parameter.grad_dtype is torch.float32
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()

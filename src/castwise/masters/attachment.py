@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -18,15 +19,25 @@ from castwise import _torch
 from castwise.errors import StateError
 from castwise.masters import sync
 from castwise.masters.copies import look_at_copies
-from castwise.masters.originals import address, agree, is_low, local, merge_values, remember_original
+from castwise.masters.originals import (
+    address,
+    agree,
+    forget_original,
+    is_low,
+    local,
+    merge_values,
+    original_of,
+    remember_original,
+)
 from castwise.masters.parameter import (
     Master,
+    adopt,
     allow_low_grad,
-    make_master,
     master_of,
     mirror_grad,
     model_param_of,
     narrow_grad,
+    new_master,
     release,
 )
 from castwise.masters.state import move_state, restride_state
@@ -78,6 +89,7 @@ def attach(
         return attachment
     attachment = Attachment(optimizer)
     try:
+        attachment.install(optimizer)
         attachment.extend(params)
     except BaseException:
         attachment.detach()
@@ -102,34 +114,36 @@ class Attachment:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Install the hooks; no parameter is covered yet."""
+        """No parameter is covered yet, and nothing is changed."""
         self.covers_all = False
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
         self._models: list[weakref.ref[nn.Module]] = []
-        self._model_hooks: list[RemovableHandle] = []
+        self._model_hooks: list[list[RemovableHandle]] = []
+        self._handles: list[RemovableHandle] = []
         self._params: list[weakref.ref[nn.Parameter]] = []
         self._stored: list[nn.Parameter] = []
         self._masters: list[nn.Parameter] = []
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         self._frozen: list[nn.Parameter] = []
-        self._group_sizes: list[int] = []
+        self._groups: list[list[Any]] = []
         self._concerned: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._written: list[int] = []
         self._addresses: list[int] = []
         self._updated: list[int] = []
+
+    def install(self, optimizer: Optimizer) -> None:
+        """Follow the optimizer's steps; :meth:`detach` undoes it, however far it came."""
+        _attachments[optimizer] = self
         _torch.refuse_inlining(_before_step)
         _torch.refuse_inlining(_after_step)
-        self._handles = [
-            optimizer.register_step_pre_hook(functools.partial(_before_step, self)),
-            optimizer.register_step_post_hook(functools.partial(_after_step, self)),
-            optimizer.register_load_state_dict_post_hook(restride_state),
-        ]
+        self._handles.append(optimizer.register_step_pre_hook(functools.partial(_before_step, self)))
+        self._handles.append(optimizer.register_step_post_hook(functools.partial(_after_step, self)))
+        self._handles.append(optimizer.register_load_state_dict_post_hook(restride_state))
         # torch leaves hooks out of copies of an optimizer, and one without these would train masters that never
         # reach a model.
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
-        _attachments[optimizer] = self
         sync.live.append(weakref.ref(self, sync.live.remove))
         _follow_all_steps()
 
@@ -152,7 +166,8 @@ class Attachment:
         elif isinstance(params, nn.Module):
             if all(known() is not params for known in self._models):
                 self._models.append(weakref.ref(params))
-                self._model_hooks += install_hooks(params)
+                self._model_hooks.append([])
+                install_hooks(params, self._model_hooks[-1])
         else:
             self._params.extend(weakref.ref(parameter) for parameter in params)
         optimizer = self._optimizer()
@@ -179,46 +194,70 @@ class Attachment:
         return covered
 
     def scan(self, optimizer: Optimizer) -> None:
-        """Look through the optimizer's groups and give masters to covered parameters that lack one."""
+        """Look through the optimizer's groups and give masters to covered parameters that lack one.
+
+        Whatever fails here leaves everything as it was.
+        """
         covered = None if self.covers_all else self._covered()
-        made: list[tuple[list[Any], int, Any]] = []
-        masters: list[Any] = []
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        made: dict[int, Any] = {}
         frozen = []
-        try:
-            for group in optimizer.param_groups:
-                for index, parameter in enumerate(group["params"]):
-                    if isinstance(parameter, Master) or not is_low(parameter):
-                        continue
-                    if covered is not None and id(parameter) not in covered:
-                        continue
-                    if parameter.requires_grad:
-                        made.append((group["params"], index, make_master(parameter)))
-                    else:
-                        frozen.append(parameter)
-        except BaseException:
-            for _, _, master in made:
-                release(master, write_back=False)
-            raise
-        for params, index, master in made:
-            params[index] = master
-            move_state(optimizer, master.stored, master)
-            if self._low_gradients:
-                allow_low_grad(master.stored)
+        for params in groups:
+            for index, parameter in enumerate(params):
+                if isinstance(parameter, Master) or not is_low(parameter):
+                    continue
+                if covered is not None and id(parameter) not in covered:
+                    continue
+                if parameter.requires_grad:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = new_master(parameter)
+                    params[index] = made[id(parameter)]
+                else:
+                    frozen.append(parameter)
+        masters: list[Any] = [p for params in groups for p in params if isinstance(p, Master)]
+        stored = [master.stored for master in masters]
+        targets = [local(parameter) for parameter in stored]
+        sources = [local(master) for master in masters]
         marks = zip(self._written, self._addresses, self._updated, strict=True)
         known = dict(zip(map(id, self._stored), marks, strict=True))
-        known |= {id(master.stored): self._marks(master) for _, _, master in made}
-        self._frozen = frozen
-        self._concerned = weakref.WeakKeyDictionary()
-        self._group_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            masters += [p for p in group["params"] if isinstance(p, Master)]
-        self._masters = masters
-        self._stored = [master.stored for master in masters]
-        self._targets = [local(parameter) for parameter in self._stored]
-        self._sources = [local(master) for master in self._masters]
+        known |= {id(master.stored): self._marks(master) for master in made.values()}
         # A parameter whose history is unknown is compared with its master before the next step.
-        now = [known.get(id(parameter), (-1, -1, -1)) for parameter in self._stored]
-        self._written, self._addresses, self._updated = ([mark[i] for mark in now] for i in range(3))
+        now = [known.get(id(parameter), (-1, -1, -1)) for parameter in stored]
+        written, addresses, updated = ([mark[i] for mark in now] for i in range(3))
+        former = [group["params"] for group in optimizer.param_groups]
+        kept = [
+            (master, master_of(master.stored), original_of(master.stored), optimizer.state.get(master.stored))
+            for master in made.values()
+        ]
+        before = dict(vars(self))
+        try:
+            for master in made.values():
+                adopt(master)
+                move_state(optimizer, master.stored, master)
+                if self._low_gradients:
+                    allow_low_grad(master.stored)
+            for params, group in zip(groups, former, strict=True):
+                group[:] = params
+            self._masters, self._stored, self._targets, self._sources = masters, stored, targets, sources
+            self._written, self._addresses, self._updated = written, addresses, updated
+            self._frozen, self._groups, self._concerned = frozen, groups, weakref.WeakKeyDictionary()
+            for master in made.values():
+                forget_original(master.stored)
+        except BaseException:
+            vars(self).update(before)
+            for group in former:
+                for index, parameter in enumerate(group):
+                    if id(getattr(parameter, "stored", None)) in made:
+                        group[index] = parameter.stored
+            for master, shared, original, state in kept:
+                if state is not None:
+                    optimizer.state.pop(master, None)
+                    optimizer.state[master.stored] = state
+                if shared is None:
+                    release(master, write_back=None)
+                if original is not None:
+                    remember_original(master.stored, original)
+            raise
 
     @staticmethod
     def _marks(master: Any) -> tuple[int, int, int]:
@@ -234,27 +273,61 @@ class Attachment:
                 low, the optimizer's state takes their format, and the masters' values are remembered as their
                 originals (see :func:`castwise.masters.original_of`).
         """
-        optimizer = self._optimizer()
-        for handle in (*self._handles, *self._model_hooks):
+        for handle in (*self._handles, *(handle for handles in self._model_hooks for handle in handles)):
             handle.remove()
         self.refresh_from_model()
-        for master in self._masters:
-            release(master, write_back=write_back)
+        self._let_go(self._masters, write_back)
+        optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.__dict__.pop("__reduce_ex__", None)
-            _attachments.pop(optimizer, None)
-            for group in optimizer.param_groups:
-                params: list[Any] = group["params"]
-                for index, master in enumerate(params):
-                    if isinstance(master, Master):
-                        params[index] = parameter = master.stored
-                        move_state(optimizer, master, parameter)  # type: ignore[arg-type]  # a tensor, too
         reference = weakref.ref(self)
         if reference in sync.live:
             sync.live.remove(reference)  # in one go: other threads attach meanwhile
         _follow_all_steps()
+        if optimizer is not None:
+            _attachments.pop(optimizer, None)
         self._stored, self._masters, self._targets, self._sources = [], [], [], []
-        self._written, self._addresses, self._updated, self._frozen = [], [], [], []
+        self._written, self._addresses, self._updated, self._frozen, self._groups = [], [], [], [], []
+
+    def leave(self, model: nn.Module | None) -> None:
+        """Detach with the masters' values written back, except from what other living models brought here.
+
+        Args:
+            model: It, and models that are gone, no longer count; None: those alone.
+        """
+        kept = [
+            (reference, hooks)
+            for reference, hooks in zip(self._models, self._model_hooks, strict=True)
+            if (known := reference()) is not None and known is not model
+        ]
+        if not kept and not self._params and not self.covers_all:
+            self.detach(write_back=True)
+            return
+        for reference, hooks in zip(self._models, self._model_hooks, strict=True):
+            if all(reference is not other for other, _ in kept):
+                for handle in hooks:
+                    handle.remove()
+        self._models, self._model_hooks = [pair[0] for pair in kept], [pair[1] for pair in kept]
+        optimizer = self._optimizer()
+        if self.covers_all:
+            return
+        self.refresh_from_model()
+        covered = self._covered()
+        self._let_go([m for m in self._masters if id(model_param_of(m)) not in covered], True)
+        if optimizer is not None:
+            self.scan(optimizer)
+
+    def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
+        """Per parameter the values first; what was done before an interruption is passed over when this is called again."""
+        for master in masters:
+            release(master, write_back=write_back)
+        gone = {id(master) for master in masters}
+        optimizer = self._optimizer()
+        for group in () if optimizer is None else optimizer.param_groups:
+            for index, master in enumerate(group["params"]):
+                if id(master) in gone:
+                    move_state(optimizer, master, master.stored)  # type: ignore[arg-type]
+                    group["params"][index] = master.stored
 
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
@@ -285,7 +358,7 @@ class Attachment:
         versions where nothing was written.
         """
         optimizer = self._optimizer()
-        if optimizer is not None and (self._frozen or len(optimizer.param_groups) != len(self._group_sizes)):
+        if optimizer is not None:
             self._scan_for_more(optimizer)
         self._push_written()
 
@@ -393,8 +466,14 @@ class Attachment:
         self._written[index], self._addresses[index], self._updated[index] = self._marks(master)
 
     def _scan_for_more(self, optimizer: Optimizer) -> None:
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != self._group_sizes or any(parameter.requires_grad for parameter in self._frozen):
+        groups = [group["params"] for group in optimizer.param_groups]
+        if (
+            len(groups) != len(self._groups)
+            or any(
+                len(a) != len(b) or not all(map(is_, a, b)) for a, b in zip(groups, self._groups, strict=True)
+            )
+            or any(parameter.requires_grad for parameter in self._frozen)
+        ):
             self.scan(optimizer)
 
     def _pull(self, optimizer: Optimizer) -> None:
@@ -567,5 +646,5 @@ class _Reducer:
 def _rebuild_optimizer(kind: type[Optimizer]) -> Optimizer:
     optimizer: Optimizer = kind.__new__(kind)
     optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": []})
-    Attachment(optimizer).extend(None)
+    attach(optimizer)
     return optimizer

@@ -67,7 +67,7 @@ def agree(full: Tensor, values: Tensor) -> bool:
 
 
 @torch.no_grad()
-def merge_values(full: Tensor, values: Tensor) -> bool:
+def merge_values(full: Tensor, values: Tensor, through: torch.dtype | None = None) -> bool:
     """Bring full values up to date with low ones that may have been changed by hand.
 
     Elements that still are the full value rounded keep it; all others are taken over. So a parameter half of which
@@ -76,12 +76,13 @@ def merge_values(full: Tensor, values: Tensor) -> bool:
     Args:
         full: fp32, written to.
         values: bf16 or fp16, same shape.
+        through: What they were rounded to if that is not their dtype: a parameter after ``model.float()``.
 
     Returns:
         Whether anything differed. Synchronises with the device.
     """
     full, values = local(full), local(values)
-    rounded = full.to(values.dtype)
+    rounded = full.to(through or values.dtype).to(values.dtype)
     if torch.equal(rounded, values):
         return False
     full.copy_(torch.where(rounded == values, full, values.to(full.dtype)))
@@ -102,10 +103,11 @@ def store(parameter: Tensor, dtype: torch.dtype, *, remember: bool = True) -> No
     former = original_of(parameter)
     if former is None:
         former = parameter.detach()
-    _replace(parameter, former.to(dtype))
-    if remember:
-        remember_original(parameter, former)
-    else:
+    values = former.to(dtype)
+    if remember and is_low(values) and former.dtype is not dtype:
+        _originals[parameter] = former.data  # first: whatever interrupts this, the values are not lost
+    _replace(parameter, values)
+    if not remember:
         forget_original(parameter)
 
 

@@ -16,14 +16,23 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from castwise import _torch
-from castwise.masters.originals import assign, forget_original, is_low, original_of, remember_original
+from castwise.masters.originals import (
+    assign,
+    forget_original,
+    is_low,
+    merge_values,
+    original_of,
+    remember_original,
+)
 
 __all__ = [
     "Master",
+    "adopt",
     "make_master",
     "master_of",
     "mirror_grad",
     "model_param_of",
+    "new_master",
     "release",
 ]
 
@@ -44,6 +53,8 @@ class Master:
     """The model's parameter, in bf16 or fp16."""
     former_grad_dtype: torch.dtype | None
     """Its ``grad_dtype`` before it had a master; None: any."""
+    former_dtype: torch.dtype
+    """What it was stored in then."""
 
     @property
     def data(self) -> Tensor:
@@ -114,10 +125,25 @@ class MasterParameter(Master, nn.Parameter):
 
 
 def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
-    """The master of ``stored``: the one it already has, or a new one.
+    """:func:`new_master`, in force: gradients of the parameter are fp32 from now on, and its original is forgotten."""
+    master = new_master(stored, values)
+    adopt(master)
+    forget_original(stored)
+    return master
+
+
+def adopt(master: Any) -> None:
+    """Let a parameter have a master; :func:`release` undoes it."""
+    if master_of(master.stored) is not master:
+        _masters[master.stored] = TensorWeakRef(master)
+        want_grad_fp32(master.stored)
+
+
+def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
+    """The master of ``stored``: the one it already has, or a new one, which changes nothing yet.
 
     Args:
-        stored: Parameter in bf16 or fp16; from now on its gradients are fp32.
+        stored: Parameter in bf16 or fp16.
         values: What to start from, any floating dtype, same shape; if None, what is remembered as the parameter's
             original, else the parameter itself. An fp32 tensor with the parameter's strides on its device is taken
             as it is, without a copy.
@@ -143,10 +169,7 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
     else:  # DTensor and the like: nn.Parameter keeps their class, and so must the master
         master = nn.Parameter(data.detach(), requires_grad=True)
         master.__class__ = _class_for(type(data))
-    master.stored, master.former_grad_dtype = stored, stored.grad_dtype
-    want_grad_fp32(stored)
-    _masters[stored] = TensorWeakRef(master)
-    forget_original(stored)
+    master.stored, master.former_grad_dtype, master.former_dtype = stored, stored.grad_dtype, stored.dtype
     return master  # type: ignore[no-any-return]
 
 
@@ -196,13 +219,13 @@ def model_param_of(parameter: Tensor) -> Tensor:
     return parameter.stored if isinstance(parameter, Master) else parameter
 
 
-def release(master: Any, *, write_back: bool) -> nn.Parameter:
+def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     """Let a master's parameter be without it again; gradient and ``grad_dtype`` become what torch has for it.
 
     Args:
         master: From :func:`make_master`.
         write_back: The parameter becomes fp32 and takes the master's values and memory. Otherwise it stays low, and
-            the master's values are remembered as its original.
+            the master's values are remembered as its original. None: values are left alone, those remembered too.
 
     Returns:
         The parameter. Nothing happens to it where the master was released before, by another optimizer.
@@ -211,17 +234,30 @@ def release(master: Any, *, write_back: bool) -> nn.Parameter:
     current: Any = master_of(parameter)
     if current is not master:
         return parameter
-    grad, follows = parameter.grad, master.former_grad_dtype is parameter.dtype
+    grad, follows = parameter.grad, master.former_grad_dtype is master.former_dtype
     parameter.grad = None
-    del _masters[parameter]
-    if not write_back:
+    # The master is forgotten last: whatever interrupts this, one of the two holds the full values.
+    if write_back or (write_back is False and not is_low(parameter)):
+        if parameter.shape == master.shape and not parameter.is_meta:
+            assign(parameter, _values_for(parameter, master))
+        forget_original(parameter)
+    elif write_back is False:
         remember_original(parameter, master.data)
-    elif is_low(parameter):
-        assign(parameter, master.data)
     parameter.grad_dtype = parameter.dtype if follows else master.former_grad_dtype
     if grad is not None:
         parameter.grad = grad.to(parameter.grad_dtype or parameter.dtype)
+    _masters.pop(parameter, None)
     return parameter
+
+
+def _values_for(parameter: nn.Parameter, master: Any) -> Tensor:
+    """The master's values, in its memory if it lies as the parameter does; with what a model typed anew has of its own."""
+    values: Tensor = master.data
+    if values.stride() != parameter.stride() or values.device != parameter.device:
+        values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
+    if parameter.dtype is not master.former_dtype:
+        merge_values(values, parameter, master.former_dtype)
+    return values
 
 
 def want_grad_fp32(parameter: nn.Parameter) -> None:

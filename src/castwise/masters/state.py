@@ -24,8 +24,9 @@ def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter) -> No
     """
     if source not in optimizer.state:
         return
-    state = optimizer.state.pop(source)
-    optimizer.state[target] = {key: _fit_entry(key, value, target) for key, value in state.items()}
+    state = {key: _fit_entry(key, value, target) for key, value in optimizer.state[source].items()}
+    # In one statement, since a master and its parameter are one key to a dictionary.
+    optimizer.state[target] = (optimizer.state.pop(source), state)[1]
 
 
 def fit_state(optimizer: Optimizer) -> None:

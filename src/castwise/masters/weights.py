@@ -161,15 +161,16 @@ class LoadIntoMasters:
                 state_dict[prefix + name] = parameter
 
 
-def install_hooks(model: nn.Module) -> list[RemovableHandle]:
+def install_hooks(model: nn.Module, handles: list[RemovableHandle]) -> None:
     """Put on a model what keeps masters and parameters together: before ``forward``, ``state_dict`` and loading.
 
-    Returns:
-        What removes the hooks again.
+    Args:
+        model: ScriptModules in it take no such hooks, and are passed over.
+        handles: Get what removes each hook again, at once.
     """
-    handles = [model.register_forward_pre_hook(sync_first, prepend=True)]
+    handles.append(model.register_forward_pre_hook(sync_first, prepend=True))
     for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
+        own = next(module.parameters(recurse=False), None)
+        if own is not None and not isinstance(module, torch.jit.ScriptModule):
             handles.append(module.register_load_state_dict_pre_hook(LoadIntoMasters(module)))
             handles.append(module.register_state_dict_pre_hook(sync_first))
-    return handles

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from castwise import borders, masters
 from castwise.borders import Border
@@ -27,6 +28,9 @@ from castwise.resolve import Resolution
 from castwise.session import storage
 
 __all__ = ["apply"]
+
+_kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
+"""What has a model's masters: a model whose optimizer is gone gets their values back all the same."""
 
 
 def apply(
@@ -73,20 +77,37 @@ def apply(
     storage.store(model, plan, dtypes, log)
     storage.follow_state(held, changed)
     _restride(restrided)
+    log.callback(_detach, alive, held)
     for optimizer in optimizers:
         if plan.keeps_masters:
-            attachment = masters.attach(optimizer, model)
-            log.callback(functools.partial(attachment.detach, write_back=True))
+            _kept.setdefault(model, []).append(masters.attach(optimizer, model))
         if plan.optimizer == "fused":
             log.callback(fuse(optimizer))
     if dtypes and not (plan.keeps_masters and optimizers):
-        for handle in masters.install_hooks(
-            model
-        ):  # what is remembered is loaded too; attaching sees to it elsewhere
-            log.callback(handle.remove)
+        # what is remembered is loaded too; attaching sees to it elsewhere
+        handles: list[RemovableHandle] = []
+        log.callback(_remove_all, handles)
+        masters.install_hooks(model, handles)
     if plan.keeps_masters and dtypes:
         log.callback(register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, alive)).remove)
     return root
+
+
+def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+    """The masters' values become the model's; what other models have in the same optimizers stays."""
+    model = reference()
+    found = [] if model is None else list(_kept.get(model, ()))
+    alive = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
+    for attachment in dict.fromkeys([*found, *map(masters.attachment_of, alive)]):
+        if attachment is not None:
+            attachment.leave(model)
+    if model is not None:
+        _kept.pop(model, None)
+
+
+def _remove_all(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
