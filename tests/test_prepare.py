@@ -315,6 +315,50 @@ def test_a_collected_session_gives_its_settings_up() -> None:
         amp.prepare(Net())
 
 
+@pytest.mark.parametrize("name", MASTERS)
+def test_a_close_that_is_interrupted_can_be_finished(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    amp = castwise.Amp(name, device="cpu")
+    amp.prepare(model, optimizer)
+    train(amp, model, optimizer)
+    trained = {key: value.clone() for key, value in amp.model_state_dict(model).items()}
+    from castwise.masters import attachment
+
+    calls, release = [], attachment.release
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return release(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attachment, "release", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            amp.close()
+        amp.close()
+    assert all(torch.equal(value, trained[key]) for key, value in model.state_dict().items())
+    assert not any(isinstance(p, masters.Master) for group in optimizer.param_groups for p in group["params"])
+    assert castwise.Amp.of(model) is None
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_masters_belong_to_one_session(name: str) -> None:
+    first, second, tied = Net(), Net(), Net()
+    tied.last = first.last
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    with castwise.Amp(name, device="cpu") as amp:
+        amp.prepare(first, optimizer)
+        other = castwise.Amp(name, device="cpu")
+        with pytest.raises(StateError, match=r"this SGD .*another Amp"):
+            other.prepare(second, optimizer)
+        with pytest.raises(StateError, match=r"last\.weight of this Net already has an fp32 master"):
+            other.prepare(tied, torch.optim.SGD(tied.parameters(), 0.1))
+        amp.prepare(second, optimizer)
+        train(amp, first, optimizer)
+
+
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,7 @@ class Life:
         self.twin = Twin(self.kind, optimizer)
         self.buffer_dtypes = {name: buffer.dtype for name, buffer in self.model.named_buffers()}
         self.amp: Amp | None = None
+        self.refused: list[Amp] = []
         self.line = ""
         self.at_rest: dict[str, Any] = {}
         self.follows = True
@@ -184,6 +185,7 @@ class Life:
         ):
             return
         amp = Amp(plan, device="cpu")
+        self.refused.append(amp)  # a collected one gives its settings up by that
         given: list[Any] = list(self.optimizers)
         methods: tuple[str, ...] = ()
         last = list(self.model.parameters())[-1]

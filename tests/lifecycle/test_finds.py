@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from castwise import _torch
 from castwise.errors import CastwiseError, StateError
 from castwise.session import Amp
+from castwise.session.undo import UndoLog
 
 from .life import Life, living, must_break
 from .test_lifecycle import of_kind, play
@@ -72,7 +73,7 @@ def a_log_that_forgets(entry: str) -> Fault:
 
             return forget
 
-        with instead(contextlib.ExitStack.__mro__[1], "callback", make):
+        with instead(UndoLog, "callback", make):
             yield
         assert forgotten, f"no entry of the undo log is called {entry!r} any more; name another here"
 

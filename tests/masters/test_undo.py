@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from castwise import Amp
 from castwise.errors import StateError
@@ -48,7 +47,6 @@ def picture(model: nn.Module, optimizer: Optimizer) -> Any:
         len(optimizer._optimizer_step_pre_hooks),
         len(optimizer._optimizer_step_post_hooks),
         len(optimizer._optimizer_load_state_dict_post_hooks),
-        len(torch_optimizer._global_optimizer_post_hooks),
         sorted(vars(optimizer)),
     )
 

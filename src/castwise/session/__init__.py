@@ -13,7 +13,7 @@ to the same window; the scale moves once, when the next window opens, at the fir
 step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decides for both together.
 
 ``amp``: the session itself, on one page. ``checks``: what ``prepare`` refuses. ``apply`` and ``storage``: what it changes, through
-an undo log. ``members``: what was prepared. ``guard``: the scaler of a plan. ``ranks``: what a session is among other
+``undo``, the undo log. ``members``: what was prepared. ``guard``: the scaler of a plan. ``ranks``: what a session is among other
 processes.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +24,11 @@ from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Window
 from castwise.session import storage
 from castwise.session.apply import apply
-from castwise.session.checks import check_model, check_optimizer, check_parameters
+from castwise.session.checks import check_masters, check_model, check_optimizer, check_parameters
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
 from castwise.session.ranks import Ranks
+from castwise.session.undo import UndoLog
 
 __all__ = ["Amp"]
 
@@ -89,7 +89,7 @@ class Amp:
         self._claim: process.Claim | None = None
         self._region: autocast | None = None
         self._root: borders.Border | None = None
-        self._undo = contextlib.ExitStack()
+        self._undo = UndoLog()
 
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
@@ -146,6 +146,7 @@ class Amp:
             check_optimizer(optimizer, target, self.plan)
             self._window.check_alone(optimizer)
         check_parameters(target, self.plan)
+        check_masters(target, optimizers, self._members)
         borders.check_methods(target, methods)
         resolution = self.resolve(target, part=part, inference=inference)
         fsdp.check_groups(resolution, target)
@@ -154,7 +155,7 @@ class Amp:
         agreement = self._ranks.agreement
         if optimizers and not self._members.models and agreement.world_size > 1:
             check_same_plan(self.plan, agreement.group)
-        with contextlib.ExitStack() as log:
+        with self._undo.transaction() as log:
             if self._claim is None or self._claim.closed:
                 self._claim = process.Claim(self.plan, self.device_type)
                 log.callback(self._claim.close)
@@ -174,7 +175,6 @@ class Amp:
             self._ranks.note(target, resolution.plan)
             if inference or not self.plan.keeps_masters:
                 storage.forget_originals(dtypes, inference=inference)
-            self._undo.push(log.pop_all())
         self._root = self._root or root
         return (model, *optimizers) if optimizers else model
 

@@ -1,12 +1,11 @@
 """Carry a resolution out, through an undo log.
 
-Whatever is changed here is an entry of the log (``contextlib.ExitStack``), made before the change or with it: a failure
+Whatever is changed here is an entry of the log (:class:`~castwise.session.undo.UndoLog`), made before the change or with it: a failure
 at any point, Ctrl-C included, replays it, and so does ``Amp.close``. The log keeps neither models nor optimizers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from castwise.fused import fuse
 from castwise.masters.sync import sync
 from castwise.resolve import Resolution
 from castwise.session import storage
+from castwise.session.undo import UndoLog
 
 __all__ = ["apply"]
 
@@ -41,7 +41,7 @@ def apply(
     device_type: str,
     methods: Sequence[str],
     inference: bool,
-    log: contextlib.ExitStack,
+    log: UndoLog,
 ) -> Border:
     """Put borders on a model, store its tensors, and give its optimizers masters and fused kernels.
 

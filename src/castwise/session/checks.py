@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -11,8 +13,9 @@ from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
 from castwise.plan import Plan
+from castwise.session.members import Members
 
-__all__ = ["check_model", "check_optimizer", "check_parameters"]
+__all__ = ["check_masters", "check_model", "check_optimizer", "check_parameters"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -84,6 +87,27 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
         )
     if plan.optimizer == "fused":
         check_fused(optimizer)
+
+
+def check_masters(model: nn.Module, optimizers: Sequence[Optimizer], members: Members) -> None:
+    """See that nobody else keeps masters of what is to be prepared; two sessions would take them from one another.
+
+    Raises:
+        StateError: Another session does.
+    """
+    cure = "prepare both models by one Amp, or close() the other first"
+    for optimizer in optimizers:
+        if masters.attachment_of(optimizer) is not None and not members.holds(optimizer):
+            raise StateError(
+                f"prepare: this {type(optimizer).__name__} already holds fp32 masters of another Amp; {cure}"
+            )
+    own = {id(parameter) for parameter in members.parameters()}
+    for name, parameter in model.named_parameters():
+        if masters.master_of(parameter) is not None and id(parameter) not in own:
+            raise StateError(
+                f"prepare: {name} of this {type(model).__name__} already has an fp32 master by another Amp, whose model shares it; "
+                f"{cure}"
+            )
 
 
 def check_parameters(model: nn.Module, plan: Plan) -> None:

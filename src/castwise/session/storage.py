@@ -1,12 +1,11 @@
 """Store a model's tensors as a resolution says, and as they were again.
 
-Every change is an entry of an undo log (``contextlib.ExitStack``) that is made before the change itself, so that a
+Every change is an entry of an undo log (:class:`~castwise.session.undo.UndoLog`) that is made before the change itself, so that a
 failure at any point, Ctrl-C included, can be taken back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from castwise.errors import PlanError, StateError
 from castwise.parallel import fsdp
 from castwise.plan import Plan
 from castwise.resolve import Resolution, named_tensors
+from castwise.session.undo import UndoLog
 
 __all__ = ["check_range", "dtypes_of", "follow_state", "forget_originals", "store"]
 
@@ -81,9 +81,7 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         )
 
 
-def store(
-    model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: contextlib.ExitStack
-) -> None:
+def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog) -> None:
     """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
 
     What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it.
