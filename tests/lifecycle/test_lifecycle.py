@@ -181,7 +181,7 @@ def of_kind(kind: str, plans: tuple[str, ...] = PLANS) -> type[Lives]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lives_in_any_order(kind: str) -> None:
-    play(of_kind(kind), 30, 16)
+    play(of_kind(kind), 12, 16)
 
 
 @pytest.mark.slow
