@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis.errors import FlakyFailure
 from torch import nn
 from torch.optim import Optimizer
 
@@ -330,5 +331,7 @@ def test_a_life_finds_each_fault(name: str) -> None:
 def test_lives_in_random_order_find_each_fault(name: str) -> None:
     """Of the kind in question, under plans of every sort; that they pass without a fault is `test_lifecycle`'s."""
     fault, _, kind, _ = FAULTS[name]
-    with fault(), pytest.raises((AssertionError, RuntimeError)):
+    # Under a fault what one life leaves behind ends with the collector, so a second run of the same life may go well:
+    # hypothesis calls that flaky.
+    with fault(), pytest.raises((AssertionError, RuntimeError, FlakyFailure)):
         play(of_kind(kind, PLANS), 60, 14)
