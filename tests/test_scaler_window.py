@@ -312,7 +312,8 @@ def test_a_named_loss_gives_held_gradients_their_size(between: str, held: str, t
 
 
 @pytest.mark.parametrize("way", ["step", "max_norm", "direct", "unscale"])
-def test_steps_while_a_backward_runs(way: str) -> None:
+@pytest.mark.parametrize("by", ["backward", "scale"])
+def test_steps_while_a_backward_runs(way: str, by: str) -> None:
     """An optimizer for each parameter, stepped when its gradient has come."""
     ends = []
     for amp in (castwise.Amp(MOVING, device="cpu"), None):
@@ -340,11 +341,11 @@ def test_steps_while_a_backward_runs(way: str) -> None:
                 with pytest.raises(
                     StateError, match="scale is still in its" if way == "direct" else "a backward runs"
                 ):
-                    amp.backward(loss)
+                    amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
                 amp.close()
                 return
             else:
-                amp.backward(loss)
+                amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
         ends.append([p.detach().clone() for p in model.parameters()])
         if amp is not None:
             amp.close()
@@ -377,7 +378,7 @@ def test_a_step_with_the_scale_still_in_the_gradients_is_refused(plan: str, by: 
 
 @pytest.mark.parametrize("plan", ["fp16-mixed+loss_scale.init=64", "fp16-master+loss_scale.init=64"])
 @pytest.mark.parametrize("by", ["backward", "scale"])
-@pytest.mark.parametrize("how", ["norm", "value", "hand"])
+@pytest.mark.parametrize("how", ["norm", "value", "hand", "others", "some"])
 def test_clipping_scaled_gradients_is_noticed_at_the_step(plan: str, by: str, how: str) -> None:
     amp, model, a, b = pair(plan)
 
@@ -390,9 +391,12 @@ def test_clipping_scaled_gradients_is_noticed_at_the_step(plan: str, by: str, ho
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         elif how == "value":
             nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        elif how == "others":
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad.clamp(-1, 1)
         else:
             with torch.no_grad():
-                for parameter in model.parameters():
+                for parameter in model.parameters() if how == "hand" else [*model.a.parameters()]:
                     parameter.grad.clamp_(-1, 1)
 
     before = [p.detach().clone() for p in model.parameters()]
@@ -405,7 +409,7 @@ def test_clipping_scaled_gradients_is_noticed_at_the_step(plan: str, by: str, ho
         lambda: amp.step(a, max_norm=1.0),
     ):
         with pytest.raises(
-            StateError, match=r"changed in place since the backward.*amp\.unscale_\(optimizer\) before"
+            StateError, match=r"changed since the backward.*amp\.unscale_\(optimizer\) before"
         ):
             call()
     assert all(map(torch.equal, before, model.parameters()))
@@ -425,10 +429,41 @@ def test_what_is_no_clipping_raises_no_alarm() -> None:
         amp.backward(model(batch(0)).pow(2).mean())
     model.a.weight.grad[0, 0] = INF  # one element of one gradient
     with torch.no_grad():
-        for parameter in model.b.parameters():
-            parameter.grad = parameter.grad * 0.5  # others in their place
+        model.b.bias.grad = model.b.bias.grad * 0.5  # another in its place
     assert amp.step(a).skipped
     assert not amp.step(b).skipped
+
+
+def test_a_plain_backward_after_a_scale_that_nobody_used_is_noticed() -> None:
+    amp, model, a, b = pair("fp16-mixed")
+    loss = model(batch(0)).pow(2).mean()
+    amp.scale(loss)
+    loss.backward()
+    for step in (lambda: amp.step(a), lambda: amp.unscale_(b)):
+        with pytest.raises(StateError, match=r"its gradients came from no scaled loss"):
+            step()
+    a.step()  # there is no scale in them
+    a.zero_grad()
+
+
+@pytest.mark.parametrize("by", ["backward", "scale"])
+def test_scaled_gradients_are_added_to_plain_ones(by: str) -> None:
+    amp, model, a, b = pair("fp16-mixed+loss_scale.init=64")
+    plain = copy.deepcopy(model)
+    castwise.Amp("fp16-mixed", device="cpu").prepare(plain)
+    for _ in range(2):
+        amp.scale(model(batch(0)).pow(2).mean())
+        for which in (model, plain):
+            which(batch(0)).pow(2).mean().backward()
+        loss = model(batch(1)).pow(2).mean()
+        amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
+        plain(batch(1)).pow(2).mean().backward()
+        amp.unscale_(a)
+        amp.unscale_(b)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2, atol=1e-4)
+        for which in (model, plain):
+            which.zero_grad()
 
 
 def test_one_optimizer_has_one_loss_scale() -> None:

@@ -7,6 +7,7 @@ by a test that would fail if a release changed it. Written against torch 2.11 to
 from __future__ import annotations
 
 import gc
+import operator
 import sys
 import threading
 import warnings
@@ -592,6 +593,20 @@ dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_
 """None or False unless this thread is running inside a call that torch.compile handles."""
 
 
+_set_grad_enabled = torch._C._set_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def without_grad(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function under ``torch.no_grad()``, which costs a microsecond less this way."""
+    was = _is_grad_enabled()
+    _set_grad_enabled(False)
+    try:
+        return function(*args)
+    finally:
+        _set_grad_enabled(was)
+
+
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into the target at its place, casting, in as few kernels as the device can."""
     if targets:
@@ -604,12 +619,18 @@ def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was written in place, as autograd counts.
+_version_of = operator.attrgetter("_version")
+
+
+def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """How often each tensor was written in place, as autograd counts; -1 for None.
 
     Not counted are writes through ``.data`` and those of torch's fused optimizers.
     """
-    return [tensor._version for tensor in tensors]
+    try:
+        return [*map(_version_of, tensors)]
+    except AttributeError:  # there is a None
+        return [-1 if tensor is None else _version_of(tensor) for tensor in tensors]
 
 
 def version(tensor: torch.Tensor) -> int:

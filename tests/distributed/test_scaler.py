@@ -91,7 +91,7 @@ def test_reductions_raise_no_alarm_and_clipping_does(two: World, layout: str, by
     assert two.run(alarms, layout, by, False) == [[], []]
     for said in two.run(alarms, layout, by, True):
         assert len(said) == 3
-        assert "changed in place since the backward" in said[0]
+        assert "changed since the backward" in said[0]
 
 
 # --- the guard ----------------------------------------------------------------------------------------------

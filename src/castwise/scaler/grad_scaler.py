@@ -588,7 +588,8 @@ class GradScaler(NamedLosses):
             self._move({name: flag for name, flag in flags.items() if name != self._base})
         elif self._by_torch and not flags and len(states) < 2:
             super().update()
-            self._clamp()
+            if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
+                self._clamp()  # it may have moved towards a limit
         else:
             # Not torch's own: it adds the flags of several optimizers into the first, which a result may still hold.
             self._check_scale_growth_tracker("update")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import operator
 from collections import abc, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,18 +15,22 @@ from castwise import _torch
 __all__ = [
     "add_up",
     "check_and_multiply",
-    "ends",
     "held",
     "largest",
+    "lie_on",
     "lift_low",
     "mesh_groups",
     "non_finite_params",
+    "on_each",
     "set_aside",
     "unscale_plain",
+    "values",
 ]
 
 _LOW = (torch.bfloat16, torch.float16)
-_NOTHING = contextlib.nullcontext()
+_PLAIN = {torch.Tensor}
+_check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+_dtype = operator.attrgetter("dtype")
 
 
 def lift_low(outputs: Any) -> Any:
@@ -46,25 +50,23 @@ def held(optimizer: Optimizer) -> list[torch.Tensor]:
     return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
-def ends(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The first and the last gradient of an optimizer, found without a look at those between; empty if it has none.
+def on_each(optimizer: Optimizer) -> list[torch.Tensor | None]:
+    """By parameter of an optimizer, the gradient that lies there as a backward left it.
 
-    Of a parameter with a master they are what lies on the parameter, in whatever format: reading them changes nothing.
+    Of a parameter with a master it is that of the parameter, in whatever format: reading it changes nothing.
     """
-    found: list[torch.Tensor] = []
-    for step in (1, -1):
-        for group in optimizer.param_groups[::step]:
-            params = group["params"]
-            for index in range(len(params)) if step == 1 else range(len(params) - 1, -1, -1):
-                parameter = params[index]
-                grad = getattr(parameter, "stored", parameter).grad
-                if grad is not None:
-                    found.append(grad)
-                    break
-            else:
-                continue
-            break
-    return found
+    return [getattr(p, "stored", p).grad for group in optimizer.param_groups for p in group["params"]]
+
+
+def lie_on(optimizer: Optimizer) -> bool:
+    """Whether there is a gradient on any parameter of an optimizer; reading them changes nothing."""
+    return any(grad is not None for grad in on_each(optimizer))
+
+
+def values(grad: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a gradient as a dense tensor: of a DTensor its shard, of a sparse one its values."""
+    grad = _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
+    return grad._values() if grad.is_sparse else grad
 
 
 def mesh_groups(optimizer: Optimizer) -> list[Any]:
@@ -103,15 +105,13 @@ def check_and_multiply(
     """
     factor = torch.ones((), device=device) if factor is None else factor
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for grad in grads:
-        grad = _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
-        values = grad._values() if grad.is_sparse else grad
-        by_kind[values.device, values.dtype].append(values)
+    for dense in map(values, grads):
+        by_kind[dense.device, dense.dtype].append(dense)
     flags = []
     with torch.no_grad():
         for (where, _), group in by_kind.items():
             flag = torch.zeros((), device=where)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor.to(where))
+            _check_and_unscale(group, flag, factor.to(where))
             flags.append(flag)
     return largest(flags, device)
 
@@ -133,30 +133,28 @@ def unscale_plain(
     Returns:
         Whether it was that case; if not, nothing was done.
     """
-    device = inverse.get_device()
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    dtype, grads, graph = None, [], False
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None:
-                if type(grad) is not torch.Tensor:
-                    if not _is_whole(grad):
-                        return False
-                    grad = _torch.local_tensor(grad)
-                if grad.dtype is not dtype:
-                    dtype = grad.dtype
-                    grads = by_dtype.setdefault(dtype, [])
-                if grad.get_device() != device or grad.is_sparse:
-                    return False
-                graph = graph or grad.requires_grad
-                grads.append(grad)
-    if not by_dtype or (torch.float16 in by_dtype and not allow_fp16):
+    grads = held(optimizer)
+    kinds = set(map(type, grads))
+    if kinds != _PLAIN:
+        if not grads or not all(type(grad) is torch.Tensor or _is_whole(grad) for grad in grads):
+            return False
+        grads = [grad if type(grad) is torch.Tensor else _torch.local_tensor(grad) for grad in grads]
+    dtypes = set(map(_dtype, grads))
+    if torch.float16 in dtypes and not allow_fp16:
         return False
-    # Leaving autograd costs a microsecond, and only gradients with a graph of their own need it.
-    with torch.no_grad() if graph else _NOTHING:
-        for grads in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+    device = inverse.get_device()
+    # The kernel of a CPU takes dtypes as they come, and refuses what is sparse or elsewhere before it writes anything.
+    if device != -1 and any(grad.get_device() != device or grad.is_sparse for grad in grads):
+        return False
+    if device == -1:
+        try:
+            _torch.without_grad(_check_and_unscale, grads, flag, inverse)
+        except RuntimeError:
+            return False
+    else:
+        for dtype in dtypes:
+            some = grads if len(dtypes) == 1 else [grad for grad in grads if grad.dtype is dtype]
+            _torch.without_grad(_check_and_unscale, some, flag, inverse)
     return True
 
 
@@ -216,9 +214,7 @@ def non_finite_params(optimizer: Optimizer, names: Mapping[int, str]) -> list[st
             grad = parameter.grad
             if grad is None:
                 continue
-            grad = _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
-            values = grad._values() if grad.is_sparse else grad
-            if not bool(torch.isfinite(values).all()):
+            if not bool(torch.isfinite(values(grad)).all()):
                 fallback = given[index] if given else f"param_groups[{number}]['params'][{index}]"
                 found.append(names.get(id(parameter), fallback))
     return found

@@ -28,10 +28,12 @@ class Window:
 
     __slots__ = ("results", "skips", "states")
 
-    def __init__(self, states: dict[int, dict[str, Any]]) -> None:
+    def __init__(
+        self, states: dict[int, dict[str, Any]], skips: dict[int, bool], results: dict[int, StepResult]
+    ) -> None:
         self.states = states
-        self.skips: dict[int, bool] = {}
-        self.results: dict[int, StepResult] = {}
+        self.skips = skips
+        self.results = results
 
     def flags(self, key: int) -> list[torch.Tensor]:
         """An optimizer's non-finite flags, one per device: 0-dim fp32."""
@@ -55,7 +57,7 @@ class Outcomes:
         self.results: dict[int, StepResult] = {}
         self.last_stepped: int | None = None
         self.streak = 0
-        self._last = Window({})
+        self._last = Window({}, {}, {})
         self._previous: StepResult | bool | None = None
         self._on_their_way: deque[StepResult] = deque(maxlen=64)
         self._eager = eager
@@ -68,8 +70,7 @@ class Outcomes:
             states: Torch's records of its optimizers.
             restart: The scale was set by hand, so count skips in a row anew.
         """
-        last = self._last = Window(states)
-        last.skips, last.results = self.skips, self.results
+        last = self._last = Window(states, self.skips, self.results)
         self.skips, self.results = {}, {}
         if len(last.skips) == len(states):
             self._previous = skipped = True in last.skips.values()
@@ -115,8 +116,7 @@ class Outcomes:
         Raises:
             StateError: An optimizer that was stepped neither in this window nor in the one before.
         """
-        now = Window(states)
-        now.skips, now.results = self.skips, self.results
+        now = Window(states, self.skips, self.results)
         flags: list[torch.Tensor] = []
         skipped: bool | None = False
         for key in keys:

@@ -17,7 +17,7 @@ def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
     is found, stays a count of what would wait on an accelerator.
     """
     for flag in flags:
-        if flag.device.type != "cpu":
+        if not flag.is_cpu:
             return None
         if ctypes.c_float.from_address(flag.data_ptr()).value != 0.0:
             return True

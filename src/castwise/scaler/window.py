@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
+from torch.utils.hooks import RemovableHandle
 
 from castwise import _torch
 from castwise.errors import StateError
@@ -22,7 +22,9 @@ from castwise.scaler.unit import UnitScaler, decides_on_device, hand_over, take_
 __all__ = ["Window"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Mark = tuple[TensorWeakRef, int]  # a gradient, and how often it had been written to
+_Marks = tuple[
+    list[int], list[int]
+]  # by parameter: its gradient's id, and how often that had been written to
 
 
 class Window:
@@ -42,8 +44,11 @@ class Window:
         self.scaler = scaler
         self._optimizers = optimizers
         self._scales = scaler.is_enabled()
-        self._owners: dict[int, list[_Mark]] = {}
-        self._lent = False  # a scaled loss was handed out, and gradients may come back in any way
+        self._owners: dict[int, _Marks] = {}
+        self._lent = (
+            False  # a backward from a scaled loss that was handed out has begun, and gradients go anywhere
+        )
+        self._task = -1  # that backward
         self.settled = not self._scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
         self.in_backward = False
@@ -54,6 +59,7 @@ class Window:
         self._by_hand: dict[int, set[int]] = {}
         self._inside = False
         self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._after: dict[int, RemovableHandle] = {}  # hooks, once they have been needed
         self._skipped = 0
         self._unread: torch.Tensor | None = None
 
@@ -66,7 +72,7 @@ class Window:
             name: The loss whose scale the window will have if it is a new one.
             lend: The scaled loss is handed out, so that whoever holds gradients later may have them from it.
         """
-        if not self.settled:
+        if not self.settled or self._holds_plain():
             self._by_hand.clear()
             self._hidden.clear()  # of steps that raised: who goes on to a backward is done with them
             if self._scales:
@@ -74,25 +80,33 @@ class Window:
             else:
                 self.scaler.forget()
             self.settled = True
-        self._lent = self._lent or lend
+        if lend:
+            self._lend_unseen()
+
+    def _holds_plain(self) -> bool:
+        """Whether somebody's gradients came from a backward without the scale since the window was opened."""
+        return self._scales and any(
+            gradients.lie_on(optimizer) and not self._is_scaled(optimizer) for optimizer in self._optimizers()
+        )
 
     def _settle(self, name: str) -> None:
         scaler = self.scaler
         scaled: dict[int, torch.Tensor] = {}
         plain: dict[int, torch.Tensor] = {}
         for optimizer in self._optimizers():
-            of = scaled if self._is_scaled(optimizer) else plain
-            of.update((id(grad), grad) for grad in gradients.held(optimizer))
+            grads = gradients.held(optimizer)
+            if grads:
+                of = scaled if self._is_scaled(optimizer) else plain
+                of.update((id(grad), grad) for grad in grads)
         if self._stepped:
             old = scaler.scale_tensor().clone() if scaled else None
             if scaler._per_optimizer_states:  # none where a state was loaded into the scaler since
                 scaler.update()
             self._owners.clear()
-            self._lent = False
         else:
             old = None
             scaler.forget()
-        self._stepped = False
+        self._stepped = self._lent = False
         if plain or old is not None:
             if scaler.opened_by is None:
                 scaler.opened_by = name
@@ -103,28 +117,47 @@ class Window:
                 gradients.check_and_multiply(
                     list(scaled.values()), scale / old.to(scale.device), scale.device
                 )
+        if plain or scaled:
+            self.fed()
 
     def fed(self) -> None:
         """After a backward: those that hold gradients own them, as they are now."""
         if self._scales:
             for optimizer in self._optimizers():
-                grads = gradients.ends(optimizer)
-                if grads:
-                    versions = _torch.versions(grads)
-                    self._owners[id(optimizer)] = [*zip(map(TensorWeakRef, grads), versions, strict=True)]
+                marks = _marks(optimizer)
+                if max(marks[1], default=-1) >= 0:
+                    self._owners[id(optimizer)] = marks
 
-    def note_backward_of(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Have :meth:`fed` called when a backward from here has ended, after what others do at its end."""
-        if self._scales and scaled.requires_grad and not torch.compiler.is_compiling():
-            # Queued twice: what reduces gradients between ranks is queued during the backward.
-            scaled.register_hook(
-                lambda grad: _torch.on_graph_task_end(lambda: _torch.on_graph_task_end(self.fed))
-            )
+    def lend(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Hand out a scaled loss; from when its backward begins, whoever holds gradients may have them from it.
+
+        Without a graph it is the scale that is asked for, to be brought in by hand, so from now on.
+        """
+        if self._scales:
+            if scaled.requires_grad and not torch.compiler.is_compiling():
+                scaled.register_hook(self._begin)
+            else:
+                self._lend_unseen()
         return scaled
+
+    def _lend_unseen(self) -> None:
+        """From now on gradients may come, and be added to others, without a word of it."""
+        self._lent = True
+        self._owners.clear()
+
+    def _begin(self, _: torch.Tensor) -> None:
+        self._lent = True
+        self._task = _torch.graph_task_id()
+        # Queued twice: what reduces gradients between ranks is queued during the backward.
+        _torch.on_graph_task_end(lambda: _torch.on_graph_task_end(self.fed))
+
+    def _runs(self) -> bool:
+        """Whether this is called from within a backward of a scaled loss."""
+        return self.in_backward or (self._task != -1 and _torch.graph_task_id() == self._task)
 
     def _is_scaled(self, optimizer: Optimizer) -> bool:
         key = id(optimizer)
-        if self.in_backward or key in self._owners:
+        if key in self._owners or self._runs():
             return True
         return self._lent and key not in self.scaler._per_optimizer_states
 
@@ -170,14 +203,14 @@ class Window:
     def _check(self, optimizer: Optimizer, call: str) -> bool:
         """Whether gradients have to be unscaled: they are from a scaled loss and as it left them, or there are none here.
 
-        Every gradient was written to since the backward where somebody clipped; a reduction between ranks counts as no
-        write, and who sets one element in one gradient does not clip.
+        Who clips writes to gradients or puts others in their place; a reduction between ranks counts as no write, and who
+        changes one gradient of several does not clip.
         """
-        known = self.scaler._per_optimizer_states.get(id(optimizer))
-        if self.in_backward and (
+        known, runs = self.scaler._per_optimizer_states.get(id(optimizer)), self._runs()
+        if runs and (
             call == "unscale_ by hand"
             or self.scaler._flags
-            or (known is not None and known["stage"] is OptState.STEPPED and gradients.ends(optimizer))
+            or (known is not None and known["stage"] is OptState.STEPPED and gradients.lie_on(optimizer))
         ):
             raise StateError(
                 f"{call.split()[0]}({type(optimizer).__name__}): a backward runs, and gradients that come later have the loss scale in "
@@ -186,23 +219,18 @@ class Window:
             )
         if known is not None:
             return False  # unscaled already, and stepped perhaps
-        if not self._is_scaled(optimizer):
-            if gradients.ends(optimizer):
+        marks = self._owners.get(id(optimizer))
+        if marks is None and not runs and not self._is_scaled(optimizer):
+            if gradients.lie_on(optimizer):
                 raise StateError(
                     f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
                     "amp.backward(loss), or by amp.scale(loss).backward(); those computed otherwise are stepped by "
                     "optimizer.step() itself"
                 )
             self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
-        marks = self._owners.get(id(optimizer), ())
-        then = [(grad, version) for reference, version in marks if (grad := reference()) is not None]
-        if (
-            then
-            and all(_torch.versions([grad]) != [version] for grad, version in then)
-            and any(bool(grad.any()) for grad, _ in then)  # zeros are at any scale
-        ):
+        if marks is not None and not runs and _were_changed(optimizer, marks):
             raise StateError(
-                f"{call}({type(optimizer).__name__}): its gradients were changed in place since the backward, while the loss "
+                f"{call}({type(optimizer).__name__}): its gradients were changed since the backward, while the loss "
                 "scale was still in them. Clipping there, or adding to them, acts on numbers that are too large by the scale. "
                 "Call amp.unscale_(optimizer) before whatever changes them, dividing too, or let castwise clip: "
                 "amp.step(optimizer, max_norm=...). Clear these first: optimizer.zero_grad()"
@@ -247,7 +275,7 @@ class Window:
         self._count(result)
         return result
 
-    def _take_back(self, optimizer: Optimizer, marks: list[_Mark] | None) -> None:
+    def _take_back(self, optimizer: Optimizer, marks: _Marks | None) -> None:
         """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
         take_back(optimizer)
         if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -329,15 +357,16 @@ class Window:
             What ends it; gradients that are still scaled come to a scale of one, as whoever goes on without castwise reads
             them.
         """
-        alive = weakref.ref(optimizer)
+        alive, key = weakref.ref(optimizer), id(optimizer)
         if self._scales:
             _scaling[optimizer] = self
         before = optimizer.register_step_pre_hook(self._before_step)
-        after = optimizer.register_step_post_hook(self._after_step)
 
         def end() -> None:
             before.remove()
-            after.remove()
+            after = self._after.pop(key, None)
+            if after is not None:
+                after.remove()
             target = alive()
             if target is not None and self._scales:
                 _scaling.pop(target, None)
@@ -371,7 +400,7 @@ class Window:
     def _guard(self, optimizer: Optimizer) -> None:
         scaler, key, unscaled = self.scaler, id(optimizer), False
         if self._scales:
-            if self._is_scaled(optimizer) and gradients.ends(optimizer):
+            if self._is_scaled(optimizer) and gradients.lie_on(optimizer):
                 raise StateError(
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
@@ -394,6 +423,7 @@ class Window:
             if self._scales and unscaled:
                 scaler.note_outcome(optimizer, None)
             hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
+            self._look_after(optimizer)
             self._count(StepResult(list(flags.values()), send=False))
             return
         bad = any(flag.item() for flag in flags.values()) if bad is None else bad
@@ -406,14 +436,19 @@ class Window:
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._hidden[key] = [(parameter, parameter.grad) for parameter in params]
             self.settled = False
+            self._look_after(optimizer)
             for parameter in params:
                 parameter.grad = None
 
+    def _look_after(self, optimizer: Optimizer) -> None:
+        """Put things back when the step that is about to be made has ended."""
+        if id(optimizer) not in self._after:
+            self._after[id(optimizer)] = optimizer.register_step_post_hook(self._after_step)
+
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inside:
-            return
-        self._unhide(optimizer)
-        take_back(optimizer)
+        if not self._inside:
+            self._unhide(optimizer)
+            take_back(optimizer)
 
     def _unhide(self, optimizer: Optimizer) -> None:
         for parameter, grad in self._hidden.pop(id(optimizer), ()):
@@ -450,10 +485,32 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictiona
 """By optimizer, the window whose loss scale its gradients may hold."""
 
 
+def _marks(optimizer: Optimizer) -> _Marks:
+    grads = gradients.on_each(optimizer)
+    return [*map(id, grads)], _torch.versions(grads)
+
+
+def _were_changed(optimizer: Optimizer, marks: _Marks) -> bool:
+    """Whether somebody clipped gradients since they were marked, or did what looks like it."""
+    now = _marks(optimizer)
+    if now == marks:
+        return False
+    grads = gradients.on_each(optimizer)
+    then = list(zip(*marks, strict=True))  # parameters that joined since come behind
+    changed = [
+        grad
+        for grad, is_now, was in zip(grads, zip(*now, strict=True), then, strict=False)
+        if grad is not None and was[1] >= 0 and is_now != was
+    ]
+    if len(changed) < min(2, sum(version >= 0 for version in marks[1])):
+        return False
+    return any(bool(gradients.values(grad).any()) for grad in changed)  # zeros are at any scale
+
+
 def _stored(parameter: torch.Tensor) -> torch.Tensor:
     """The model's parameter behind a master, any other itself."""
     return getattr(parameter, "stored", parameter)
 
 
-for _name in ("open", "fed", "unscale_", "note_norm", "step", "_before_step", "_after_step"):
+for _name in ("open", "fed", "unscale_", "note_norm", "step", "_before_step"):
     _torch.never_trace(getattr(Window, _name))

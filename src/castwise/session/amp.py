@@ -219,9 +219,9 @@ class Amp:
         Returns:
             The scaled loss; the loss itself under a plan without a loss scale.
         """
-        self._window.open(name, lend=True)
+        self._window.open(name)
         self._ranks.narrow()
-        return self._window.note_backward_of(self.scaler.scale(loss, name))
+        return self._window.lend(self.scaler.scale(loss, name))
 
     def get_scale(self, name: str = "loss") -> float:
         """The scale of the next loss of that name, 1.0 under a plan without one. Changes nothing; waits for the device."""
@@ -247,8 +247,7 @@ class Amp:
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
             )
         window, scaler = self._window, self.scaler
-        if not window.settled:
-            window.open(name)
+        window.open(name)
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
