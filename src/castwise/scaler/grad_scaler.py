@@ -17,12 +17,14 @@ from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
 from castwise.scaler.losses import DEFAULT, NamedLosses
 from castwise.scaler.outcomes import Outcomes, stuck_error
-from castwise.scaler.result import StepResult, read_on_host
+from castwise.scaler.result import StepResult, peek, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
 
-__all__ = ["GradScaler"]
+__all__ = ["STEPPED", "GradScaler"]
 
 _LOW = (torch.bfloat16, torch.float16)
+STEPPED = StepResult(None)
+"""What became of a step that the host knows to have been made."""
 _ZERO_DIM = ()
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -109,6 +111,10 @@ class GradScaler(NamedLosses):
         # the window that is open
         self._base: str | None = None  # the loss that opened it; its record is in the slot
         self._flags: dict[str, torch.Tensor] = {}  # per loss, once there are two
+        self._inverse: tuple[float | None, torch.Tensor | None] = (
+            None,
+            None,
+        )  # of which scale on the host, and it
         self._outcomes = Outcomes(eager=floor is not None)
         self._patience = patience
 
@@ -471,7 +477,7 @@ class GradScaler(NamedLosses):
             self.step(optimizer)
         else:
             self.step(optimizer, closure=closure)
-        return self.result_of(optimizer)
+        return STEPPED if self._outcomes.skips.get(id(optimizer)) is False else self.result_of(optimizer)
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
@@ -491,8 +497,12 @@ class GradScaler(NamedLosses):
     def _unscaled(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
         """Divide the optimizer's gradients by the window's scale; returns flags."""
         scale, _ = self._check_scale_growth_tracker("step")
-        wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
-        inverse = wide.reciprocal().float()
+        value = peek(scale)
+        of, inverse = self._inverse
+        if value is None or value != of or inverse is None:
+            wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
+            inverse = wide.reciprocal().float()
+            self._inverse = value, inverse
         found = torch.zeros(_ZERO_DIM, dtype=torch.float32, device=scale.device)
         return self._unscale_grads_(optimizer, inverse, found, allow_fp16=False)
 
@@ -587,7 +597,7 @@ class GradScaler(NamedLosses):
             self._clamp()
             self._move({name: flag for name, flag in flags.items() if name != self._base})
         elif self._by_torch and not flags and len(states) < 2:
-            super().update()
+            self._update_alone(states)
             if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
                 self._clamp()  # it may have moved towards a limit
         else:
@@ -597,11 +607,33 @@ class GradScaler(NamedLosses):
             if not outcome:
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._move(outcome)
-            self._per_optimizer_states = defaultdict(states.default_factory)
+            self._forget_steps()
         self._base = None
         if flags:
             self._flags = {}
         self._outcomes.close(states, restart=new_scale is not None)
+
+    def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
+        """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
+        scale, tracker = self._scale, self._growth_tracker
+        for state in states.values():
+            flags = state["found_inf_per_device"]
+            if len(flags) == 1 and scale is not None and tracker is not None and scale.device in flags:
+                torch._amp_update_scale_(
+                    scale,
+                    tracker,
+                    flags[scale.device],
+                    self._growth_factor,
+                    self._backoff_factor,
+                    self._growth_interval,
+                )
+                self._forget_steps()
+                return
+        super().update()
+
+    def _forget_steps(self) -> None:
+        states: Any = self._per_optimizer_states  # those of a window that was closed are kept as they are
+        self._per_optimizer_states = defaultdict(states.default_factory)
 
     def _clamp(self) -> None:
         floor, ceiling = self._limits.floor, self._limits.ceiling

@@ -7,20 +7,24 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-__all__ = ["StepResult", "read_on_host"]
+__all__ = ["StepResult", "peek", "read_on_host"]
 
 
-def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
-    """Whether any of some 0-dim fp32 flags is set; None where the device must be asked, which is not done here.
+def peek(number: torch.Tensor) -> float | None:
+    """The value of a 0-dim fp32 tensor in the host's memory; None where the device must be asked, which is not done here.
 
     Reads the memory itself: as cheap as ``item()``, and a count of ``item()`` calls, by which host synchronisation
     is found, stays a count of what would wait on an accelerator.
     """
+    return ctypes.c_float.from_address(number.data_ptr()).value if number.is_cpu else None
+
+
+def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
+    """Whether any of some 0-dim fp32 flags is set; None where the device must be asked."""
     for flag in flags:
-        if not flag.is_cpu:
-            return None
-        if ctypes.c_float.from_address(flag.data_ptr()).value != 0.0:
-            return True
+        value = peek(flag)
+        if value is None or value != 0.0:
+            return value if value is None else True
     return False
 
 

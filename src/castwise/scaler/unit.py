@@ -14,14 +14,11 @@ from torch.optim import Optimizer
 from castwise.errors import NonFiniteError
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
-from castwise.scaler.grad_scaler import GradScaler
+from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host
 
 __all__ = ["UnitScaler", "decides_on_device", "hand_over", "take_back"]
-
-_STEPPED = StepResult(None)
-"""What became of a step that the host knows to have been made."""
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
@@ -153,7 +150,7 @@ class UnitScaler(GradScaler):
         if self._streaks:
             self.count(optimizer, False)
         optimizer.step()
-        return _STEPPED
+        return STEPPED
 
     def _take_on_device(self, optimizer: Optimizer, flags: dict[torch.device, torch.Tensor]) -> StepResult:
         """Let a fused kernel decide; the host hears of it when it is ready anyway."""

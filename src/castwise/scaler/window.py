@@ -86,7 +86,7 @@ class Window:
     def _holds_plain(self) -> bool:
         """Whether somebody's gradients came from a backward without the scale since the window was opened."""
         return self._scales and any(
-            gradients.lie_on(optimizer) and not self._is_scaled(optimizer) for optimizer in self._optimizers()
+            not self._is_scaled(optimizer) and gradients.lie_on(optimizer) for optimizer in self._optimizers()
         )
 
     def _settle(self, name: str) -> None:
@@ -122,11 +122,10 @@ class Window:
 
     def fed(self) -> None:
         """After a backward: those that hold gradients own them, as they are now."""
-        if self._scales:
-            for optimizer in self._optimizers():
-                marks = _marks(optimizer)
-                if max(marks[1], default=-1) >= 0:
-                    self._owners[id(optimizer)] = marks
+        for optimizer in self._optimizers():
+            marks = _marks(optimizer)
+            if max(marks[1], default=-1) >= 0:
+                self._owners[id(optimizer)] = marks
 
     def lend(self, scaled: torch.Tensor) -> torch.Tensor:
         """Hand out a scaled loss; from when its backward begins, whoever holds gradients may have them from it.

@@ -247,12 +247,14 @@ class Amp:
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
             )
         window, scaler = self._window, self.scaler
-        window.open(name)
+        scales = scaler.is_enabled()
+        if scales or not window.settled:
+            window.open(name)
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
         self._ranks.narrow()
-        window.in_backward = scaler.is_enabled()
+        window.in_backward = scales
         try:
             if kwargs or not scaler.is_first(name):
                 scaler.backward(loss, name, params=self._members.parameters, **kwargs)
@@ -260,7 +262,8 @@ class Amp:
                 _torch.backward_of_scalar(scaler.scale(loss, name))
         finally:
             window.in_backward = False
-            window.fed()
+            if scales:
+                window.fed()
 
     def grad(
         self,
