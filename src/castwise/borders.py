@@ -32,7 +32,7 @@ from castwise.errors import StateError
 from castwise.formats import FORMATS
 from castwise.mismatch import explain_mismatch
 from castwise.plan import Plan
-from castwise.resolve import Resolution, casts_operators
+from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
 
@@ -150,7 +150,7 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
         return tensor
     low = tensor.to(dtype)
-    if not tensor.is_inference():  # without versions nobody would know that the rounded one was written to
+    if is_compiling() or not tensor.is_inference():  # without versions nobody would know that the rounded one was written to
         low._castwise_wide = (tensor, _torch.version(low))  # type: ignore[attr-defined]
     return low
 
@@ -279,8 +279,22 @@ def install(
         # descriptor"), but for one with projections. Casting around the whole operator runs it in fp16 by torch's own
         # kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
-    follow = bool(rows)
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
+    meeting = {
+        compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
+        for compute in {place.compute for place in resolution.places.values() if place.meets}
+    }
+    follow = bool(rows or meeting)
+
+    def frame(place: Place) -> Frame:
+        return (meeting if place.meets else made)[place.compute]
+
+    def outer(path: str) -> Frame:
+        """Frame of the next border above a module."""
+        above = path.rpartition(".")[0]
+        place = resolution.places[above]
+        return outer(above) if above and place.around is None else frame(place)
+
     casts_root = plan.params == "compute" or root_place.compute != plan.compute
     alive = weakref.ref(model)  # what removes the borders must not keep the model
     borders: list[Border] = []
@@ -307,7 +321,7 @@ def install(
 
     try:
         root = Border(
-            made[root_place.compute],
+            frame(root_place),
             cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
             cast_outputs=torch.float32 if plan.output == "fp32" else None,
             root=True,
@@ -320,10 +334,10 @@ def install(
             put(
                 modules[place.path],
                 Border(
-                    made[place.compute],
+                    frame(place),
                     cast_inputs=FORMATS[place.compute].dtype,
                     cast_outputs=_cast_outputs(plan, place.compute, place.around),
-                    outer=made[place.around],
+                    outer=outer(place.path),
                     follow_backward=follow,
                     path=place.path,
                 ),
