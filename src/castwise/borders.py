@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from castwise import _torch, rules
 from castwise.casting import frames, kernels
 from castwise.casting.context import override_rows
-from castwise.casting.frames import Frame, mark_boundary
+from castwise.casting.frames import Frame, mark_boundary, note_backward
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
 from castwise.errors import StateError
@@ -51,7 +51,8 @@ class Border:
         cast_outputs: Dtype of floating outputs outside; None leaves them.
         outer: Frame around the border by the module tree; None around the whole model.
         root: Whether this is the border of the whole model.
-        follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides.
+        follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
+            border whose frame alone has overrides notes it by the way.
         path: Module path, for messages.
     """
 
@@ -113,6 +114,8 @@ class Border:
         if self.follow_backward:
             args = self._marked(args, self.outer)
             kwargs = self._marked(kwargs, self.outer)
+        elif self.frame.overrides:
+            map_tensors(lambda tensor: note_backward(tensor, self.outer), (args, kwargs))
         frames.push(self.frame, self, self.root)
         return args, kwargs
 
@@ -129,6 +132,8 @@ class Border:
                 return output  # an exception came before enter
             if self.follow_backward and output is not None:
                 output = self._marked(output, self.frame)
+            elif self.frame.overrides and output is not None:
+                map_tensors(lambda tensor: note_backward(tensor, self.frame), output)
         cast = self.cast_outputs
         if not self.root:
             if cast is None:
@@ -284,7 +289,7 @@ def install(
         compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
         for compute in {place.compute for place in resolution.places.values() if place.meets}
     }
-    follow = bool(rows or meeting)
+    follow = bool(rows)
 
     def frame(place: Place) -> Frame:
         return (meeting if place.meets else made)[place.compute]

@@ -186,6 +186,7 @@ class Resolution:
                 told[path] = place
         for place in told.values():
             border = "whole model" if place is root else f"in {place.around}" if place.around else ""
+            border += ", with tables of its own" if place.meets else ""
             rows.append((place.path or place.kind, place.compute, place.stored or "as they are", border))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
@@ -297,6 +298,8 @@ def _place_tables(
         place = places[path]
         if place.compute not in LOW or casts_operators(plan, place.compute) or not _runs(module):
             continue
+        if not plan.stores_low and place.stored not in LOW:
+            continue  # nothing low is there to meet
         low = FORMATS[place.compute].dtype
         mine = [b for b in module.buffers(recurse=False) if b.dim() > 1 and b.is_floating_point()]
         if not any(_is_wider(final[buffer], low) for buffer in mine):
@@ -311,6 +314,9 @@ def _place_tables(
                     places[below.path] = dataclasses.replace(below, around=outer)
                 elif outer == "fp32":
                     places[below.path] = dataclasses.replace(below, compute="fp32", stored=None)
+                    if below.path not in assigned:
+                        for name, _ in inner.named_buffers(below.path, recurse=False):
+                            storage.pop(name, None)
             continue
         places[path] = dataclasses.replace(place, around=around, meets=True)
         for child in _called_in(module):
