@@ -41,7 +41,6 @@ class State(nn.Module):
         return self.last(self.norm(self.first(x)) + self.table)
 
 
-
 @pytest.mark.parametrize("name", NAMES)
 def test_state_that_a_model_keeps_is_not_a_weight(name: str) -> None:
     model = State()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import castwise
@@ -48,13 +48,15 @@ class Codebook(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, 16)
-        nearest = (flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.embed + self.embed.pow(2).sum(0)).argmin(1)
+        nearest = (
+            flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.embed + self.embed.pow(2).sum(0)
+        ).argmin(1)
         if self.training:
-            seen = F.one_hot(nearest, 8).to(flat.dtype)
+            seen = functional.one_hot(nearest, 8).to(flat.dtype)
             self.size.data.mul_(0.999).add_(seen.sum(0), alpha=0.001)
             self.average.data.mul_(0.999).add_(flat.detach().T @ seen, alpha=0.001)
             self.embed.data.copy_(self.average / self.size)
-        found = F.embedding(nearest, self.embed.T).view_as(x)
+        found = functional.embedding(nearest, self.embed.T).view_as(x)
         return x + (found - x).detach()
 
 
@@ -63,7 +65,9 @@ class Angles(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("angles", torch.outer(torch.arange(64.0) + 4000.25, 10000 ** (-torch.arange(16) / 16)))
+        self.register_buffer(
+            "angles", torch.outer(torch.arange(64.0) + 4000.25, 10000 ** (-torch.arange(16) / 16))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.angles[: x.shape[1]].cos()
@@ -82,7 +86,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         q, k = (part * self.turns[: x.shape[1]] for part in (q, k))
         by_hand = (q @ k.mT + self.mask[: x.shape[1], : x.shape[1]]).softmax(-1) @ v
-        return self.out(by_hand + F.scaled_dot_product_attention(q, k, v))
+        return self.out(by_hand + functional.scaled_dot_product_attention(q, k, v))
 
 
 class Around(nn.Module):
@@ -96,7 +100,9 @@ class Around(nn.Module):
         self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2)])
 
     def mix(self, x: Tensor) -> Tensor:
-        return F.layer_norm(F.linear(x + self.positions[:, : x.shape[1]], self.weight), (16,), self.scale)
+        return functional.layer_norm(
+            functional.linear(x + self.positions[:, : x.shape[1]], self.weight), (16,), self.scale
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.mix, self.embed(x), use_reentrant=False)
@@ -172,7 +178,7 @@ def test_an_average_in_a_table_moves_as_in_fp32() -> None:
     exact = copy.deepcopy(model[1])
     with castwise.Amp("bf16-true", device="cpu") as amp:
         amp.prepare(model)
-        model[0].register_forward_hook(lambda module, args, out: [exact(out.float())] and None)
+        model[1].register_forward_pre_hook(lambda module, args: (args, exact(args[0].float()))[0])
         with torch.no_grad():
             for _ in range(200):
                 model(torch.randn(4, 6, 16))
@@ -320,8 +326,21 @@ _SIZES = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4, "rotary_dim": 4,
     "vocab_size": 32, "n_positions": 32, "max_position_embeddings": 32, "num_local_experts": 2,
 }  # fmt: skip
-_VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-_SWIN = {"embed_dim": 8, "image_size": 16, "patch_size": 2, "depths": [2, 1], "num_heads": [1, 2], "window_size": 4}
+_VIT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_SWIN = {
+    "embed_dim": 8,
+    "image_size": 16,
+    "patch_size": 2,
+    "depths": [2, 1],
+    "num_heads": [1, 2],
+    "window_size": 4,
+}
 
 
 @pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])
@@ -341,7 +360,9 @@ def test_models_of_transformers_with_tables_train_and_run(kind: str, more: dict[
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}Model")(config)
     images = model.main_input_name == "pixel_values"
-    inputs = {"pixel_values": torch.randn(2, 3, 16, 16)} if images else {"input_ids": torch.arange(24).view(2, 12)}
+    inputs = (
+        {"pixel_values": torch.randn(2, 3, 16, 16)} if images else {"input_ids": torch.arange(24).view(2, 12)}
+    )
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
     exact = copy.deepcopy(model).eval()
@@ -401,7 +422,9 @@ def test_a_mismatch_names_the_buffer_and_a_region_that_helps(
         amp.prepare(model)
         with pytest.raises(RuntimeError) as caught:
             model(data())
-    advice = f"If {buffer} is the fp32 tensor, a buffer that is kept as it is, Region('{pattern}', params='bf16')"
+    advice = (
+        f"If {buffer} is the fp32 tensor, a buffer that is kept as it is, Region('{pattern}', params='bf16')"
+    )
     assert advice in str(caught.value)
     with castwise.Amp(f"bf16-true+regions.{pattern}=params:bf16", device="cpu") as amp:
         amp.prepare(model)

@@ -9,6 +9,10 @@ themselves: outputs leave as wide as they are, and formats that the operators wo
 are not, outputs are cast to the format around, since nothing else would; the wide value stays beside the rounded one
 for a border that it is handed to as it is: a neighbouring region in fp32, or the end of the model. A 0-dim tensor, such
 as a loss, widens nothing that it meets and is not rounded.
+
+Where operators are not autocast and a module keeps a table wider than the plan computes (:attr:`~castwise.resolve.Place.meets`),
+its frame has the operators that refuse a wide tensor beside a low one take both low, and casts nothing else; its children with
+low parameters have borders, inside which operators run untouched.
 """
 
 from __future__ import annotations
@@ -155,7 +159,8 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
         return tensor
     low = tensor.to(dtype)
-    if is_compiling() or not tensor.is_inference():  # without versions nobody would know that the rounded one was written to
+    # without versions nobody would know that the rounded one was written to
+    if is_compiling() or not tensor.is_inference():
         low._castwise_wide = (tensor, _torch.version(low))  # type: ignore[attr-defined]
     return low
 

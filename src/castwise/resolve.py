@@ -34,6 +34,7 @@ _WEIGHTED = (
     nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss,
 )  # fmt: skip
 """Losses with the weights of classes in a buffer."""
+_ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -305,7 +306,9 @@ def _place_tables(
         if not any(_is_wider(final[buffer], low) for buffer in mine):
             continue
         around = place.around or (place.compute if path else None)
-        if next(module.parameters(), None) is None and (path not in assigned or assigned[path].compute is None):
+        if next(module.parameters(), None) is None and (
+            path not in assigned or assigned[path].compute is None
+        ):
             places[path] = dataclasses.replace(place, compute="fp32", stored=None, around=around)
             for inner in list(module.modules())[1:]:
                 below = places[paths[inner]]
@@ -321,7 +324,9 @@ def _place_tables(
         places[path] = dataclasses.replace(place, around=around, meets=True)
         for child in _called_in(module):
             below = places[paths[child]]
-            if below.around is None and any(_is_wider(torch.float32, final[p]) for p in child.parameters() if p.is_floating_point()):
+            if below.around is None and any(
+                _is_wider(torch.float32, final[p]) for p in child.parameters() if p.is_floating_point()
+            ):
                 places[below.path] = dataclasses.replace(below, around=place.compute)
 
 
@@ -331,11 +336,14 @@ def _runs(module: nn.Module) -> bool:
 
 
 def _called_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a module's forward is likely to call: its children, and those of containers among them."""
+    """The modules with operators of their own that a forward is likely to call: its children, and those of containers.
+
+    Left out are layers of one operator that takes a wide input low by itself, and embeddings, which take no floating one.
+    """
     for child in module.children():
         if isinstance(child, _CONTAINERS):
             yield from _called_in(child)
-        else:
+        elif type(child) not in _ONE_OPERATOR or hasattr(child, "parametrizations"):
             yield child
 
 
