@@ -241,20 +241,21 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
 
 
 _MEETS: Final = "it refuses a wide table beside low tensors"
-_REFUSES: Final = "cdist group_norm layer_norm native_layer_norm rms_norm"
+_REFUSES: Final = "group_norm layer_norm native_layer_norm rms_norm"
 
 
 @cache
 def meetings(device_type: str) -> Mapping[str, Row]:
-    """Rows by which operators that refuse a wide tensor beside a low one take both low, and nothing else is cast.
+    """Rows by which operators that refuse a wide tensor beside a low one take both low, and no other is cast.
 
     Args:
         device_type: One of `DEVICE_TYPES`.
     """
     native = base_table("native", device_type)
-    table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule == "fp32"}
+    table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
     low = [op for op, row in native.items() if row.rule == "lower"]
     table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *_REFUSES.split())}
+    table["cdist"] = Row("cdist", "widest", _MEETS)  # which has no low kernel on CPUs
     return MappingProxyType(table)
 
 
