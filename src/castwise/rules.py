@@ -34,6 +34,7 @@ __all__ = [
     "base_table",
     "check_rule",
     "describe",
+    "meetings",
     "operator_overloads",
     "overrides",
 ]
