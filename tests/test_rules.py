@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
 from castwise import _torch, rule_tables, rules
+from castwise.casting import kernels
 from castwise.errors import PlanError, UnknownNameError
 from castwise.rules import (
     BASES,
@@ -481,3 +482,12 @@ def test_custom_operators_that_only_write_are_refused() -> None:
         pytest.raises(PlanError, match="no rule can hold for it"),
     ):
         overrides("native", (("castwise_test_rules::fill", "lower"),), "cpu")
+
+
+@pytest.mark.parametrize("device_type", rules.DEVICE_TYPES)
+def test_where_tables_are_kept_no_operator_that_torch_casts_is_cast_unasked(device_type: str) -> None:
+    rows = rules.meetings(device_type)
+    native = rules.base_table("native", device_type)
+    assert {op for op, row in native.items() if row.rule != "widest"} <= rows.keys()
+    assert all(row.only_low or row.rule in ("as_is", "widest") for row in rows.values())
+    kernels.Lease(rows, device_type).close()

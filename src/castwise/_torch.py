@@ -635,6 +635,8 @@ def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 def version(tensor: torch.Tensor) -> int:
     """How often one tensor was written in place, as :func:`versions`; 0 of an inference tensor, which does not count."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace is_inference
+        return int(tensor._version)
     return 0 if tensor.is_inference() else int(tensor._version)
 
 

@@ -9,6 +9,10 @@ themselves: outputs leave as wide as they are, and formats that the operators wo
 are not, outputs are cast to the format around, since nothing else would; the wide value stays beside the rounded one
 for a border that it is handed to as it is: a neighbouring region in fp32, or the end of the model. A 0-dim tensor, such
 as a loss, widens nothing that it meets and is not rounded.
+
+Where operators are not autocast and a module keeps a table wider than the plan computes (:attr:`~castwise.resolve.Place.meets`),
+its frame has the operators that refuse a wide tensor beside a low one take both low, and casts nothing else; its children with
+low parameters have borders, inside which operators run untouched.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from torch.compiler import is_compiling
 from castwise import _torch, rules
 from castwise.casting import frames, kernels
 from castwise.casting.context import override_rows
-from castwise.casting.frames import Frame, mark_boundary
+from castwise.casting.frames import Frame, mark_boundary, note_backward
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
 from castwise.errors import StateError
 from castwise.formats import FORMATS
 from castwise.mismatch import explain_mismatch
 from castwise.plan import Plan
-from castwise.resolve import Resolution, casts_operators
+from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
 
@@ -51,7 +55,8 @@ class Border:
         cast_outputs: Dtype of floating outputs outside; None leaves them.
         outer: Frame around the border by the module tree; None around the whole model.
         root: Whether this is the border of the whole model.
-        follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides.
+        follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
+            border whose frame alone has overrides notes it by the way.
         path: Module path, for messages.
     """
 
@@ -113,6 +118,8 @@ class Border:
         if self.follow_backward:
             args = self._marked(args, self.outer)
             kwargs = self._marked(kwargs, self.outer)
+        elif self.frame.overrides:
+            map_tensors(lambda tensor: note_backward(tensor, self.outer), (args, kwargs))
         frames.push(self.frame, self, self.root)
         return args, kwargs
 
@@ -129,6 +136,8 @@ class Border:
                 return output  # an exception came before enter
             if self.follow_backward and output is not None:
                 output = self._marked(output, self.frame)
+            elif self.frame.overrides and output is not None:
+                map_tensors(lambda tensor: note_backward(tensor, self.frame), output)
         cast = self.cast_outputs
         if not self.root:
             if cast is None:
@@ -150,7 +159,8 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
         return tensor
     low = tensor.to(dtype)
-    if not tensor.is_inference():  # without versions nobody would know that the rounded one was written to
+    # without versions nobody would know that the rounded one was written to
+    if is_compiling() or not tensor.is_inference():
         low._castwise_wide = (tensor, _torch.version(low))  # type: ignore[attr-defined]
     return low
 
@@ -279,8 +289,22 @@ def install(
         # descriptor"), but for one with projections. Casting around the whole operator runs it in fp16 by torch's own
         # kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
-    follow = bool(rows)
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
+    meeting = {
+        compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
+        for compute in {place.compute for place in resolution.places.values() if place.meets}
+    }
+    follow = bool(rows)
+
+    def frame(place: Place) -> Frame:
+        return (meeting if place.meets else made)[place.compute]
+
+    def outer(path: str) -> Frame:
+        """Frame of the next border above a module."""
+        above = path.rpartition(".")[0]
+        place = resolution.places[above]
+        return outer(above) if above and place.around is None else frame(place)
+
     casts_root = plan.params == "compute" or root_place.compute != plan.compute
     alive = weakref.ref(model)  # what removes the borders must not keep the model
     borders: list[Border] = []
@@ -307,7 +331,7 @@ def install(
 
     try:
         root = Border(
-            made[root_place.compute],
+            frame(root_place),
             cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
             cast_outputs=torch.float32 if plan.output == "fp32" else None,
             root=True,
@@ -320,10 +344,10 @@ def install(
             put(
                 modules[place.path],
                 Border(
-                    made[place.compute],
+                    frame(place),
                     cast_inputs=FORMATS[place.compute].dtype,
                     cast_outputs=_cast_outputs(plan, place.compute, place.around),
-                    outer=made[place.around],
+                    outer=outer(place.path),
                     follow_backward=follow,
                     path=place.path,
                 ),

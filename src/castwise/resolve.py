@@ -34,6 +34,7 @@ _WEIGHTED = (
     nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss,
 )  # fmt: skip
 """Losses with the weights of classes in a buffer."""
+_ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -138,6 +139,8 @@ class Place:
         compute: Format that it runs in.
         stored: Format that its own parameters are to be stored in; None leaves them as they are.
         around: Format of what lies around a border; None where no border is, and for the model itself.
+        meets: Its own operators find a wider table of its own beside low tensors; those that refuse such a mixture take
+            it in ``compute``.
     """
 
     path: str
@@ -145,6 +148,7 @@ class Place:
     compute: str
     stored: str | None
     around: str | None = None
+    meets: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class Resolution:
 
     @property
     def borders(self) -> tuple[Place, ...]:
-        """The modules that run in a format by a region of their own."""
+        """The modules that run in a format by a region of their own, or around which tables are wider than the format."""
         return tuple(place for place in self.places.values() if place.around is not None)
 
     def stored_in(self, path: str) -> torch.dtype | None:
@@ -183,6 +187,7 @@ class Resolution:
                 told[path] = place
         for place in told.values():
             border = "whole model" if place is root else f"in {place.around}" if place.around else ""
+            border += ", with tables of its own" if place.meets else ""
             rows.append((place.path or place.kind, place.compute, place.stored or "as they are", border))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
@@ -205,12 +210,14 @@ def resolve(
     """Find out what a plan makes of a model; changes neither.
 
     A parameter shared by several regions takes the widest of their formats; fp64 stays. Buffers are state: they keep their dtype
-    unless a region with ``params`` names their very module. Where operators are not autocast, an operator takes no
-    fp32 table beside low activations, and buffers that can be told to be constants follow the parameters, as in
-    ``module.half()``: what a parametrization keeps beside its weight, the class weights of losses, and tables of two and more dimensions that do
-    not hold whole numbers alone. Running statistics, scalars, vectors and whole numbers (counters, positions,
-    frequencies) stay; a BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones
-    beside fp32 ones, and where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
+    unless a region with ``params`` names their very module. Where operators are not autocast, what can
+    be told to be a constant follows the parameters, as in ``module.half()``: what a parametrization keeps beside its
+    weight, the class weights of losses, and masks that are added to scores. All else stays. Operators take no fp32
+    table beside low tensors; so a module with a table of two and more dimensions runs in fp32 where no parameters are
+    inside, and otherwise has a border of its own (:attr:`Place.meets`), as have those of its children that hold low
+    parameters. A module without ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
+    A BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones beside fp32 ones, and
+    where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
 
     Args:
         plan: The plan.
@@ -274,7 +281,70 @@ def resolve(
         widest = widest_dtype(wanted.get(tensor, ()))
         if widest is not None and widest is not tensor.dtype:
             storage[name] = widest
+    _place_tables(plan, modules, assigned, places, storage)
     return Resolution(plan, places, storage, tuple(kept))
+
+
+def _place_tables(
+    plan: Plan,
+    modules: Mapping[str, nn.Module],
+    assigned: Mapping[str, Region],
+    places: dict[str, Place],
+    storage: dict[str, torch.dtype],
+) -> None:
+    """Find the modules with tables wider than they compute, where operators are not cast, and have them run all the same."""
+    paths = {module: path for path, module in modules.items()}
+    final = {tensor: storage.get(name, tensor.dtype) for name, tensor in named_tensors(modules[""])}
+    for path, module in modules.items():
+        place = places[path]
+        if place.compute not in LOW or casts_operators(plan, place.compute) or not _runs(module):
+            continue
+        if not plan.stores_low and place.stored not in LOW:
+            continue  # nothing low is there to meet
+        low = FORMATS[place.compute].dtype
+        mine = [b for b in module.buffers(recurse=False) if b.dim() > 1 and b.is_floating_point()]
+        if not any(_is_wider(final[buffer], low) for buffer in mine):
+            continue
+        around = place.around or (place.compute if path else None)
+        if next(module.parameters(), None) is None and (
+            path not in assigned or assigned[path].compute is None
+        ):
+            places[path] = dataclasses.replace(place, compute="fp32", stored=None, around=around)
+            for inner in list(module.modules())[1:]:
+                below = places[paths[inner]]
+                outer = places[below.path.rpartition(".")[0]].compute
+                if below.around is not None:
+                    places[below.path] = dataclasses.replace(below, around=outer)
+                elif outer == "fp32":
+                    places[below.path] = dataclasses.replace(below, compute="fp32", stored=None)
+                    if below.path not in assigned:
+                        for name, _ in inner.named_buffers(below.path, recurse=False):
+                            storage.pop(name, None)
+            continue
+        places[path] = dataclasses.replace(place, around=around, meets=True)
+        for child in _called_in(module):
+            below = places[paths[child]]
+            if below.around is None and any(
+                _is_wider(torch.float32, final[p]) for p in child.parameters() if p.is_floating_point()
+            ):
+                places[below.path] = dataclasses.replace(below, around=place.compute)
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether a module has a forward, around which there can be a border."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules with operators of their own that a forward is likely to call: its children, and those of containers.
+
+    Left out are layers of one operator that takes a wide input low by itself, and embeddings, which take no floating one.
+    """
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _called_in(child)
+        elif type(child) not in _ONE_OPERATOR or hasattr(child, "parametrizations"):
+            yield child
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -324,7 +394,11 @@ def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
     if buffer.dim() < 2 or buffer.is_meta or buffer.numel() == 0:
         return False
     values = buffer.detach()
-    return not bool((values == values.round()).logical_and(values.isfinite()).all())
+    if not _runs(module):
+        return not bool((values == values.round()).logical_and(values.isfinite()).all())
+    lowest, highest = values.aminmax()
+    mask = highest == 0 and (lowest.isneginf() or -65504 <= lowest < 0)
+    return bool(mask and (values == lowest).logical_or(values == 0).all())
 
 
 # --- weights for inference -----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ __all__ = [
     "base_table",
     "check_rule",
     "describe",
+    "meetings",
     "operator_overloads",
     "overrides",
 ]
@@ -67,8 +68,8 @@ class Row:
         op: ATen base name, in-place name or ``namespace::name``.
         rule: One of `RULES`.
         reason: Why, in a clause.
-        only_low: ``banned`` raises only when a floating input is bf16 or fp16, as Apex does; otherwise
-            always.
+        only_low: ``banned`` raises only when a floating input is bf16 or fp16, as Apex does, and ``lower`` casts
+            only then; otherwise always.
         opaque: The rule also holds inside an operator that is made of others, as in torch.autocast. False
             only in `overrides`, for an operator that the device's native list casts and CUDA's table does not
             list: it gets no cast of its own, and its parts are looked up one by one, as on CUDA.
@@ -238,6 +239,25 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
         if any(table[name].rule == "banned" for name in used if name in table):
             table.setdefault(op, Row(op, "as_is", _WHOLE))
     return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
+
+
+_MEETS: Final = "it refuses a wide table beside low tensors"
+_REFUSES: Final = "group_norm layer_norm native_layer_norm rms_norm"
+
+
+@cache
+def meetings(device_type: str) -> Mapping[str, Row]:
+    """Rows by which operators that refuse a wide tensor beside a low one take both low, and no other is cast.
+
+    Args:
+        device_type: One of `DEVICE_TYPES`.
+    """
+    native = base_table("native", device_type)
+    table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
+    low = [op for op, row in native.items() if row.rule == "lower"]
+    table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *_REFUSES.split())}
+    table["cdist"] = Row("cdist", "widest", _MEETS)  # which has no low kernel on CPUs
+    return MappingProxyType(table)
 
 
 def _differs(row: Row, native: Row | None) -> bool:

@@ -43,6 +43,7 @@ __all__ = [
     "leave",
     "leave_interrupted",
     "mark_boundary",
+    "note_backward",
     "pop",
     "push",
     "suspended",
@@ -456,6 +457,18 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
         return tensor
     out: torch.Tensor = _Boundary.apply(frame, tensor)  # type: ignore[no-untyped-call]
     return out
+
+
+def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
+    """As :func:`mark_boundary`, without a node of its own: ``tensor`` stays what it is and may be written to in place.
+
+    What runs backward between the node of ``tensor`` and the next one that is marked or noted counts as made in
+    ``frame``, whether it was or not.
+    """
+    node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.in_transform() else None
+    if node is not None:
+        node.register_prehook(lambda _: _enter_backward(frame))
+    return tensor
 
 
 # --- torch.compile ------------------------------------------------------------------------------------------

@@ -95,6 +95,12 @@ def _lower(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _run(op, device, args, kwargs, torch.get_autocast_dtype(device), _convert_weight)
 
 
+def _lower_if_any(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _floating_dtypes(args, device, set())
+    _floating_dtypes(kwargs.values(), device, found)
+    return (_lower if found.intersection(_LOW) else _as_is)(op, device, args, kwargs)
+
+
 def _fp32(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _run(op, device, args, kwargs, torch.float32, _convert)
 
@@ -170,6 +176,8 @@ def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
     for name, row in rows.items():
         if row.rule == "banned":
             out[name] = _banned(row)
+        elif row.rule == "lower" and row.only_low:
+            out[name] = _lower_if_any
         else:
             out[name] = _RULES[row.rule] if row.opaque else _parts
     return out
