@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_compiling
 
-__all__ = ["attachments", "live", "settle", "sync", "sync_first"]
+__all__ = ["attachments", "live", "refresh", "settle", "sync", "sync_first"]
 
 live: list[weakref.ref[Any]] = []
 """Every attachment that has masters to keep; the attachments see to it."""
@@ -38,6 +38,13 @@ def settle(model: nn.Module) -> None:
     for attachment in attachments():
         if attachment.concerns(model):
             attachment.settle()
+
+
+def refresh(model: nn.Module) -> None:
+    """Give masters all that was written to a model, by ``parameter.data`` too. Looks at values, so it waits for the device."""
+    for attachment in attachments():
+        if attachment.concerns(model):
+            attachment.refresh_from_model()
 
 
 def sync_first(module: nn.Module, *_: Any) -> None:
