@@ -353,6 +353,25 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
         VariableBuilder._type_dispatch_impl(with_numpy)[cls] = build
 
 
+def before_compiled_calls(callback: Callable[[], object]) -> None:
+    """Have ``callback`` called before each call of what Dynamo is compiling at the moment, outside of its graph.
+
+    Guards are what runs then, so it is called by one that always holds. There is no public hook for it.
+    """
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard
+
+    def holds(_: Any) -> bool:
+        callback()
+        return True
+
+    def add(builder: Any, guard: Guard) -> None:
+        builder.guard_manager.root.add_lambda_guard(holds, [f"{callback!r} was called"], guard.user_stack)
+
+    install_guard(Guard(GlobalStateSource(), add))
+
+
 def dynamo_loaded() -> bool:
     """Whether Dynamo has been imported in this process; importing it takes a second, so callers wait for it."""
     return "torch._dynamo.symbolic_convert" in sys.modules
