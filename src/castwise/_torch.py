@@ -532,6 +532,14 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks that an optimizer calls while it loads a state dict."""
+    before, after = (
+        getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post")
+    )
+    return [*before.values(), *after.values()]
+
+
 def ran_compiled(module: torch.nn.Module) -> bool:
     """Whether a module has run compiled, by ``torch.compile`` or ``module.compile()``: hooks added now would be ignored.
 
