@@ -224,7 +224,7 @@ class Attachment:
         # A parameter whose history is unknown is compared with its master before the next step.
         now = [known.get(id(parameter), (-1, -1, -1)) for parameter in stored]
         written, addresses, updated = ([mark[i] for mark in now] for i in range(3))
-        former = [group["params"] for group in optimizer.param_groups]
+        former = [list(group["params"]) for group in optimizer.param_groups]
         kept = [
             (master, master_of(master.stored), original_of(master.stored), optimizer.state.get(master.stored))
             for master in made.values()
@@ -236,8 +236,8 @@ class Attachment:
                 move_state(optimizer, master.stored, master)
                 if self._low_gradients:
                     allow_low_grad(master.stored)
-            for params, group in zip(groups, former, strict=True):
-                group[:] = params
+            for params, group in zip(groups, optimizer.param_groups, strict=True):
+                _put(params, group)
             self._masters, self._stored, self._targets, self._sources = masters, stored, targets, sources
             self._written, self._addresses, self._updated = written, addresses, updated
             self._frozen, self._groups, self._concerned = frozen, groups, weakref.WeakKeyDictionary()
@@ -245,10 +245,8 @@ class Attachment:
                 forget_original(master.stored)
         except BaseException:
             vars(self).update(before)
-            for group in former:
-                for index, parameter in enumerate(group):
-                    if id(getattr(parameter, "stored", None)) in made:
-                        group[index] = parameter.stored
+            for params, group in zip(former, optimizer.param_groups, strict=True):
+                _put(params, group)
             for master, shared, original, state in kept:
                 if state is not None:
                     optimizer.state.pop(master, None)
@@ -324,10 +322,12 @@ class Attachment:
         gone = {id(master) for master in masters}
         optimizer = self._optimizer()
         for group in () if optimizer is None else optimizer.param_groups:
-            for index, master in enumerate(group["params"]):
+            params = list(group["params"])
+            for index, master in enumerate(params):
                 if id(master) in gone:
                     move_state(optimizer, master, master.stored)  # type: ignore[arg-type]
-                    group["params"][index] = master.stored
+                    params[index] = master.stored
+            _put(params, group)
 
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
@@ -550,6 +550,14 @@ class Attachment:
         """Undo :meth:`show_gradients`, so that clearing the model's gradients frees their memory."""
         for master in self._masters:
             mirror_grad(master, None)
+
+
+def _put(params: list[Any], group: dict[str, Any]) -> None:
+    """Have a group hold these: in its own list, of which some optimizers (LBFGS) keep a reference."""
+    if isinstance(group["params"], list):
+        group["params"][:] = params
+    else:
+        group["params"] = tuple(params)
 
 
 def _is_cast(master: Any) -> bool:

@@ -175,8 +175,9 @@ class Amp:
             self._ranks.note(target, resolution.plan)
             if inference or not self.plan.keeps_masters:
                 storage.forget_originals(dtypes, inference=inference)
-        self._root = self._root or root
-        return (model, *optimizers) if optimizers else model
+            log.callback(_reset_root, weakref.ref(self), self._root)
+            self._root = self._root or root
+            return (model, *optimizers) if optimizers else model
 
     def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
         """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
@@ -564,6 +565,12 @@ def _drop(remove: Callable[[Any], None], reference: weakref.ref[Any]) -> None:
     target = reference()
     if target is not None:
         remove(target)
+
+
+def _reset_root(reference: weakref.ref[Amp], root: borders.Border | None) -> None:
+    amp = reference()
+    if amp is not None:
+        amp._root = root
 
 
 def _forget_model(reference: weakref.ref[nn.Module]) -> None:
