@@ -506,19 +506,25 @@ def cpu_has_tf32() -> bool:
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 
-def mark_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel; returns what undoes it."""
-    names = (
-        "_step_supports_amp_scaling",
-        "_need_device_dtype_check_for_fused",
-    )  # torch sets the latter at a step
-    before = {name: value for name, value in vars(optimizer).items() if name in names}
+_MARKS = (
+    "_step_supports_amp_scaling",
+    "_need_device_dtype_check_for_fused",
+)  # torch sets the latter at a step
+
+
+def mark_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel."""
+    vars(optimizer)[_MARKS[0]] = True
+
+
+def fused_marks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What gives an optimizer the marks again that it has now."""
+    before = {name: value for name, value in vars(optimizer).items() if name in _MARKS}
     alive = weakref.ref(optimizer)
-    vars(optimizer)[names[0]] = True
 
     def undo() -> None:
         if (found := alive()) is not None:
-            for name in names:
+            for name in _MARKS:
                 vars(found).pop(name, None)
             vars(found).update(before)
 

@@ -316,16 +316,22 @@ class Attachment:
             self.scan(optimizer)
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
-        """Per parameter the values first; what was done before an interruption is passed over when this is called again."""
+        """Per parameter the values first; what was done before an interruption is passed over when this is called again.
+
+        A master that another optimizer has too, for another model, stays that one's, and the state here stays fp32 with it.
+        """
+        others = {id(m) for other in sync.attachments() if other is not self for m in other.masters}
         for master in masters:
-            release(master, write_back=write_back)
+            if id(master) not in others:
+                release(master, write_back=write_back)
         gone = {id(master) for master in masters}
         optimizer = self._optimizer()
         for group in () if optimizer is None else optimizer.param_groups:
             params = list(group["params"])
             for index, master in enumerate(params):
                 if id(master) in gone:
-                    move_state(optimizer, master, master.stored)  # type: ignore[arg-type]
+                    fit = id(master) not in others
+                    move_state(optimizer, master, master.stored, fit=fit)  # type: ignore[arg-type]
                     params[index] = master.stored
             _put(params, group)
 
