@@ -19,6 +19,7 @@ __all__ = [
     "address",
     "agree",
     "assign",
+    "fit_grad",
     "forget_original",
     "is_low",
     "local",
@@ -186,10 +187,22 @@ def restore(parameter: Tensor) -> bool:
 
 def _replace(parameter: Tensor, values: Tensor) -> None:
     # A grad_dtype that equals the dtype is torch's default, or what is left of it once it was set: it cannot be unset.
-    grad, follows = parameter.grad, parameter.grad_dtype is parameter.dtype
-    parameter.grad = None
+    follows = parameter.grad_dtype is parameter.dtype
     assign(parameter, values)
-    if follows and parameter.grad_dtype is not parameter.dtype:
-        parameter.grad_dtype = parameter.dtype
-    if grad is not None:
-        parameter.grad = grad.to(parameter.dtype) if follows else grad
+    if follows:
+        fit_grad(parameter, parameter.dtype)
+
+
+def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Set ``grad_dtype``, and store the gradient so; it is on the parameter all the time, whatever interrupts this.
+
+    Args:
+        parameter: A leaf.
+        dtype: For gradients; None for any, and a gradient then takes the parameter's.
+    """
+    grad, wanted = parameter.grad, dtype or parameter.dtype
+    if grad is not None and grad.dtype is not wanted:
+        parameter.grad_dtype = None  # any, until the gradient has the right one
+        parameter.grad = grad.to(wanted)
+    if parameter.grad_dtype is not dtype:
+        parameter.grad_dtype = dtype

@@ -18,6 +18,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from castwise import _torch
 from castwise.masters.originals import (
     assign,
+    fit_grad,
     forget_original,
     is_low,
     original_of,
@@ -233,8 +234,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     current: Any = master_of(parameter)
     if current is not master:
         return parameter
-    grad, follows = parameter.grad, master.former_grad_dtype is master.former_dtype
-    parameter.grad = None
+    follows = master.former_grad_dtype is master.former_dtype
     # The master is forgotten last: whatever interrupts this, one of the two holds the full values.
     if write_back or (write_back is False and not is_low(parameter)):
         if parameter.shape == master.shape and not parameter.is_meta:
@@ -245,9 +245,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
         forget_original(parameter)
     elif write_back is False:
         remember_original(parameter, master.data, master.former_dtype)
-    parameter.grad_dtype = parameter.dtype if follows else master.former_grad_dtype
-    if grad is not None:
-        parameter.grad = grad.to(parameter.grad_dtype or parameter.dtype)
+    fit_grad(parameter, parameter.dtype if follows else master.former_grad_dtype)
     _masters.pop(parameter, None)
     return parameter
 
