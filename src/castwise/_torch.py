@@ -354,6 +354,25 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
         VariableBuilder._type_dispatch_impl(with_numpy)[cls] = build
 
 
+def before_compiled_calls(callback: Callable[[], object]) -> None:
+    """Have ``callback`` called before each call of what Dynamo is compiling at the moment, outside of its graph.
+
+    Guards are what runs then, so it is called by one that always holds. There is no public hook for it.
+    """
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard
+
+    def holds(_: Any) -> bool:
+        callback()
+        return True
+
+    def add(builder: Any, guard: Guard) -> None:
+        builder.guard_manager.root.add_lambda_guard(holds, [f"{callback!r} was called"], guard.user_stack)
+
+    install_guard(Guard(GlobalStateSource(), add))
+
+
 def dynamo_loaded() -> bool:
     """Whether Dynamo has been imported in this process; importing it takes a second, so callers wait for it."""
     return "torch._dynamo.symbolic_convert" in sys.modules
@@ -488,19 +507,25 @@ def cpu_has_tf32() -> bool:
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 
-def mark_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel; returns what undoes it."""
-    names = (
-        "_step_supports_amp_scaling",
-        "_need_device_dtype_check_for_fused",
-    )  # torch sets the latter at a step
-    before = {name: value for name, value in vars(optimizer).items() if name in names}
+_MARKS = (
+    "_step_supports_amp_scaling",
+    "_need_device_dtype_check_for_fused",
+)  # torch sets the latter at a step
+
+
+def mark_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Let a GradScaler hand its scale and flag to the optimizer's fused kernel."""
+    vars(optimizer)[_MARKS[0]] = True
+
+
+def fused_marks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What gives an optimizer the marks again that it has now."""
+    before = {name: value for name, value in vars(optimizer).items() if name in _MARKS}
     alive = weakref.ref(optimizer)
-    vars(optimizer)[names[0]] = True
 
     def undo() -> None:
         if (found := alive()) is not None:
-            for name in names:
+            for name in _MARKS:
                 vars(found).pop(name, None)
             vars(found).update(before)
 
@@ -512,6 +537,14 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(
         optimizer, "_optimizer_load_state_dict_post_hooks"
     )
+
+
+def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks that an optimizer calls while it loads a state dict."""
+    before, after = (
+        getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post")
+    )
+    return [*before.values(), *after.values()]
 
 
 def ran_compiled(module: torch.nn.Module) -> bool:

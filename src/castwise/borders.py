@@ -17,6 +17,7 @@ low parameters have borders, inside which operators run untouched.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -264,6 +265,7 @@ def install(
     device_type: str,
     methods: Iterable[str] = (),
     before: Callable[[nn.Module], None] = lambda module: None,
+    log: Callable[[Callable[[], None]], object] = lambda remove: None,
 ) -> tuple[Border, Callable[[], None]]:
     """Put the borders of a resolution on a model.
 
@@ -273,6 +275,7 @@ def install(
         device_type: Where the model runs.
         methods: Names of methods other than ``forward`` that are called from outside, checked before.
         before: Called with the model before each of these methods, as forward pre-hooks are before ``forward``.
+        log: Called with what removes all of it again before anything is put on.
 
     Returns:
         The border of the whole model, and what removes all of it again.
@@ -323,12 +326,16 @@ def install(
     def put(module: nn.Module, border: Border) -> None:
         borders.append(border)
         if border.cast_inputs is not None or border.follow_backward:
-            pre = module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)
+            enter = functools.partial(
+                module.register_forward_pre_hook, border.enter_and_cast, with_kwargs=True
+            )
         else:
-            pre = module.register_forward_pre_hook(border.enter)
-        post = module.register_forward_hook(border.leave, always_call=True)
-        removers.extend([pre.remove, post.remove, _torch.guard_calls(module, frames.depth, frames.unwind)])
+            enter = functools.partial(module.register_forward_pre_hook, border.enter)
+        removers.append(enter().remove)
+        removers.append(module.register_forward_hook(border.leave, always_call=True).remove)
+        removers.append(_torch.guard_calls(module, frames.depth, frames.unwind))
 
+    log(remove)
     try:
         root = Border(
             frame(root_place),

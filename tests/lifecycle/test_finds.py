@@ -26,6 +26,8 @@ from castwise.session.undo import UndoLog
 from .life import Life, living, must_break
 from .test_lifecycle import of_kind, play
 
+CALLERS = ("castwise.session", "castwise.borders", "castwise.fused")
+"""Rooms that enter into the undo log."""
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -67,7 +69,7 @@ def a_log_that_forgets(entry: str) -> Fault:
         def make(callback: Any) -> Any:
             def forget(self: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
                 name = getattr(getattr(function, "func", function), "__qualname__", "")
-                if entry in name and sys._getframe(1).f_globals["__name__"].startswith("castwise.session"):
+                if entry in name and sys._getframe(1).f_globals["__name__"].startswith(CALLERS):
                     forgotten.append(name)
                     return function
                 return callback(self, function, *args, **kwargs)

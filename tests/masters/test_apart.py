@@ -129,3 +129,28 @@ def test_script_modules_take_no_hooks_and_are_passed_over() -> None:
     with Amp("bf16-master") as amp:
         amp.prepare(model, optimizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-master", "fp16-master+optimizer=fused", "bf16-true"])
+def test_a_group_may_hold_a_tuple(plan: str) -> None:
+    """As torch's optimizers step, save and load it, whoever put it there; it trains as a list does, and comes back."""
+    results = []
+    for kind in (list, tuple):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer.param_groups[0]["params"] = kind(model.parameters())
+        with Amp(plan, device="cpu") as amp:
+            amp.prepare(model, optimizer)
+            train(amp, model, optimizer)
+            model[2].requires_grad_(False)
+            train(amp, model, optimizer, 1)
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.add_param_group({"params": (nn.Parameter(torch.ones(1)),)})
+            train(amp, model, optimizer)
+        assert type(optimizer.param_groups[0]["params"]) is kind
+        assert all(
+            p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
+        )
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))

@@ -244,3 +244,80 @@ def test_a_model_made_fp32_is_noticed_when_its_masters_are_written() -> None:
         held(optimizer)[0].add_(1.0)
     with pytest.raises(StateError, match="Prepare the model again"):
         model(batches(1)[0])
+
+
+class Around(nn.Module):
+    """A model that has a prepared one in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def compiled_function(model: nn.Module, broken: bool, **options: Any) -> Any:
+    def run(x: Tensor) -> Tensor:
+        if broken:
+            torch._dynamo.graph_break()
+        return model(x)  # type: ignore[no-any-return]
+
+    return torch.compile(run, fullgraph=not broken, **options)
+
+
+def compiled_in_place(model: nn.Module, **options: Any) -> Any:
+    model.compile(fullgraph=True, **options)
+    return model
+
+
+COMPILED: dict[str, Any] = {
+    "model": lambda model, **options: torch.compile(model, fullgraph=True, **options),
+    "in place": compiled_in_place,
+    "function": lambda model, **options: compiled_function(model, False, **options),
+    "broken function": lambda model, **options: compiled_function(model, True, **options),
+    "around": lambda model, **options: torch.compile(Around(model), fullgraph=True, **options),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_compiled_model_gets_what_was_written_to_masters(way: str, backend: str) -> None:
+    """Before its forward, as the eager one; from the call that compiles it on, and without compiling anew."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = ScheduleFree(model.parameters())
+    with castwise.Amp("bf16-master", device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        run, x = COMPILED[way](model, backend=backend), batches(1)[0]
+        graphs: list[int] = []
+        for _ in range(3):
+            with torch.no_grad():
+                for master in held(optimizer):
+                    master.mul_(1.25)
+            out = run(x)
+            assert agrees(model)
+            torch.testing.assert_close(out, model(x), rtol=0.02, atol=0.02)
+            amp.backward(out.square().mean())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+            optimizer.eval()
+            evaluated = run(x)
+            assert agrees(model)
+            assert not torch.equal(evaluated, out)
+            optimizer.train()
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert graphs[0] == graphs[2]
+
+
+def test_a_compiled_model_outlives_its_session() -> None:
+    """What is called before it keeps nothing alive and does nothing then."""
+    torch._dynamo.reset()
+    amp, model, _ = session("bf16-master", lambda p: torch.optim.SGD(p, 0.1), Weights)
+    run = COMPILED["function"](model, backend="eager")
+    run(batches(1)[0])
+    amp.close()
+    with torch.no_grad():
+        model.a.weight.add_(1.0)
+    assert torch.equal(run(batches(1)[0]), model(batches(1)[0]))

@@ -381,11 +381,7 @@ def refuses_hooks(optimizer: Optimizer) -> None:
     optimizer.__class__ = Deaf
 
 
-def holds_a_tuple(optimizer: Optimizer) -> None:
-    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
-
-
-@pytest.mark.parametrize("spoil", [refuses_setting, refuses_hooks, holds_a_tuple])
+@pytest.mark.parametrize("spoil", [refuses_setting, refuses_hooks])
 def test_an_optimizer_that_takes_no_masters_is_left_alone(spoil: Any) -> None:
     """By ``prepare``, which raises what it raised."""
     with Amp("bf16-master") as amp:  # leaves what castwise installs once in a process
@@ -394,7 +390,7 @@ def test_an_optimizer_that_takes_no_masters_is_left_alone(spoil: Any) -> None:
     model, optimizer = trained_net()
     spoil(optimizer)
     values, before = numbers(model, optimizer), picture(model, optimizer)
-    with pytest.raises((RuntimeError, TypeError)):
+    with pytest.raises(RuntimeError):
         Amp("bf16-master").prepare(model, optimizer)
     assert picture(model, optimizer) == before
     assert all(map(torch.equal, values, numbers(model, optimizer)))

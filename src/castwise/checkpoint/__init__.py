@@ -12,8 +12,8 @@ plan. Everything that is no tensor is JSON, checked before anything is made of i
 
 ``ranks``: what several ranks decide together. ``tree``: nested values as JSON and tensors. ``contents``: what is
 saved of a model, its optimizers and a session. ``folder``: complete checkpoints, and how they become so. ``lock``: one
-process per folder. ``storage``: tensors to files and back. ``values``: what is no tensor, checked. ``restore`` and
-``undo``: one rank's part of loading, and of taking it back. ``saving`` and ``loading``: the calls.
+process per folder. ``storage``: tensors to files and back. ``values``: what is no tensor, checked. ``options``: what
+an optimizer takes of it. ``restore`` and ``undo``: one rank's part of loading, and of taking it back. ``saving`` and ``loading``: the calls.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def load(
 
     A checkpoint is data: nothing in it is executed, whoever wrote it. All of it is checked before anything is changed, on
     all ranks, and what a module or an optimizer refuses nevertheless is taken back everywhere. Meanwhile weights and state
-    need their memory twice, and the weights as they were host memory.
+    need their memory twice, and the weights as they were host memory, as does the state of optimizers with loading code of
+    their own. Options that a torch optimizer does not have are refused; saved by another version of torch, they are left out.
 
     Args:
         checkpoint: What :func:`newest` returned, or the path of one checkpoint, which is verified first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,18 @@ from castwise import masters
 from castwise.checkpoint import storage, values
 from castwise.checkpoint.contents import random_states, set_random_states
 from castwise.checkpoint.names import Names
+from castwise.checkpoint.options import (
+    HOW_NOT_WHAT,
+    OF_A_SCHEDULE,
+    OF_A_WEIGHT,
+    alike,
+    as_kind,
+    fits,
+    of_torch,
+    refusal,
+    state_keys,
+    takes,
+)
 from castwise.checkpoint.ranks import Ranks
 from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
@@ -24,14 +35,6 @@ from castwise.plan_parts import shown
 from castwise.session import Amp
 
 __all__ = ["Restore"]
-
-_HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
-"""Options of an optimizer that choose a kernel: its own stay."""
-_OF_A_WEIGHT = frozenset({
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum",
-    "ax", "prev", "step_size",
-})  # fmt: skip
-"""State that has the shape of its parameter in each of torch's own optimizers."""
 
 
 class Restore:
@@ -59,6 +62,7 @@ class Restore:
         ranks: Ranks,
     ) -> None:
         self._path, self._step = path, manifest["step"]
+        self._same_torch = _release(manifest["torch"]) == _release(torch.__version__)
         try:
             self._values = values.read(path, manifest)
         except CheckpointError as error:
@@ -154,8 +158,9 @@ class Restore:
         """Options and state that the optimizer could not work with."""
         was = self._values.optimizers[index]
         entry, name_in = self._values.tensors.__getitem__, self._name_in(was)
-        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        torchs = of_torch(optimizer)
         options: list[str] = []
+        unknown: list[str] = []
         state: list[str] = []
         missing: list[str] = []
         for number, (group, names) in enumerate(
@@ -165,31 +170,41 @@ class Restore:
             for parameter, name in zip(group["params"], saved, strict=True):
                 for key, value in decode(was["options"][was["group_of"][name]], entry).items():
                     here = group.get(key)
-                    if key in _HOW_NOT_WHAT:
+                    if not takes(optimizer, group, key):
+                        unknown += [f"{key} of group {number}"] if self._same_torch else []
+                        continue
+                    if key in HOW_NOT_WHAT:
                         good = value is None or isinstance(value, (bool, type(here)))
+                    elif key in OF_A_SCHEDULE and key not in group:
+                        good = value is not None and alike(0.0, value)
                     else:
-                        good = _alike(here, value)
+                        good = alike(here, value)
                     if not good:
                         options.append(f"{key} of group {number}")
                 own = optimizer.state.get(parameter, {})
                 for key, value in decode(was["state"].get(name, {"dict": []}), entry).items():
                     wanted = own.get(key)
-                    if wanted is None and key in _OF_A_WEIGHT and of_torch and value is not None:
+                    if wanted is None and key in OF_A_WEIGHT and torchs and value is not None:
                         wanted = masters.model_param_of(parameter)
                     if isinstance(wanted, Tensor):
                         wanted = self._amp.as_whole(parameter, wanted)
-                    if not _fits(wanted, value):
+                    if not fits(wanted, value):
                         state.append(f"{key} of {name} ({_said(value)} saved, {_said(wanted)} here)")
-            if of_torch and saved and not options:
+            if torchs and saved and not options:
                 given = decode(was["options"][was["group_of"][saved[0]]], entry)
-                refusal = _refusal(optimizer, given)
-                options += [f"those of group {number}: {refusal}"] if refusal else []
+                reason = refusal(optimizer, given)
+                options += [f"those of group {number}: {reason}"] if reason else []
                 dims = [masters.model_param_of(parameter).dim() for parameter in group["params"]]
-                needed = {dim: set() if refusal else _state_keys(optimizer, given, dim) for dim in set(dims)}
+                needed = {dim: set() if reason else state_keys(optimizer, given, dim) for dim in set(dims)}
                 for dim, name in zip(dims, saved, strict=True):
                     there = {key for key, _ in was["state"].get(name, {"dict": []})["dict"]}
                     missing += [f"{key} of {name}" for key in sorted(needed[dim] - there) if there]
         return [
+            *_listed(
+                f"optimizer {index} was saved with options that {type(optimizer).__qualname__} does not have (set them in its "
+                "param_groups first if they are yours)",
+                dict.fromkeys(unknown),
+            ),
             *_listed(f"optimizer {index} has options of other kinds", dict.fromkeys(options)),
             *_listed(f"optimizer {index} has state of other shapes or kinds", state),
             *_listed(f"optimizer {index} has options without the state that they need", missing),
@@ -305,8 +320,12 @@ class Restore:
                         for key, value in decode(was["state"][name], fetch).items()
                     }
                 loaded = decode(was["options"][was["group_of"][name]], fetch)
-                options = {**options, **{k: v for k, v in loaded.items() if k not in _HOW_NOT_WHAT}}
-            options = {key: _as_kind(value, group.get(key)) for key, value in options.items()}
+                options |= {
+                    key: value
+                    for key, value in loaded.items()
+                    if key not in HOW_NOT_WHAT and takes(optimizer, group, key)
+                }
+            options = {key: as_kind(value, group.get(key)) for key, value in options.items()}
             groups.append({**options, "params": list(numbers)})
         return {"state": state, "param_groups": groups}
 
@@ -330,83 +349,12 @@ def _kind(dtype: torch.dtype) -> str:
     return "truth values" if dtype is torch.bool else "whole"
 
 
-def _alike(own: Any, saved: Any) -> bool:
-    """Whether an option that was saved can take the place of an optimizer's own; None may mean that it is left out."""
-    if own is None or saved is None:
-        return True
-    if isinstance(saved, int) and abs(saved) >= 2**1000:  # which no float holds
-        return False
-    if isinstance(own, bool) or isinstance(saved, bool):
-        return isinstance(own, bool) and isinstance(saved, bool)
-    if isinstance(own, (int, float, Tensor)):
-        return isinstance(saved, (int, float)) or (isinstance(saved, Entry) and saved.shape in ((), (1,)))
-    if isinstance(own, (list, tuple)):
-        same = isinstance(saved, (list, tuple)) and len(saved) == len(own)
-        return same and all(map(_alike, own, saved))
-    return isinstance(saved, type(own))
-
-
-def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -> Optimizer:
-    """An optimizer of the same class, one of torch's, with some options.
-
-    Raises:
-        TypeError, ValueError: It does not take them.
-    """
-    known = inspect.signature(type(optimizer)).parameters
-    given = {
-        key: value
-        for key, value in options.items()
-        if key in known and key not in _HOW_NOT_WHAT and not isinstance(value, Entry)
-    }
-    return type(optimizer)([parameter], **given)
-
-
-def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
-    """What one of torch's optimizers would say if it were made with some options."""
-    try:
-        _made(optimizer, options, torch.zeros(1, 1))
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> set[str]:
-    """The state that one of torch's optimizers has after a step with some options; empty where that cannot be tried."""
-    parameter = torch.zeros((1,) * dims, device="cpu")
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        made = _made(optimizer, options, parameter)
-        step = inspect.unwrap(type(made).step)  # without the hooks that see every optimizer's steps
-        with torch.no_grad():
-            step(made)
-    except (
-        KeyError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # LBFGS needs a closure, SparseAdam a sparse gradient
-        return set()
-    return {str(key) for key, value in made.state[parameter].items() if value is not None}
-
-
-def _fits(own: Any, saved: Any) -> bool:
-    """Whether a saved value can take the place of one of an optimizer's own state."""
-    if isinstance(own, Tensor) and own.dim() > 0:
-        return isinstance(saved, Entry) and saved.shape == own.shape
-    return not isinstance(own, (int, float, Tensor)) or (saved is not None and _alike(own, saved))
+def _release(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def _said(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, (Entry, Tensor)) else shown(value)
-
-
-def _as_kind(value: Any, own: Any) -> Any:
-    """A learning rate as a tensor where the optimizer has it so, and as a number where it does not."""
-    if isinstance(own, Tensor) and isinstance(value, (int, float)):
-        return torch.full_like(own, value)
-    if isinstance(own, float) and isinstance(value, Tensor):
-        return value.item()
-    return value
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ __all__ = ["Before"]
 class Before:
     """A model, its optimizers, its session and the random generators, as they are now.
 
-    Weights and their masters are copied to host memory. The state of an optimizer is not: its ``load_state_dict`` puts
-    other tensors in the place of these.
+    Weights, their masters and what is remembered of them are copied to host memory. Of an optimizer the containers are
+    kept, and its tensors are copied where it may write into them while it loads: torch's own puts others in their place.
 
     Args:
         model: Without wrappers.
@@ -35,43 +36,58 @@ class Before:
         state = model.state_dict(keep_vars=True)
         self._extra = {key: copy.deepcopy(v) for key, v in state.items() if not isinstance(v, Tensor)}
         held = [value for value in state.values() if isinstance(value, Tensor)]
-        held += [master for value in held if (master := masters.master_of(value)) is not None]
-        self._originals = [
-            (value, original.detach().clone())
-            for value in held
-            if (original := masters.original_of(value)) is not None
-        ]
+        full = [of(value) for value in held for of in (masters.master_of, masters.original_of)]
+        held += [tensor for tensor in full if tensor is not None]
+        self._containers: list[tuple[Any, Any]] = []
+        for optimizer in optimizers:
+            inside = self._containers_of(optimizer)
+            held += inside if _writes_in_place(optimizer) else []
         own = {id(one): _torch.local_tensor(one) if is_dtensor(one) else one for one in held}
         self._tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in own.values()]
-        self._optimizers = [
-            (
-                one,
-                one.state,
-                {key: dict(value) for key, value in one.state.items()},
-                one.param_groups,
-                [dict(g) for g in one.param_groups],
-            )
-            for one in optimizers
-        ]
         self._session = amp.state_dict()
         self._random = random_states(amp)
+
+    def _containers_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """Note what is in an optimizer's containers, those of optimizers in it too; returns the tensors in them."""
+        seen: dict[int, Any] = {}
+        tensors: list[Tensor] = []
+        left: list[Any] = [optimizer]
+        while left:
+            value = left.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, Optimizer):
+                left.append(vars(value))
+            elif isinstance(value, (dict, list)):
+                self._containers.append((value, value.copy()))
+                left += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, tuple):
+                left += value
+            elif isinstance(value, Tensor) and not value.is_meta:
+                tensors.append(value)
+        return tensors
 
     def put_back(self) -> None:
         """Undo what has been changed since."""
         if self._extra:
             with suppress(Exception):  # a module that refuses its own state has said so before
                 self._model.load_state_dict({**self._model.state_dict(keep_vars=True), **self._extra})
+        for container, kept in self._containers:
+            if isinstance(container, list):
+                container[:] = kept
+            else:
+                container.clear()
+                container.update(kept)
         with torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.copy_(value)
-        for parameter, original in self._originals:
-            masters.remember_original(parameter, original)
-        for optimizer, state, values, groups, options in self._optimizers:
-            state.clear()
-            state.update(values)
-            for group, kept in zip(groups, options, strict=True):
-                group.clear()
-                group.update(kept)
-            optimizer.state, optimizer.param_groups = state, groups
         self._amp.load_state_dict(self._session)
         set_random_states(self._random)
+
+
+def _writes_in_place(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may write into the tensors that it has while it loads: if more than torch's own code runs."""
+    kind = type(optimizer)
+    code = [kind.load_state_dict, kind.__setstate__, *_torch.load_hooks(optimizer)]
+    return not all(getattr(one, "__module__", "").startswith(("torch.optim.", "castwise.")) for one in code)

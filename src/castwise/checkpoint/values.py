@@ -9,7 +9,7 @@ from typing import Any
 
 from castwise.checkpoint import storage
 from castwise.checkpoint.folder import VALUES, read_values
-from castwise.checkpoint.tree import check, decode
+from castwise.checkpoint.tree import check, decode, names_of
 from castwise.errors import CheckpointError
 
 __all__ = ["Values", "read"]
@@ -70,9 +70,11 @@ def _check(values: Values, world_size: int) -> None:
     known = values.tensors
     _need(isinstance(values.model, dict), "the model is no mapping")
     check([*values.model.values()], known)
+    for name, tree in values.model.items():
+        _need_own(tree, f"model.{name}")
     _need(_maps(values.aliases, str), "the aliases are no mapping of names")
     _need(isinstance(values.optimizers, list), "the optimizers are no list")
-    for one in values.optimizers:
+    for index, one in enumerate(values.optimizers):
         _need(
             isinstance(one, dict)
             and one.keys() == {"class", "options", "group_of", "state"}
@@ -90,6 +92,9 @@ def _check(values: Values, world_size: int) -> None:
         for tree in (*one["options"], *one["state"].values()):
             check(tree, known)
             _need(_is_mapping(tree), "options or state of an optimizer are no mapping by text")
+        _need_own(one["options"], f"optimizer.{index}.options")
+        for name, tree in one["state"].items():
+            _need_own(tree, f"optimizer.{index}.{name}")
     check(values.extra, known)
     _need(
         isinstance(values.ranks, list) and len(values.ranks) == world_size,
@@ -107,6 +112,12 @@ def _check(values: Values, world_size: int) -> None:
         _need(isinstance(amp, dict), "the session's state is no mapping")
         scaler = amp.get("scaler")
         _need(scaler is None or _is_scaler(scaler), "the scaler's state is not of finite numbers by name")
+
+
+def _need_own(tree: Any, name: str) -> None:
+    """See that the tensors of a tree are those that were saved with it, and not another's of the same shape."""
+    own = all(f"{tensor}.".startswith(f"{name}.") for tensor in names_of(tree))
+    _need(own, f"{name} has a tensor under another's name")
 
 
 def _maps(value: Any, kind: type) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from castwise.masters.attachment import Attachment, attach, attachment_of, refresh_master
 from castwise.masters.averages import AveragedModel
 from castwise.masters.originals import (
+    fit_grad,
     forget_original,
     is_low,
     local,
@@ -30,6 +31,7 @@ __all__ = [
     "Master",
     "attach",
     "attachment_of",
+    "fit_grad",
     "fit_state",
     "forget_original",
     "fp32_state_dict",

@@ -123,7 +123,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._params: list[weakref.ref[nn.Parameter]] = []
         self._stored: list[nn.Parameter] = []
-        self._masters: list[nn.Parameter] = []
+        self._masters: list[Any] = []
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         self._frozen: list[nn.Parameter] = []
@@ -224,7 +224,7 @@ class Attachment:
         # A parameter whose history is unknown is compared with its master before the next step.
         now = [known.get(id(parameter), (-1, -1, -1)) for parameter in stored]
         written, addresses, updated = ([mark[i] for mark in now] for i in range(3))
-        former = [group["params"] for group in optimizer.param_groups]
+        former = [list(group["params"]) for group in optimizer.param_groups]
         kept = [
             (master, master_of(master.stored), original_of(master.stored), optimizer.state.get(master.stored))
             for master in made.values()
@@ -236,8 +236,8 @@ class Attachment:
                 move_state(optimizer, master.stored, master)
                 if self._low_gradients:
                     allow_low_grad(master.stored)
-            for params, group in zip(groups, former, strict=True):
-                group[:] = params
+            for params, group in zip(groups, optimizer.param_groups, strict=True):
+                _put(params, group)
             self._masters, self._stored, self._targets, self._sources = masters, stored, targets, sources
             self._written, self._addresses, self._updated = written, addresses, updated
             self._frozen, self._groups, self._concerned = frozen, groups, weakref.WeakKeyDictionary()
@@ -245,10 +245,8 @@ class Attachment:
                 forget_original(master.stored)
         except BaseException:
             vars(self).update(before)
-            for group in former:
-                for index, parameter in enumerate(group):
-                    if id(getattr(parameter, "stored", None)) in made:
-                        group[index] = parameter.stored
+            for params, group in zip(former, optimizer.param_groups, strict=True):
+                _put(params, group)
             for master, shared, original, state in kept:
                 if state is not None:
                     optimizer.state.pop(master, None)
@@ -318,16 +316,24 @@ class Attachment:
             self.scan(optimizer)
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
-        """Per parameter the values first; what was done before an interruption is passed over when this is called again."""
+        """Per parameter the values first; what was done before an interruption is passed over when this is called again.
+
+        A master that another optimizer has too, for another model, stays that one's, and the state here stays fp32 with it.
+        """
+        others = {id(m) for other in sync.attachments() if other is not self for m in other.masters}
         for master in masters:
-            release(master, write_back=write_back)
+            if id(master) not in others:
+                release(master, write_back=write_back)
         gone = {id(master) for master in masters}
         optimizer = self._optimizer()
         for group in () if optimizer is None else optimizer.param_groups:
-            for index, master in enumerate(group["params"]):
+            params = list(group["params"])
+            for index, master in enumerate(params):
                 if id(master) in gone:
-                    move_state(optimizer, master, master.stored)  # type: ignore[arg-type]
-                    group["params"][index] = master.stored
+                    fit = id(master) not in others
+                    move_state(optimizer, master, master.stored, fit=fit)  # type: ignore[arg-type]
+                    params[index] = master.stored
+            _put(params, group)
 
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
@@ -378,14 +384,21 @@ class Attachment:
     def refresh_from_model(self) -> None:
         """Bring the masters up to date with parameters that were changed by hand, however that was done.
 
-        Elements of a parameter that still are its master rounded leave the master's full value alone.
-        Synchronises with the device.
+        Elements of a parameter that still are its master rounded leave the master's full value alone, also where the
+        model was cast since. Synchronises with the device.
         """
-        for index, parameter in enumerate(self._stored):
-            if is_low(parameter):
-                self._settle(index)
-                merge_values(self._sources[index], self._targets[index])
-                self._updated[index] = _torch.versions([self._masters[index]])[0]
+        for index, (parameter, master) in enumerate(zip(self._stored, self._masters, strict=True)):
+            if not _is_cast(master):
+                self._settle(index, look=True)
+            elif self._ahead(index) or parameter.shape != master.shape:
+                continue
+            else:
+                merge_values(master, local(parameter).to(master.device), master.former_dtype, cast=True)
+                self._updated[index] = _torch.versions([master])[0]
+
+    def _ahead(self, index: int) -> bool:
+        """Whether a master was written since its parameter got its values."""
+        return self._updated[index] not in (-1, *_torch.versions([self._masters[index]]))
 
     def copy_to_model(self) -> None:
         """Write every master into its parameter, rounded."""
@@ -427,18 +440,18 @@ class Attachment:
                 write(master)
         self.copy_to_model()
 
-    def _settle(self, index: int) -> None:
-        """Bring one parameter and its master together."""
+    def _settle(self, index: int, *, look: bool = False) -> None:
+        """Bring one parameter and its master together; ``look``: at values also where nothing seems to be written."""
         parameter, master = self._stored[index], self._masters[index]
-        if not is_low(parameter):
+        if _is_cast(master):
             raise StateError(
-                f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in bf16 or fp16 when the "
-                f"model was prepared and is {parameter.dtype} now, as model.float() makes it; its master would no "
-                "longer reach it. Prepare the model again after changing its dtype."
+                f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in {master.former_dtype} when the "
+                f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master would "
+                "no longer reach it. Prepare the model again after changing its dtype: amp.close() gives the masters' values back."
             )
-        written, where, own = self._marks(master)
-        ahead = own != self._updated[index] and self._updated[index] != -1
-        changed = (written, where) != (self._written[index], self._addresses[index])
+        written, where, _ = self._marks(master)
+        ahead, cast = self._ahead(index), written == self._written[index]
+        changed = not cast or where != self._addresses[index]
         layout = (parameter.shape, parameter.stride(), parameter.device)
         if (master.shape, master.stride(), master.device) != layout:
             moved = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
@@ -451,8 +464,8 @@ class Attachment:
         target = self._targets[index] = local(parameter)
         source = self._sources[index] = local(master)
         if not ahead:
-            if changed:
-                merge_values(source, target)
+            if (changed or look) and merge_values(source, target, cast=cast) and cast:
+                _torch.copy_each([target], [source])  # what model.half().bfloat16() has rounded comes back
         elif not changed:
             _torch.copy_each([target], [source])
         elif not agree(source, target):
@@ -543,6 +556,19 @@ class Attachment:
         """Undo :meth:`show_gradients`, so that clearing the model's gradients frees their memory."""
         for master in self._masters:
             mirror_grad(master, None)
+
+
+def _put(params: list[Any], group: dict[str, Any]) -> None:
+    """Have a group hold these: in its own list, of which some optimizers (LBFGS) keep a reference."""
+    if isinstance(group["params"], list):
+        group["params"][:] = params
+    else:
+        group["params"] = tuple(params)
+
+
+def _is_cast(master: Any) -> bool:
+    """Whether a parameter is not in the format any more in which it got its master, as after ``model.float()``."""
+    return master.stored.dtype is not master.former_dtype
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:

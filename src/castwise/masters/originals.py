@@ -6,7 +6,7 @@ A session remembers what it rounds. A master that is made later starts from it, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ __all__ = [
     "address",
     "agree",
     "assign",
+    "fit_grad",
     "forget_original",
     "is_low",
     "local",
@@ -31,6 +32,14 @@ __all__ = [
 
 _LOW_DTYPES = frozenset(get_format(name).dtype for name in LOW)
 _originals: Any = WeakTensorKeyDictionary()
+
+
+class _Original(NamedTuple):
+    """What is remembered of a parameter, and how it was stored when that began."""
+
+    values: Tensor
+    stored: torch.dtype
+    written: int
 
 
 def is_low(tensor: Tensor) -> bool:
@@ -67,7 +76,9 @@ def agree(full: Tensor, values: Tensor) -> bool:
 
 
 @torch.no_grad()
-def merge_values(full: Tensor, values: Tensor, through: torch.dtype | None = None) -> bool:
+def merge_values(
+    full: Tensor, values: Tensor, through: torch.dtype | None = None, *, cast: bool = False
+) -> bool:
     """Bring full values up to date with low ones that may have been changed by hand.
 
     Elements that still are the full value rounded keep it; all others are taken over. So a parameter half of which
@@ -75,17 +86,22 @@ def merge_values(full: Tensor, values: Tensor, through: torch.dtype | None = Non
 
     Args:
         full: fp32, written to.
-        values: bf16 or fp16, same shape.
-        through: What they were rounded to if that is not their dtype: a parameter after ``model.float()``.
+        values: Same shape, on the same device.
+        through: The low format that they were rounded to, if that is not their dtype.
+        cast: They may have come to their dtype by way of other formats, as by ``model.half().float()``, which autograd
+            does not count as a write; elements that nothing else has changed keep the full value.
 
     Returns:
         Whether anything differed. Synchronises with the device.
     """
     full, values = local(full), local(values)
-    rounded = full.to(through or values.dtype).to(values.dtype)
-    if torch.equal(rounded, values):
+    rounded = full.to(through or values.dtype)
+    if torch.equal(rounded.to(values.dtype), values):
         return False
-    full.copy_(torch.where(rounded == values, full, values.to(full.dtype)))
+    same = rounded.to(values.dtype) == values
+    for way in _LOW_DTYPES if cast else ():
+        same |= rounded.to(way).to(values.dtype) == values
+    full.copy_(torch.where(same, full, values.to(full.dtype)))
     return True
 
 
@@ -105,39 +121,43 @@ def store(parameter: Tensor, dtype: torch.dtype, *, remember: bool = True) -> No
         former = parameter.detach()
     values = former.to(dtype)
     if remember and is_low(values) and former.dtype is not dtype:
-        _originals[parameter] = former.data  # first: whatever interrupts this, the values are not lost
+        # first: whatever interrupts this, the values are not lost
+        _originals[parameter] = _Original(former.data, dtype, _torch.version(parameter))
     _replace(parameter, values)
     if not remember:
         forget_original(parameter)
 
 
-def remember_original(parameter: Tensor, values: Tensor) -> None:
+def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | None = None) -> None:
     """Keep the values that a parameter had before it was stored low, as long as the parameter lives.
 
     Args:
         parameter: Stored in bf16 or fp16 now; of any other nothing is kept.
         values: Its values in another format, bf16 before fp16 included, same shape. The tensor itself is kept, not a
             copy.
+        stored: The format that the parameter was stored in, if it has been cast since.
     """
     if is_low(parameter) and values.dtype is not parameter.dtype:
         # values may be the parameter's former self, detached, which counts writes together with the parameter.
-        _originals[parameter] = values.detach().data
+        original = _Original(values.detach().data, stored or parameter.dtype, _torch.version(parameter))
+        _originals[parameter] = original
 
 
 def original_of(parameter: Tensor) -> Tensor | None:
     """The remembered values of a parameter, with what was changed in it since then, or None.
 
-    Synchronises with the device, to look for such changes.
+    A cast, as ``model.float()`` makes it, is no change. Synchronises with the device, to look for changes.
     """
-    values: Tensor | None = _originals.get(parameter)
-    if values is None:
+    known: _Original | None = _originals.get(parameter)
+    if known is None:
         return None
-    if not is_low(parameter) or values.shape != parameter.shape:  # stored anew, by model.float() or a resize
+    if known.values.shape != parameter.shape:
         forget_original(parameter)
         return None
-    if values.device != parameter.device:
-        values = _originals[parameter] = values.to(parameter.device)
-    merge_values(values, parameter)
+    values, written = known.values.to(parameter.device), _torch.version(parameter)
+    cast = parameter.dtype is not known.stored or written == known.written
+    merge_values(values, parameter, known.stored, cast=cast)
+    _originals[parameter] = known._replace(values=values, written=written)
     return values
 
 
@@ -167,10 +187,22 @@ def restore(parameter: Tensor) -> bool:
 
 def _replace(parameter: Tensor, values: Tensor) -> None:
     # A grad_dtype that equals the dtype is torch's default, or what is left of it once it was set: it cannot be unset.
-    grad, follows = parameter.grad, parameter.grad_dtype is parameter.dtype
-    parameter.grad = None
+    follows = parameter.grad_dtype is parameter.dtype
     assign(parameter, values)
-    if follows and parameter.grad_dtype is not parameter.dtype:
-        parameter.grad_dtype = parameter.dtype
-    if grad is not None:
-        parameter.grad = grad.to(parameter.dtype) if follows else grad
+    if follows:
+        fit_grad(parameter, parameter.dtype)
+
+
+def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Set ``grad_dtype``, and store the gradient so; it is on the parameter all the time, whatever interrupts this.
+
+    Args:
+        parameter: A leaf.
+        dtype: For gradients; None for any, and a gradient then takes the parameter's.
+    """
+    grad, wanted = parameter.grad, dtype or parameter.dtype
+    if grad is not None and grad.dtype is not wanted:
+        parameter.grad_dtype = None  # any, until the gradient has the right one
+        parameter.grad = grad.to(wanted)
+    if parameter.grad_dtype is not dtype:
+        parameter.grad_dtype = dtype

@@ -18,9 +18,9 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from castwise import _torch
 from castwise.masters.originals import (
     assign,
+    fit_grad,
     forget_original,
     is_low,
-    merge_values,
     original_of,
     remember_original,
 )
@@ -234,30 +234,20 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     current: Any = master_of(parameter)
     if current is not master:
         return parameter
-    grad, follows = parameter.grad, master.former_grad_dtype is master.former_dtype
-    parameter.grad = None
+    follows = master.former_grad_dtype is master.former_dtype
     # The master is forgotten last: whatever interrupts this, one of the two holds the full values.
     if write_back or (write_back is False and not is_low(parameter)):
         if parameter.shape == master.shape and not parameter.is_meta:
-            assign(parameter, _values_for(parameter, master))
+            values = master.data  # and its memory, if it lies as the parameter does
+            if values.stride() != parameter.stride() or values.device != parameter.device:
+                values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
+            assign(parameter, values)
         forget_original(parameter)
     elif write_back is False:
-        remember_original(parameter, master.data)
-    parameter.grad_dtype = parameter.dtype if follows else master.former_grad_dtype
-    if grad is not None:
-        parameter.grad = grad.to(parameter.grad_dtype or parameter.dtype)
+        remember_original(parameter, master.data, master.former_dtype)
+    fit_grad(parameter, parameter.dtype if follows else master.former_grad_dtype)
     _masters.pop(parameter, None)
     return parameter
-
-
-def _values_for(parameter: nn.Parameter, master: Any) -> Tensor:
-    """The master's values, in its memory if it lies as the parameter does; with what a model typed anew has of its own."""
-    values: Tensor = master.data
-    if values.stride() != parameter.stride() or values.device != parameter.device:
-        values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
-    if parameter.dtype is not master.former_dtype:
-        merge_values(values, parameter, master.former_dtype)
-    return values
 
 
 def want_grad_fp32(parameter: nn.Parameter) -> None:

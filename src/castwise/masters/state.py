@@ -13,7 +13,7 @@ from castwise.masters.originals import is_low
 __all__ = ["fit_state", "move_state", "restride_state"]
 
 
-def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter) -> None:
+def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter, *, fit: bool = True) -> None:
     """Hand the state of ``source`` over to ``target``, in the form that an optimizer would have made for it.
 
     Args:
@@ -21,10 +21,13 @@ def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter) -> No
         source: Key of the state; nothing happens if it has none.
         target: New key. State of its shape takes its dtype, device and strides; low state of any other shape
             (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays as it is.
+        fit: False: the state stays as it is, under the new key.
     """
     if source not in optimizer.state:
         return
-    state = {key: _fit_entry(key, value, target) for key, value in optimizer.state[source].items()}
+    state = optimizer.state[source]
+    if fit:
+        state = {key: _fit_entry(key, value, target) for key, value in state.items()}
     # In one statement, since a master and its parameter are one key to a dictionary.
     optimizer.state[target] = (optimizer.state.pop(source), state)[1]
 

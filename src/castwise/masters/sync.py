@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-__all__ = ["attachments", "live", "settle", "sync", "sync_first"]
+from castwise import _torch
+from castwise.errors import StateError
+
+__all__ = ["attachments", "live", "refresh", "settle", "sync", "sync_first"]
 
 live: list[weakref.ref[Any]] = []
 """Every attachment that has masters to keep; the attachments see to it."""
@@ -40,10 +44,43 @@ def settle(model: nn.Module) -> None:
             attachment.settle()
 
 
+def refresh(model: nn.Module) -> None:
+    """Give masters all that was written to a model, by ``parameter.data`` too. Looks at values, so it waits for the device."""
+    for attachment in attachments():
+        if attachment.concerns(model):
+            attachment.refresh_from_model()
+
+
 def sync_first(module: nn.Module, *_: Any) -> None:
     """Hook before ``forward`` and ``state_dict`` of a model. It holds nothing, so models still pickle and copy.
 
-    What torch.compile has compiled runs without it.
+    Where torch.compile has compiled it away, the same is done before each call of what was compiled.
     """
     if not is_compiling():
         sync(module)
+    elif is_dynamo_compiling():
+        _sync_compiled(module)
+
+
+class _Compiled:
+    """What is called before compiled code that runs a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> None:
+        module = self._module()
+        if module is not None:
+            with contextlib.suppress(StateError):  # of a model that was cast; its next step says so
+                sync(module)
+
+
+def _sync_compiled(module: nn.Module) -> bool:
+    """For Dynamo, which calls it while it traces the hook."""
+    callback = _Compiled(module)
+    callback()
+    _torch.before_compiled_calls(callback)
+    return True
+
+
+_torch.mark_constant(_sync_compiled)

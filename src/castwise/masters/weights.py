@@ -15,7 +15,7 @@ from castwise.errors import CheckpointError
 from castwise.masters.copies import excuse, watch
 from castwise.masters.originals import is_low, merge_values, original_of
 from castwise.masters.parameter import master_of
-from castwise.masters.sync import sync, sync_first
+from castwise.masters.sync import refresh, sync, sync_first
 
 __all__ = ["LoadIntoMasters", "fp32_state_dict", "in_fp32", "install_hooks", "named_masters", "write_masters"]
 
@@ -33,6 +33,7 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
         were changed by hand are looked for first.
     """
     sync(model)
+    refresh(model)
     converted: dict[int, Tensor] = {}
     result: dict[str, Any] = {}
     for key, value in model.state_dict(prefix=prefix, keep_vars=True).items():
@@ -40,9 +41,6 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
             result[key] = value
             continue
         if id(value) not in converted:
-            master = master_of(value)
-            if master is not None:
-                merge_values(master, value)
             converted[id(value)] = in_fp32(value)
         result[key] = converted[id(value)]
     return result

@@ -157,8 +157,8 @@ class Amp:
             check_same_plan(self.plan, agreement.group)
         with self._undo.transaction() as log:
             if self._claim is None or self._claim.closed:
-                self._claim = process.Claim(self.plan, self.device_type)
-                log.callback(self._claim.close)
+                log.callback((claim := process.Claim(self.plan, self.device_type)).close)
+                self._claim = claim
                 weakref.finalize(self, self._claim.close).atexit = False
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
             for optimizer in optimizers:
@@ -173,10 +173,13 @@ class Amp:
             _prepared[target] = self
             wrappers.on_ddp(_meet_ddp)
             self._ranks.note(target, resolution.plan)
-            if inference or not self.plan.keeps_masters:
-                storage.forget_originals(dtypes, inference=inference)
-        self._root = self._root or root
-        return (model, *optimizers) if optimizers else model
+            log.callback(_reset_root, weakref.ref(self), self._root)
+            self._root = self._root or root
+            prepared = (model, *optimizers) if optimizers else model
+            if self.plan.keeps_masters and not inference:
+                return prepared
+        storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
+        return prepared
 
     def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
         """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
@@ -566,6 +569,12 @@ def _drop(remove: Callable[[Any], None], reference: weakref.ref[Any]) -> None:
     target = reference()
     if target is not None:
         remove(target)
+
+
+def _reset_root(reference: weakref.ref[Amp], root: borders.Border | None) -> None:
+    amp = reference()
+    if amp is not None:
+        amp._root = root
 
 
 def _forget_model(reference: weakref.ref[nn.Module]) -> None:

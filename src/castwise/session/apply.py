@@ -64,8 +64,7 @@ def apply(
     # a copy of a prepared model brings the original's borders along
     log.callback(borders.strip(model))
     frames.get_ready_for_compile()
-    root, remove = borders.install(model, resolution, device_type, methods, sync)
-    log.callback(remove)
+    root, _ = borders.install(model, resolution, device_type, methods, sync, log.callback)
     restrided = held if plan.memory_format == "channels_last" else []
     log.callback(_restride, restrided)
     changed = [
@@ -82,7 +81,7 @@ def apply(
         if plan.keeps_masters:
             _kept.setdefault(model, []).append(masters.attach(optimizer, model))
         if plan.optimizer == "fused":
-            log.callback(fuse(optimizer))
+            fuse(optimizer, log.callback)
     if dtypes and not (plan.keeps_masters and optimizers):
         # what is remembered is loaded too; attaching sees to it elsewhere
         handles: list[RemovableHandle] = []

@@ -124,7 +124,7 @@ def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
 def _as_before(tensor: Tensor) -> Callable[[], None]:
     """What gives a tensor the dtype and the strides back that it has now, and what it held as far as that is known."""
     alive = weakref.ref(tensor)
-    dtype, stride = tensor.dtype, tensor.stride()
+    dtype, stride, grad_dtype = tensor.dtype, tensor.stride(), tensor.grad_dtype if tensor.is_leaf else None
 
     def restore() -> None:
         target = alive()
@@ -137,6 +137,8 @@ def _as_before(tensor: Tensor) -> Callable[[], None]:
         if target.stride() != stride and not hasattr(target, "device_mesh") and target.dim() == len(stride):
             data = torch.empty_strided(target.shape, stride, dtype=dtype, device=target.device)
             target.data = data.copy_(target.data)
+        if target.is_leaf:
+            masters.fit_grad(target, grad_dtype)
 
     return restore
 

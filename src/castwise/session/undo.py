@@ -13,8 +13,9 @@ __all__ = ["UndoLog"]
 class UndoLog:
     """Entries that each undo one change, replayed from the last to the first.
 
-    Unlike ``contextlib.ExitStack`` it keeps an entry that an interrupt stopped half way, so that the next :meth:`close`
-    does it again; an entry must allow for that.
+    Unlike ``contextlib.ExitStack`` it does an entry again that an interrupt stopped half way, before those that count on it,
+    and raises the interrupt at the end. Where another one comes there, the rest is left to the next :meth:`close`. So an
+    entry must allow for being done twice.
     """
 
     def __init__(self) -> None:
@@ -43,15 +44,19 @@ class UndoLog:
 
     def _replay(self, mark: int) -> None:
         failed: BaseException | None = None
-        again: list[Callable[[], object]] = []
+        interrupted: Callable[[], object] | None = None
         while len(self._entries) > mark:
+            entry = self._entries[-1]
             try:
-                self._entries[-1]()
-            except BaseException as error:
+                entry()
+            except Exception as error:
                 failed = failed or error
-                if not isinstance(error, Exception):
-                    again.append(self._entries[-1])
+            except BaseException as error:
+                if interrupted is entry:
+                    raise
+                failed = error if failed is None or isinstance(failed, Exception) else failed
+                interrupted = entry
+                continue
             self._entries.pop()
-        self._entries += reversed(again)
         if failed is not None:
             raise failed
