@@ -12,7 +12,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -342,15 +344,56 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     from torch._dynamo.variables import ctx_manager
     from torch._dynamo.variables.builder import VariableBuilder
 
+    class Reentrant(ctx_manager.AutocastModeVariable):
+        """Torch's keeps what to restore in itself and can be entered once at a time: one of it for each entry."""
+
+        initial_values: Any
+
+        def enter(self, tx: Any) -> Any:
+            self.initial_values.append(ctx_manager.AutocastModeVariable(self.target_values))
+            return self.initial_values[-1].enter(tx)
+
+        def exit(self, tx: Any, *args: Any) -> Any:
+            return self.initial_values.pop().exit(tx, *args)
+
     def build(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)
         if as_torchs(value):
             state = [value.device, value.fast_dtype, value._enabled, value._cache_enabled]
-            return ctx_manager.AutocastModeVariable(target_values=state, source=builder.source)
+            return Reentrant(state, [], source=builder.source)
         return ctx_manager.GenericContextWrappingVariable(value, source=builder.source)
 
     for with_numpy in (True, False):
         VariableBuilder._type_dispatch_impl(with_numpy)[cls] = build
+
+
+class _Loading(MetaPathFinder):
+    """Finds a module as Python does, and calls a function when it has been loaded."""
+
+    def __init__(self, name: str, loaded: Callable[[], None]) -> None:
+        self._name, self._loaded = name, loaded
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self._name else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            sys.meta_path.remove(self)
+            self._loaded()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
+    """Call ``function`` as soon as Dynamo has been imported, which nobody may ever do; now where it has been."""
+    if "torch._dynamo" in sys.modules:
+        function()
+    else:
+        sys.meta_path.insert(0, _Loading("torch._dynamo", function))
 
 
 def dynamo_loaded() -> bool:

@@ -167,10 +167,13 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
             self._key, self.device, self.fast_dtype, self._enabled = resolved
             self._frame = frames.graph_frames[self._key]
-            self._lease = kernels.Lease(names, self.device) if names else None
             self.custom_backend_name = _torch.custom_backend_name()
             if names:
+                self._lease: kernels.Lease | None = kernels.Lease(names, self.device)
                 frames.get_ready_for_compile()
+            else:
+                self._lease = None
+                frames.get_ready_with_dynamo()
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
 
     def __init_subclass__(cls) -> None:

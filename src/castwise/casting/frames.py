@@ -538,6 +538,12 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
         _contexts.append((cls, as_torchs))
 
 
+@functools.cache
+def get_ready_with_dynamo() -> None:
+    """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for regions that need it nowhere else."""
+    _torch.when_dynamo_is_loaded(get_ready_for_compile)
+
+
 def get_ready_for_compile() -> None:
     """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
     global _compile_ready
