@@ -123,35 +123,42 @@ def takes_numbers(op: torch._ops.OpOverload) -> bool:
     return sum(str(argument.type) == "Tensor" for argument in op._schema.arguments) > 1
 
 
-def take_numbers_in_transforms() -> list[Callable[[], None]]:
-    """Let arithmetic take numbers inside transforms of torch.func while kernels in Python are registered.
+def register_in_front_of_transforms(
+    op: torch._ops.OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put a kernel in front of ``op`` where transforms of torch.func are active, before any of them has seen the call.
 
-    A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to
-    make a number of them for Python ("Cannot access data pointer"). On the key in front of all transforms it still is a
-    number, and becomes a 0-dim tensor there, which promotes as the number does.
+    Args:
+        op: The operator; while one kernel is there, no other may be put in front of it.
+        make: Takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
 
     Returns:
         What undoes it.
     """
-    library = Library("aten", "IMPL")
+    library = Library(op.namespace, "IMPL")
+    kernel = make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        for name in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "div.Tensor_mode"):
-            packet, overload = name.split(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload)
-            library.impl(op, _in_front_of_transforms(op), _TRANSFORMS, with_keyset=True)
-    return [library._destroy]
+        library.impl(op, kernel, _TRANSFORMS, with_keyset=True, allow_override=True)
+    return library._destroy
 
 
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
+NUMBERS_FOR_TENSORS = ("add", "sub", "mul", "div")
+"""Arithmetic that takes numbers, and needs a kernel in front of transforms while any kernel in Python is registered.
+
+A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to make
+a number of them for Python ("Cannot access data pointer"). In front of all transforms it still is a number.
+"""
 
 
-def _in_front_of_transforms(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    go_on = get_kernel(op, _TRANSFORMS).call_boxed
+def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand on 0-dim tensors in place of numbers, which promote as the numbers do."""
+    tensors = [i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
 
     def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, NUMBERS) for arg in args):
-            return with_tensors(lambda *tensors: go_on(keyset, *tensors, **kwargs), args)
+        if any(isinstance(args[i], NUMBERS) for i in tensors if i < len(args)):
+            return with_tensors(lambda *given: go_on(keyset, *given, **kwargs), args)
         return go_on(keyset, *args, **kwargs)
 
     return front
