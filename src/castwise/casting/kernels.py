@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from castwise import _torch
-from castwise.casting import frames
+from castwise.casting import frames, tracing
 from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
@@ -205,9 +205,9 @@ def frame_of(
         actions(rows),
         cache,
         key,
-        frames.code_for(key) if rows else 0,
+        tracing.code_for(key) if rows else 0,
     )
-    frames.graph_frames[key] = frame
+    tracing.graph_frames[key] = frame
     return frame
 
 
