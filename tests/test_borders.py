@@ -196,6 +196,64 @@ def test_casts_go_through_containers_both_ways(wrap: Any) -> None:
     assert leaf(model[0].got[1]).dtype is torch.bfloat16
 
 
+class Bag(dict[str, torch.Tensor]):
+    """A mapping of somebody's own."""
+
+
+class Opaque:
+    """Neither a container nor a dataclass."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def lazily(values: list[torch.Tensor]) -> Any:
+    """A generator: products are made when it is asked for them."""
+    for value in values:
+        yield value @ value
+
+
+OUTPUTS: dict[str, tuple[Any, Any, torch.dtype]] = {
+    "tuple": (lambda x: (x @ x,), lambda out: out[0], torch.float32),
+    "subclass of dict": (lambda x: Bag(x=x @ x), lambda out: out["x"], torch.float32),
+    "dataclass": (lambda x: Record(x @ x), lambda out: out.x, torch.float32),
+    "iterator": (lambda x: iter([x @ x]), next, torch.bfloat16),
+    "reversed": (lambda x: reversed([x @ x]), next, torch.bfloat16),
+    "object": (lambda x: Opaque(x @ x), lambda out: out.x, torch.bfloat16),
+    "set": (lambda x: {x @ x}, lambda out: out.pop(), torch.bfloat16),
+    "generator": (lambda x: lazily([x]), next, torch.float32),  # by then the plan is not in force
+}
+
+
+@pytest.mark.parametrize(("make", "take", "want"), OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_what_a_model_returns_is_widened_where_it_can_be_looked_into(
+    make: Any, take: Any, want: torch.dtype
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return make(x)
+
+    model = Model()
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        amp.prepare(model, inference=True)
+        out = model(X)
+        assert type(out) is type(make(X))
+        assert take(out).dtype is want
+
+
+def test_a_generators_body_runs_outside_of_the_plan() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            low = x @ x
+            return (value @ value for value in [x, low])
+
+    model = Model()
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        amp.prepare(model, inference=True)
+        assert [value.dtype for value in model(X)] == [torch.float32, torch.bfloat16]
+        assert frames.depth() == 0
+
+
 def test_hugging_face_outputs_keep_their_type() -> None:
     transformers = pytest.importorskip("transformers", reason="checks Hugging Face's own output type")
     output_type = transformers.modeling_outputs.BaseModelOutput

@@ -13,7 +13,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -122,35 +124,42 @@ def takes_numbers(op: torch._ops.OpOverload) -> bool:
     return sum(str(argument.type) == "Tensor" for argument in op._schema.arguments) > 1
 
 
-def take_numbers_in_transforms() -> list[Callable[[], None]]:
-    """Let arithmetic take numbers inside transforms of torch.func while kernels in Python are registered.
+def register_in_front_of_transforms(
+    op: torch._ops.OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put a kernel in front of ``op`` where transforms of torch.func are active, before any of them has seen the call.
 
-    A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to
-    make a number of them for Python ("Cannot access data pointer"). On the key in front of all transforms it still is a
-    number, and becomes a 0-dim tensor there, which promotes as the number does.
+    Args:
+        op: The operator; while one kernel is there, no other may be put in front of it.
+        make: Takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
 
     Returns:
         What undoes it.
     """
-    library = Library("aten", "IMPL")
+    library = Library(op.namespace, "IMPL")
+    kernel = make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        for name in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "div.Tensor_mode"):
-            packet, overload = name.split(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload)
-            library.impl(op, _in_front_of_transforms(op), _TRANSFORMS, with_keyset=True)
-    return [library._destroy]
+        library.impl(op, kernel, _TRANSFORMS, with_keyset=True, allow_override=True)
+    return library._destroy
 
 
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
+NUMBERS_FOR_TENSORS = ("add", "sub", "mul", "div")
+"""Arithmetic that takes numbers, and needs a kernel in front of transforms while any kernel in Python is registered.
+
+A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to make
+a number of them for Python ("Cannot access data pointer"). In front of all transforms it still is a number.
+"""
 
 
-def _in_front_of_transforms(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    go_on = get_kernel(op, _TRANSFORMS).call_boxed
+def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand on 0-dim tensors in place of numbers, which promote as the numbers do."""
+    tensors = [i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
 
     def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, NUMBERS) for arg in args):
-            return with_tensors(lambda *tensors: go_on(keyset, *tensors, **kwargs), args)
+        if any(isinstance(args[i], NUMBERS) for i in tensors if i < len(args)):
+            return with_tensors(lambda *given: go_on(keyset, *given, **kwargs), args)
         return go_on(keyset, *args, **kwargs)
 
     return front
@@ -343,11 +352,23 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     from torch._dynamo.variables import ctx_manager
     from torch._dynamo.variables.builder import VariableBuilder
 
+    class Reentrant(ctx_manager.AutocastModeVariable):
+        """Torch's keeps what to restore in itself and can be entered once at a time: one of it for each entry."""
+
+        initial_values: Any
+
+        def enter(self, tx: Any) -> Any:
+            self.initial_values.append(ctx_manager.AutocastModeVariable(self.target_values))
+            return self.initial_values[-1].enter(tx)
+
+        def exit(self, tx: Any, *args: Any) -> Any:
+            return self.initial_values.pop().exit(tx, *args)
+
     def build(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)
         if as_torchs(value):
             state = [value.device, value.fast_dtype, value._enabled, value._cache_enabled]
-            return ctx_manager.AutocastModeVariable(target_values=state, source=builder.source)
+            return Reentrant(state, [], source=builder.source)
         return ctx_manager.GenericContextWrappingVariable(value, source=builder.source)
 
     for with_numpy in (True, False):
@@ -371,6 +392,35 @@ def before_compiled_calls(callback: Callable[[], object]) -> None:
         builder.guard_manager.root.add_lambda_guard(holds, [f"{callback!r} was called"], guard.user_stack)
 
     install_guard(Guard(GlobalStateSource(), add))
+
+
+class _Loading(MetaPathFinder):
+    """Finds a module as Python does, and calls a function when it has been loaded."""
+
+    def __init__(self, name: str, loaded: Callable[[], None]) -> None:
+        self._name, self._loaded = name, loaded
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self._name else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            sys.meta_path.remove(self)
+            self._loaded()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
+    """Call ``function`` as soon as Dynamo has been imported, which nobody may ever do; now where it has been."""
+    if "torch._dynamo" in sys.modules:
+        function()
+    else:
+        sys.meta_path.insert(0, _Loading("torch._dynamo", function))
 
 
 def dynamo_loaded() -> bool:

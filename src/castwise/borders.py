@@ -28,7 +28,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from castwise import _torch, rules
-from castwise.casting import frames, kernels
+from castwise.casting import frames, kernels, tracing
 from castwise.casting.context import override_rows
 from castwise.casting.frames import Frame, mark_boundary, note_backward
 from castwise.casting.kernels import frame_of
@@ -101,7 +101,7 @@ class Border:
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook where inputs need no cast."""
         if is_compiling():
-            frames.graph_push(self.key)
+            tracing.graph_push(self.key)
         else:
             frames.push(self.frame, self, self.root)
 
@@ -114,7 +114,7 @@ class Border:
             args = cast_floating(args, cast)
             kwargs = cast_floating(kwargs, cast)
         if is_compiling():
-            frames.graph_push(self.key)
+            tracing.graph_push(self.key)
             return args, kwargs
         if self.follow_backward:
             args = self._marked(args, self.outer)
@@ -131,7 +131,7 @@ class Border:
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; runs after an exception too, then with ``output=None``."""
         if is_compiling():
-            frames.graph_pop()
+            tracing.graph_pop()
         else:
             if not frames.leave(self):
                 return output  # an exception came before enter

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.fresh import run_python
 from torch import nn
 
 import castwise
@@ -228,15 +229,20 @@ def ways(region: Any) -> dict[str, Any]:
                 y = torch.exp(y)
             return [y, x @ x]
 
-    return {"enters": enters, "decorated": calls, "attribute": Holder(region), "again": again}
+    def mixed(x: torch.Tensor) -> list[torch.Tensor]:
+        out = decorated(x)
+        with region, torch.autocast("cpu", enabled=False), region:
+            for _ in range(2):
+                out += [*decorated(x), x @ x]
+        return [*out, x @ x]
+
+    return {"enters": enters, "decorated": calls, "attribute": Holder(region), "again": again, "mixed": mixed}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-@pytest.mark.parametrize("way", ["enters", "decorated", "attribute", "again"])
+@pytest.mark.parametrize("way", ["enters", "decorated", "attribute", "again", "mixed"])
 @pytest.mark.parametrize("plan", [P, Q, FP16, "fp32"], ids=["override", "native", "fp16", "fp32"])
 def test_a_region_made_outside_compiles_inside(plan: Any, way: str, backend: str) -> None:
-    if way == "again" and plan in (Q, "fp32"):
-        pytest.skip("Dynamo traces it as torch.autocast, which it cannot enter again")
     run = ways(castwise.autocast(plan, device_type="cpu"))[way]
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     want = run(X)
@@ -302,4 +308,24 @@ def test_a_graph_break_inside_a_native_region_is_as_in_torch() -> None:
             torch._dynamo.graph_break()
             return y @ x
 
+    def breaks_twice_inside(x: torch.Tensor) -> torch.Tensor:
+        with region, region:
+            y = x @ x
+            torch._dynamo.graph_break()
+            return y @ x
+
     assert torch.compile(breaks, backend="aot_eager")(X).dtype is torch.bfloat16
+    assert torch.compile(breaks_twice_inside, backend="aot_eager")(X).dtype is torch.bfloat16
+
+
+def test_a_native_region_that_is_made_before_dynamo_is_loaded(tmp_path: Path) -> None:
+    code = """
+        import sys, torch, castwise
+        region = castwise.autocast("bf16", device_type="cpu")
+        assert "torch._dynamo" not in sys.modules
+        def run(x):
+            with region, region:
+                return x @ x
+        print(torch.compile(run, fullgraph=True, backend="aot_eager")(torch.ones(2, 2)).dtype)
+    """
+    assert run_python(textwrap.dedent(code), tmp_path) == "torch.bfloat16\n"

@@ -211,3 +211,109 @@ def test_a_transform_compiles_under_a_plan() -> None:
         got = torch.compile(run, backend="aot_eager")(W)
     close(got, want.double())
     torch._dynamo.reset()
+
+
+# --- an override is the same inside a transform and outside ----------------------------------------------------
+
+HELD: dict[str, tuple[dict[str, str], Callable[..., Tensor]]] = {
+    # torch takes linear apart in front of all transforms, and vmap makes a matmul of bmm and of einsum.
+    "linear": ({"linear": "fp32"}, lambda w, x: functional.linear(x, w)),
+    "linear as it is": ({"linear": "as_is"}, lambda w, x: functional.linear(x, w)),
+    "matmul": ({"matmul": "fp32"}, lambda w, x: x @ w),
+    "bmm": ({"bmm": "fp32"}, lambda w, x: torch.bmm(x[None], w[None])),
+    "einsum": ({"einsum": "fp32"}, lambda w, x: torch.einsum("ij,jk->ik", x, w)),
+    "conv1d": ({"conv1d": "fp32"}, lambda w, x: functional.conv1d(x[None], w[:, :, None])),
+    "with numbers": ({"mul": "fp32", "matmul": "fp32"}, lambda w, x: (x @ w) * 2 - 1),
+    "parts": ({"matmul": "fp32", "mm": "fp32", "bmm": "fp32"}, lambda w, x: torch.tensordot(x, w, 1)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize(("ops", "f"), HELD.values(), ids=HELD.keys())
+def test_an_fp32_override_is_fp32_inside(
+    ops: dict[str, str], f: Callable[..., Tensor], transform: Any
+) -> None:
+    region = castwise.autocast(Plan(compute="bf16", ops=ops), device_type="cpu")
+
+    def scalar(w: Tensor, x: Tensor) -> Tensor:
+        with region:
+            out = f(w * 1.001, x)  # which bf16 cannot hold
+        return out.pow(2).sum()
+
+    def plain(w: Tensor, x: Tensor) -> Tensor:
+        return f(w * 1.001, x).pow(2).sum()
+
+    assert torch.equal(transform(scalar, W), transform(plain, W))
+
+
+def test_parts_of_what_is_taken_apart_are_fp32_on_every_level() -> None:
+    region = castwise.autocast(Plan(compute="bf16", ops={"bmm": "fp32"}), device_type="cpu")
+
+    def plain(w: Tensor, x: Tensor) -> Tensor:
+        return torch.einsum("ij,jk->ik", x, w * 1.001).pow(2).sum()
+
+    def inside(w: Tensor, x: Tensor) -> Tensor:
+        with region:
+            return torch.einsum("ij,jk->ik", x, w * 1.001).pow(2).sum()
+
+    for transform in (TRANSFORMS["grad"], TRANSFORMS["jvp"], TRANSFORMS["hessian"]):
+        assert torch.equal(transform(inside, W), transform(plain, W))
+
+
+SECOND = {
+    **TRANSFORMS,
+    "jvp of grad": lambda f, w: func.jvp(lambda v: func.grad(f)(v, X.to(w)), (w,), (torch.ones_like(w),))[1],
+    "jacrev of jacrev": lambda f, w: func.jacrev(func.jacrev(f))(w, X.to(w)),
+    "jacfwd of jacfwd": lambda f, w: func.jacfwd(func.jacfwd(f))(w, X.to(w)),
+    "jacrev of jacfwd": lambda f, w: func.jacrev(func.jacfwd(f))(w, X.to(w)),
+}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda y: torch.softmax(y, -1),
+    "log_softmax": lambda y: torch.log_softmax(y, -1),
+    "logsumexp": lambda y: torch.logsumexp(y, -1),
+    "exp": torch.exp,
+    "layer_norm": lambda y: functional.layer_norm(y, (4,)),
+}
+WITH_EXP = ("softmax", "log_softmax", "logsumexp")  # torch's forward-mode formula of these calls exp
+SECOND_PLANS: dict[str, dict[str, str]] = {
+    "native": {},
+    "exp and what calls it": dict.fromkeys(("exp", *WITH_EXP), "fp32"),
+    "fp32": dict.fromkeys(FUNCTIONS, "fp32"),
+    "low": dict.fromkeys(FUNCTIONS, "lower"),
+    "as it is": dict.fromkeys(FUNCTIONS, "as_is"),
+    "softmax low, exp not": {**dict.fromkeys(WITH_EXP, "lower"), "exp": "fp32"},
+}
+
+
+@pytest.mark.parametrize("transform", SECOND.values(), ids=SECOND.keys())
+@pytest.mark.parametrize("ops", SECOND_PLANS.values(), ids=SECOND_PLANS.keys())
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_derivatives_of_any_order(function: Any, ops: dict[str, str], transform: Any) -> None:
+    region = castwise.autocast(Plan(compute="bf16", ops=ops), device_type="cpu")
+
+    def plain(w: Tensor, x: Tensor) -> Tensor:
+        y = x @ w + torch.arange(4)  # far from equal in a row, where layer_norm magnifies every rounding
+        out = function(y)
+        return (out * torch.linspace(-0.5, 0.4, out.numel()).reshape(out.shape)).sum()
+
+    def inside(w: Tensor, x: Tensor) -> Tensor:
+        with region:
+            return plain(w, x)
+
+    close(transform(inside, W), transform(plain, W.double()))
+
+
+def test_a_formula_that_calls_an_override_fails_as_under_torch() -> None:
+    """What docs/concepts.md says of derivatives of derivatives; when torch's passes, the words there can go."""
+    hessian = func.hessian(lambda w: torch.renorm(X @ w, 2, 0, 1.0).pow(2).sum())
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        func.hessian(by_torch(lambda w, x: torch.renorm(x @ w, 2, 0, 1.0).pow(2).sum()))(W, X)
+    assert hessian(W).isfinite().all()
+    region = castwise.autocast(Plan(compute="bf16", ops={"exp": "fp32"}), device_type="cpu")
+
+    def inside(w: Tensor) -> Tensor:
+        with region:
+            return torch.logsumexp(X @ w, -1).pow(2).sum()
+
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        func.hessian(inside)(W)

@@ -1,7 +1,8 @@
 """Run operators by a plan, at the dispatcher's native speed.
 
 ``context``: the :class:`autocast` region. ``functions``: decorators for functions of one's own. ``frames``: what is
-in force on a thread. ``kernels``: operator overrides. ``trees``: casts through containers.
+in force on a thread. ``kernels``: operator overrides. ``tracing``: what torch.compile is told of frames. ``trees``:
+casts through containers.
 """
 
 from __future__ import annotations

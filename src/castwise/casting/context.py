@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from castwise import _torch, rules
-from castwise.casting import frames, kernels
+from castwise.casting import frames, kernels, tracing
 from castwise.casting.kernels import frame_of
 from castwise.errors import PlanError, UnknownNameError
 from castwise.formats import get_format
@@ -101,11 +101,11 @@ def _resolve_for_trace(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> _Resolved:
     """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph."""
-    frames.get_ready_for_compile()
+    tracing.get_ready_for_compile()
     resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
     if names:
         # The graph holds the casts once it is traced; the kernels are needed until then.
-        frames.trace_leases.append(kernels.Lease(names, resolved[1]))
+        tracing.trace_leases.append(kernels.Lease(names, resolved[1]))
     return resolved
 
 
@@ -166,15 +166,18 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         else:
             resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
             self._key, self.device, self.fast_dtype, self._enabled = resolved
-            self._frame = frames.graph_frames[self._key]
-            self._lease = kernels.Lease(names, self.device) if names else None
+            self._frame = tracing.graph_frames[self._key]
             self.custom_backend_name = _torch.custom_backend_name()
             if names:
-                frames.get_ready_for_compile()
+                self._lease: kernels.Lease | None = kernels.Lease(names, self.device)
+                tracing.get_ready_for_compile()
+            else:
+                self._lease = None
+                tracing.get_ready_with_dynamo()
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
 
     def __init_subclass__(cls) -> None:
-        frames.trace_context(cls, autocast._is_torchs)
+        tracing.trace_context(cls, autocast._is_torchs)
 
     def _is_torchs(self) -> bool:
         """Whether Dynamo may trace this instance as it traces ``torch.autocast``: no plan alive asks for more."""
@@ -182,14 +185,14 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            frames.graph_push(self._key)
+            tracing.graph_push(self._key)
         else:
             frames.push_region(self._frame)
         return self
 
     def __exit__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
-            frames.graph_pop()
+            tracing.graph_pop()
         else:
             frames.pop_region(self._frame)
 
@@ -214,4 +217,4 @@ def _rebuild(
     return autocast(plan, dtype, enabled, cache_enabled, device_type=device_type)
 
 
-frames.trace_context(autocast, autocast._is_torchs)
+tracing.trace_context(autocast, autocast._is_torchs)

@@ -4,20 +4,13 @@ A :class:`Frame` is a plan resolved for one device type: the state that ``torch.
 operator overrides that go beyond torch's own lists. Frames are pushed and popped on a stack that belongs to the
 thread, exactly as autocast's own state does.
 
-Two things make this more than a stack.
-
-**Backward.** Activation checkpointing runs a piece of forward again during backward. It restores what torch knows
-(enabled, dtype) and not the frame. :func:`mark_boundary` puts an autograd node where a prepared module returns;
-its backward runs before any node inside the module and tells this thread which frame the module ran in. Autograd
-executes nodes that were made on one thread strictly in reverse order, so nested regions are right too.
+What makes this more than a stack is backward. Activation checkpointing runs a piece of forward again during backward,
+and restores what torch knows (enabled, dtype) and not the frame. :func:`mark_boundary` puts an autograd node where a
+prepared module returns; its backward runs before any node inside the module and tells this thread which frame the module
+ran in. Autograd executes nodes that were made on one thread strictly in reverse order, so nested regions are right too.
 
 A region that was entered by hand has no such place to return from. It notes which numbers autograd gave to the nodes
 made inside it, and a recomputation finds its region by the number of the node that asked for it.
-
-**torch.compile.** A frame that is entered outside of a compiled function is part of what Dynamo guards
-(``_torch.set_guard_code``) and of the key of the compile caches on disk; one that is entered inside is a node of
-the traced graph (:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the
-casts are in the graph and eager and compiled code follow one implementation.
 """
 
 from __future__ import annotations
@@ -118,6 +111,9 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
+watch_compilations: Callable[[], None] | None = None
+"""Called where a frame is put in force that torch.compile must tell from others; set by ``tracing`` once Dynamo is there."""
+
 _set_enabled = torch.set_autocast_enabled
 _set_dtype = torch.set_autocast_dtype
 _get_dtype = torch.get_autocast_dtype
@@ -177,8 +173,8 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
             state.weights = {}
         if frame.code or (before is not None and before.code):
             _torch.set_guard_code(frame.code)
-            if _compile_ready:
-                _torch.keep_compile_callbacks(_tag_caches, _end_trace)
+            if watch_compilations is not None:
+                watch_compilations()
     except BaseException:
         pop()
         raise
@@ -469,97 +465,3 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     if node is not None:
         node.register_prehook(lambda _: _enter_backward(frame))
     return tensor
-
-
-# --- torch.compile ------------------------------------------------------------------------------------------
-
-graph_frames: dict[str, Frame] = {}
-"""Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
-
-_code_of_key: dict[str, int] = {}
-_lock = threading.Lock()
-
-
-def code_for(key: str) -> int:
-    """A number for Dynamo's guard that is this key's alone in this process.
-
-    Raises:
-        StateError: After some 2,700 different sets of overrides; sharing a number would run the wrong casts.
-    """
-    with _lock:
-        code = _code_of_key.setdefault(key, len(_code_of_key) + 1)
-    if code > _torch.MAX_GUARD_CODE:
-        raise StateError(
-            f"autocast: more than {_torch.MAX_GUARD_CODE} different sets of operator overrides in one process; "
-            "torch.compile could no longer tell them apart. Start a new process."
-        )
-    return code
-
-
-def _graph_push(key: str) -> None:
-    trace = _torch.DynamoTrace.current()
-    if trace is not None:
-        level = len(thread.state.saved)
-        trace.hold(lambda: unwind(level))
-    push(graph_frames[key])
-
-
-def _graph_pop() -> None:
-    trace = _torch.DynamoTrace.current()
-    if trace is not None:
-        trace.release()
-    pop()
-
-
-graph_push: Callable[[str], None] = _graph_push
-graph_pop: Callable[[], None] = _graph_pop
-trace_leases: list[Any] = []
-"""Override kernels of regions inside a function that is being compiled, needed until its graph has been traced."""
-_compile_ready = False
-
-
-def _tag_caches(_: object) -> None:
-    """Put the frame in force into the key of the compile caches on disk."""
-    frame = thread.state.frame
-    tag = _torch.get_cache_tag()
-    user = tag.split("|castwise:")[0]
-    _torch.set_cache_tag(f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user)
-
-
-def _end_trace(_: object) -> None:
-    trace_leases.clear()
-
-
-_BETWEEN_GRAPHS = tuple(
-    f"castwise.{name}" for name in ("_torch", "casting", "borders", "rules", "plan", "masters", "scaler")
-)
-
-
-_contexts: list[tuple[type, Callable[[Any], bool]]] = []
-
-
-def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
-    """Have Dynamo trace instances of exactly this class, made outside of what it compiles, by their own methods.
-
-    Args:
-        cls: A subclass of ``torch.autocast``; Dynamo would take what it knows of torch's for all of it.
-        as_torchs: Whether that is right for an instance.
-    """
-    if _compile_ready:
-        _torch.trace_context(cls, as_torchs)
-    else:
-        _contexts.append((cls, as_torchs))
-
-
-def get_ready_for_compile() -> None:
-    """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
-    global _compile_ready
-    _torch.keep_compile_callbacks(_tag_caches, _end_trace)
-    _torch.skip_modules(_BETWEEN_GRAPHS)
-    if _compile_ready:
-        return
-    _compile_ready = True
-    _torch.graph_function(_graph_push)
-    _torch.graph_function(_graph_pop)
-    for cls, as_torchs in _contexts:
-        _torch.trace_context(cls, as_torchs)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from castwise import _torch
-from castwise.casting import frames
+from castwise.casting import frames, tracing
 from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
@@ -110,13 +110,14 @@ def _as_is(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return op(*args, **kwargs)
 
 
-def _floating_dtypes(values: Iterable[Any], device: str, found: set[torch.dtype]) -> set[torch.dtype]:
+def _floating_dtypes(values: Iterable[Any], device: str) -> set[torch.dtype]:
+    found: set[torch.dtype] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
             if _eligible(value, device):
                 found.add(value.dtype)
         elif isinstance(value, (list, tuple)):
-            _floating_dtypes(value, device, found)
+            found |= _floating_dtypes(value, device)
     return found
 
 
@@ -129,8 +130,7 @@ def widest_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 
 
 def _widest(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _floating_dtypes(args, device, set())
-    _floating_dtypes(kwargs.values(), device, found)
+    found = _floating_dtypes((*args, *kwargs.values()), device)
     if len(found) < 2:
         return _as_is(op, device, args, kwargs)
     dtype = widest_dtype(found)
@@ -140,8 +140,7 @@ def _widest(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _banned(row: Row) -> Action:
     def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = _floating_dtypes(args, device, set())
-        _floating_dtypes(kwargs.values(), device, found)
+        found = _floating_dtypes((*args, *kwargs.values()), device)
         if _torch.inside_operator() or (row.only_low and not any(dtype in _LOW for dtype in found)):
             return _as_is(op, device, args, kwargs)
         if row.message:
@@ -214,9 +213,9 @@ def frame_of(
         actions(rows),
         cache,
         key,
-        frames.code_for(key) if rows else 0,
+        tracing.code_for(key) if rows else 0,
     )
-    frames.graph_frames[key] = frame
+    tracing.graph_frames[key] = frame
     return frame
 
 
@@ -255,22 +254,50 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     return kernel
 
 
+def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel where transforms of torch.func are active: it acts once, before any of them has seen the call.
+
+    A transform takes some operators apart before autocast's turn (``linear``, what vmap has another operator for), and
+    what runs at its lower levels goes back to the dispatch keys that were in force around the call.
+    """
+    takes_numbers, numbers = _torch.takes_numbers(op), _torch.NUMBERS
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if takes_numbers and isinstance(args[0], numbers):
+            return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
+        frame = frames.current_frame()
+        if frame is not None and torch.is_autocast_enabled(device := frame.device_type):
+            action = frame.overrides.get(name, _parts)
+            if action is not _parts and _on(device, (*args, *kwargs.values())):
+                return action(op, device, args, kwargs)
+        return go_on(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _on(device_type: str, values: Iterable[Any]) -> bool:
+    """Whether there is a tensor on a device of this type, so that its autocast sees the call."""
+    return any(
+        value.device.type == device_type
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, (list, tuple)) and _on(device_type, value)
+        for value in values
+    )
+
+
 _lock = threading.RLock()
 _registered: dict[tuple[str, str], tuple[list[Callable[[], None]], int]] = {}
+"""By operator and device type what undoes the registration, and how often it is held; "" for in front of transforms."""
 
 
-_TRANSFORMS = ("", "")
-"""Stands for what every kernel needs besides itself: numbers that reach it inside transforms."""
-
-
-def _hold(key: tuple[str, str], register: Callable[[], list[Callable[[], None]]]) -> None:
-    undo, count = _registered.get(key) or (register(), 0)
+def _hold(key: tuple[str, str]) -> None:
+    undo, count = _registered.get(key) or (_register(*key), 0)
     _registered[key] = (undo, count + 1)
 
 
-def _release(names: tuple[str, ...], device_type: str) -> None:
+def _release(held: tuple[tuple[str, str], ...]) -> None:
     with _lock:
-        for key in (*((name, device_type) for name in names), _TRANSFORMS):
+        for key in held:
             undo, count = _registered[key]
             if count > 1:
                 _registered[key] = (undo, count - 1)
@@ -289,6 +316,8 @@ def registered(device_type: str) -> frozenset[str]:
 def _register(name: str, device_type: str) -> list[Callable[[], None]]:
     return [
         _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
+        if device_type
+        else _torch.register_in_front_of_transforms(op, functools.partial(_in_front, op, name))
         for op in operator_overloads(name)
         if _torch.is_dispatched(op)
     ]
@@ -303,10 +332,11 @@ class Lease:
     """
 
     def __init__(self, names: Iterable[str], device_type: str) -> None:
-        held = tuple(names)
+        names = tuple(names)
+        in_front = {*names, *_torch.NUMBERS_FOR_TENSORS}  # one kernel for all devices
+        held = (*((name, device_type) for name in names), *((name, "") for name in in_front))
         with _lock:
-            _hold(_TRANSFORMS, _torch.take_numbers_in_transforms)
-            for name in held:
-                _hold((name, device_type), functools.partial(_register, name, device_type))
-        self.close = weakref.finalize(self, _release, held, device_type)
+            for name, device in held:
+                _hold((name, device))
+        self.close = weakref.finalize(self, _release, held)
         self.close.atexit = False

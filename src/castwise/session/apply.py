@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from castwise import borders, masters
 from castwise.borders import Border
-from castwise.casting import frames
+from castwise.casting import tracing
 from castwise.errors import StateError
 from castwise.fused import fuse
 from castwise.masters.sync import sync
@@ -63,7 +63,7 @@ def apply(
     held = [weakref.ref(optimizer) for optimizer in optimizers]
     # a copy of a prepared model brings the original's borders along
     log.callback(borders.strip(model))
-    frames.get_ready_for_compile()
+    tracing.get_ready_for_compile()
     root, _ = borders.install(model, resolution, device_type, methods, sync, log.callback)
     restrided = held if plan.memory_format == "channels_last" else []
     log.callback(_restride, restrided)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from castwise import _torch, rules
-from castwise.casting import frames, kernels
+from castwise.casting import frames, kernels, tracing
 from castwise.casting.context import override_rows
 from castwise.errors import StateError
 from castwise.plan import Plan
@@ -80,7 +80,7 @@ class Ambient:
 
     def enter(self) -> None:
         """Put the casts in force; again after :meth:`leave`."""
-        frames.get_ready_for_compile()
+        tracing.get_ready_for_compile()
         _forget_in_children()
         self._lease = kernels.Lease(self.frame.rows, self.device_type)
         self._thread, self._depth = threading.get_ident(), frames.depth()
