@@ -96,8 +96,7 @@ def _lower(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _lower_if_any(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _floating_dtypes(args, device, set())
-    _floating_dtypes(kwargs.values(), device, found)
+    found = _floating_dtypes((*args, *kwargs.values()), device)
     return (_lower if found.intersection(_LOW) else _as_is)(op, device, args, kwargs)
 
 
