@@ -597,18 +597,28 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     return [*before.values(), *after.values()]
 
 
+def remove_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> None:
+    """Undo ``register_step_pre_hook(hook)`` where its handle was lost to an interrupt, or nothing."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    for key in [key for key, registered in hooks.items() if registered == hook]:
+        del hooks[key]
+
+
 def ran_compiled(module: torch.nn.Module) -> bool:
     """Whether a module has run compiled, by ``torch.compile`` or ``module.compile()``: hooks added now would be ignored.
 
-    Dynamo keeps compiled code by code objects, which modules of one class share, and modules of torch's own all share
-    one; so where there is some, it is asked whether this module has been wrapped at all.
+    Dynamo keeps compiled code by code objects, which modules of one class share, and those whose ``forward`` it does not
+    compile, torch's own, all share one; so where there is some, it is asked whether this module has been wrapped at all.
     """
     if not dynamo_loaded():
         return False
+    from torch._dynamo import trace_rules
     from torch._dynamo.eval_frame import OptimizedModule, _debug_get_cache_entry_list
     from torch._dynamo.external_utils import wrap_inline
 
-    functions = (type(module).forward, torch.nn.Module._call_impl, wrap_inline(torch.nn.Module.eval))
+    forward = type(module).forward
+    shared = (torch.nn.Module._call_impl, wrap_inline(torch.nn.Module.eval))
+    functions: tuple[Any, ...] = shared if trace_rules.check(forward) else (forward,)
     codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
     if not any(_debug_get_cache_entry_list(code) for code in codes):
         return False

@@ -346,35 +346,38 @@ class Window:
                 "cannot step by two scales. Prepare both models by one Amp, or close() the other first"
             )
 
-    def watch(self, optimizer: Optimizer) -> Callable[[], None]:
+    def watch(self, optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> None:
         """Look after steps of an optimizer that do not come from here.
 
         On gradients that are still scaled such a step raises. Where a gradient is not finite the step sees none: torch's
         optimizers pass over parameters without one.
 
-        Returns:
-            What ends it; gradients that are still scaled come to a scale of one, as whoever goes on without castwise reads
-            them.
+        Args:
+            optimizer: Whose steps.
+            log: Gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
+                whoever goes on without castwise reads them.
         """
         alive, key = weakref.ref(optimizer), id(optimizer)
-        if self._scales:
-            _scaling[optimizer] = self
-        before = optimizer.register_step_pre_hook(self._before_step)
 
         def end() -> None:
-            before.remove()
             after = self._after.pop(key, None)
             if after is not None:
                 after.remove()
             target = alive()
-            if target is not None and self._scales:
+            if target is None:
+                return
+            _torch.remove_step_pre_hook(target, self._before_step)
+            if self._scales:
                 _scaling.pop(target, None)
-            if target is not None and self._scales and self._is_scaled(target):
-                inverse = self.scaler.scale_tensor().double().reciprocal().float()
-                gradients.check_and_multiply(gradients.held(target), inverse, inverse.device)
-                self._owners.pop(id(target), None)
+                if self._is_scaled(target):
+                    inverse = self.scaler.scale_tensor().double().reciprocal().float()
+                    gradients.check_and_multiply(gradients.held(target), inverse, inverse.device)
+                    self._owners.pop(key, None)
 
-        return end
+        log(end)
+        if self._scales:
+            _scaling[optimizer] = self
+        optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

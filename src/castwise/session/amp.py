@@ -166,7 +166,7 @@ class Amp:
                     log.callback(_drop, self._members.remove_optimizer, weakref.ref(optimizer))
                     self._members.add_optimizer(optimizer)
                     if _torch.has_step_hooks(optimizer):
-                        log.callback(self._window.watch(optimizer))
+                        self._window.watch(optimizer, log.callback)
             log.callback(_drop, self._members.remove, weakref.ref(target))
             self._members.add(target, root)
             log.callback(_forget_model, weakref.ref(target))
