@@ -466,6 +466,86 @@ def test_scaled_gradients_are_added_to_plain_ones(by: str) -> None:
             which.zero_grad()
 
 
+def sgd(*params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for some in params for p in some], 0.1)
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed", "O1", "fp16-true+loss_scale.init=8"])
+@pytest.mark.parametrize("by", ["backward", "scale"])
+@pytest.mark.parametrize("which", ["none", "same", "half", "hook", "clipped"])
+def test_an_optimizer_that_was_never_prepared_is_refused_scaled_gradients(
+    plan: str, by: str, which: str
+) -> None:
+    model = Pair()
+    amp = castwise.Amp(plan, device="cpu")
+    own = {"same": [sgd(model.parameters())], "half": [sgd(model.a.parameters())]}.get(which, [])
+    amp.prepare(model, *own)
+    stranger = sgd(model.parameters() if which != "half" else model.b.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    if which == "hook":
+        model.a.bias.register_post_accumulate_grad_hook(lambda _: stranger.step())
+
+    def train() -> None:
+        loss = model(batch(0)).pow(2).mean()
+        amp.backward(loss) if by == "backward" else amp.scale(loss).backward()
+        if which == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if which == "half":
+            amp.step(*own)
+        stranger.step()
+
+    words = r"SGD\.step\(\): the loss scale is still.*amp\.prepare\(model, optimizer\)"
+    with pytest.raises(StateError, match=words):
+        train()
+    if which != "half":
+        assert all(map(torch.equal, before, model.parameters()))
+    model.zero_grad()
+    if which != "hook":
+        model(batch(0)).pow(2).mean().backward()  # no scale in these
+        stranger.step()
+        assert not any(map(torch.equal, before, model.parameters()))
+    amp.close()
+
+
+def test_plain_gradients_in_the_place_of_dropped_ones_are_not_taken_for_scaled() -> None:
+    amp, model, a, b = pair("fp16-mixed")
+    for _ in range(5):  # ids are used again
+        amp.backward(model(batch(0)).pow(2).mean())
+        model.zero_grad()
+        model(batch(0)).pow(2).mean().backward()
+        with pytest.raises(StateError, match="were changed since the backward, or replaced"):
+            amp.step(a)
+        b.step()
+        model.zero_grad()
+
+
+def test_gradients_of_no_optimizer_come_to_a_scale_of_one_at_close() -> None:
+    model, plain = Pair(), Pair()
+    amp = castwise.Amp("fp16-mixed+loss_scale.init=64", device="cpu")
+    amp.prepare(model)
+    amp.backward(model(batch(0)).pow(2).mean())
+    amp.close()
+    plain(batch(0)).pow(2).mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_parameter_in_two_optimizers_is_refused_under_a_loss_scale(plan: str, later: bool) -> None:
+    model = Pair()
+    first, second = sgd(model.parameters()), sgd(model.a.parameters())
+    amp = castwise.Amp(plan, device="cpu")
+    whole = nn.Sequential(model)
+    if later:
+        amp.prepare(model, first)
+    with pytest.raises(StateError, match=r"a\.weight of this \w+ is in two optimizers, SGD and SGD"):
+        amp.prepare(whole, first, second)
+    amp.close()
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        amp.prepare(model, first, second)
+
+
 def test_one_optimizer_has_one_loss_scale() -> None:
     model, other = Pair(), Pair()
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.125)

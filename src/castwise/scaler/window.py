@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from castwise import _torch
 from castwise.errors import StateError
@@ -25,6 +27,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Marks = tuple[
     list[int], list[int]
 ]  # by parameter: its gradient's id, and how often that had been written to
+_Ends = tuple[TensorWeakRef, TensorWeakRef]  # the first gradient and the last
 
 
 class Window:
@@ -38,16 +41,22 @@ class Window:
     Args:
         scaler: Whose scale.
         optimizers: Those that may own gradients of it.
+        strays: Parameters that get gradients from it and are in none of these.
     """
 
-    def __init__(self, scaler: GradScaler, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+    def __init__(
+        self,
+        scaler: GradScaler,
+        optimizers: Callable[[], Iterable[Optimizer]],
+        strays: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
         self.scaler = scaler
         self._optimizers = optimizers
+        self._strays = strays
+        self._stray: list[TensorWeakRef] = []  # gradients with the scale in them that are no optimizer's here
         self._scales = scaler.is_enabled()
-        self._owners: dict[int, _Marks] = {}
-        self._lent = (
-            False  # a backward from a scaled loss that was handed out has begun, and gradients go anywhere
-        )
+        self._owners: dict[int, tuple[_Marks, _Ends]] = {}
+        self._lent = False  # a backward from a scaled loss that was handed out has begun, and goes anywhere
         self._task = -1  # that backward
         self.settled = not self._scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
@@ -123,9 +132,12 @@ class Window:
     def fed(self) -> None:
         """After a backward: those that hold gradients own them, as they are now."""
         for optimizer in self._optimizers():
-            marks = _marks(optimizer)
-            if max(marks[1], default=-1) >= 0:
-                self._owners[id(optimizer)] = marks
+            grads = gradients.on_each(optimizer)
+            some = [grad for grad in grads if grad is not None]
+            if some:
+                ends = TensorWeakRef(some[0]), TensorWeakRef(some[-1])
+                self._owners[id(optimizer)] = _marks(grads), ends
+        self._stray = [TensorWeakRef(p.grad) for p in self._strays() if p.grad is not None]
 
     def lend(self, scaled: torch.Tensor) -> torch.Tensor:
         """Hand out a scaled loss; from when its backward begins, whoever holds gradients may have them from it.
@@ -154,9 +166,14 @@ class Window:
         """Whether this is called from within a backward of a scaled loss."""
         return self.in_backward or (self._task != -1 and _torch.graph_task_id() == self._task)
 
+    def _marks_of(self, key: int) -> _Marks | None:
+        """The marks of an optimizer's gradients, unless these were dropped since."""
+        marks, ends = self._owners.get(key, (None, ()))
+        return marks if any(end() is not None for end in ends) else None
+
     def _is_scaled(self, optimizer: Optimizer) -> bool:
         key = id(optimizer)
-        if key in self._owners or self._runs():
+        if self._marks_of(key) is not None or self._runs():
             return True
         return self._lent and key not in self.scaler._per_optimizer_states
 
@@ -218,8 +235,9 @@ class Window:
             )
         if known is not None:
             return False  # unscaled already, and stepped perhaps
-        marks = self._owners.get(id(optimizer))
-        if marks is None and not runs and not self._is_scaled(optimizer):
+        marks = self._marks_of(id(optimizer))
+        replaced = marks is None and id(optimizer) in self._owners and gradients.lie_on(optimizer)
+        if marks is None and not runs and not replaced and not self._is_scaled(optimizer):
             if gradients.lie_on(optimizer):
                 raise StateError(
                     f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
@@ -227,9 +245,9 @@ class Window:
                     "optimizer.step() itself"
                 )
             self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
-        if marks is not None and not runs and _were_changed(optimizer, marks):
+        if not runs and (replaced or (marks is not None and _were_changed(optimizer, marks))):
             raise StateError(
-                f"{call}({type(optimizer).__name__}): its gradients were changed since the backward, while the loss "
+                f"{call}({type(optimizer).__name__}): its gradients were changed since the backward, or replaced, while the loss "
                 "scale was still in them. Clipping there, or adding to them, acts on numbers that are too large by the scale. "
                 "Call amp.unscale_(optimizer) before whatever changes them, dividing too, or let castwise clip: "
                 "amp.step(optimizer, max_norm=...). Clear these first: optimizer.zero_grad()"
@@ -249,7 +267,7 @@ class Window:
         Raises:
             StateError: Gradients that no scaled loss gave, or that were changed while they were scaled.
         """
-        marks = self._owners.get(id(optimizer))
+        owned = self._owners.get(id(optimizer))
         if closure is not None:
             self.open()
             closure = self._wrap(optimizer, closure)
@@ -265,7 +283,7 @@ class Window:
                 self._stepped = True
         except BaseException:
             if self._scales and closure is None:
-                self._take_back(optimizer, marks)
+                self._take_back(optimizer, owned)
             raise
         finally:
             self._inside = False
@@ -274,13 +292,13 @@ class Window:
         self._count(result)
         return result
 
-    def _take_back(self, optimizer: Optimizer, marks: _Marks | None) -> None:
+    def _take_back(self, optimizer: Optimizer, owned: tuple[_Marks, _Ends] | None) -> None:
         """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
         take_back(optimizer)
         if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.scaler.forget(optimizer)
-            if marks:
-                self._owners[id(optimizer)] = marks
+            if owned is not None:
+                self._owners[id(optimizer)] = owned
 
     def _get_ready(self, optimizer: Optimizer) -> None:
         if not self._check(optimizer, "step"):
@@ -378,6 +396,50 @@ class Window:
         if self._scales:
             _scaling[optimizer] = self
         optimizer.register_step_pre_hook(self._before_step)
+
+    def look_at_strangers(self) -> Callable[[], None]:
+        """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
+
+        Returns:
+            What ends it, and brings gradients that nobody stepped on to a scale of one.
+        """
+        alive = weakref.ref(self)
+
+        def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            window = alive()
+            if window is not None and not window._inside:
+                window._refuse_stranger(optimizer)
+
+        _torch.never_trace(look)
+        handle = register_optimizer_step_pre_hook(look)
+
+        def end() -> None:
+            handle.remove()
+            stray, self._stray = self._stray, []
+            grads = [grad for reference in stray if (grad := reference()) is not None]
+            if grads:
+                inverse = self.scaler.scale_tensor().double().reciprocal().float()
+                gradients.check_and_multiply(grads, inverse, inverse.device)
+
+        return end
+
+    def _refuse_stranger(self, optimizer: Optimizer) -> None:
+        if any(known is optimizer for known in self._optimizers()):
+            return
+        marks = [found for key in self._owners if (found := self._marks_of(key)) is not None]
+        scaled = {key for ids, versions in marks for key, v in zip(ids, versions, strict=True) if v >= 0}
+        scaled |= {id(grad) for reference in self._stray if (grad := reference()) is not None}
+        strays = {id(parameter) for parameter in self._strays()} if self._runs() else ()
+        if any(id(grad) in scaled for grad in gradients.on_each(optimizer)) or any(
+            id(p) in strays and p.grad is not None
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ):
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
+                "this optimizer was not prepared, so that its update would be too large by the scale. Call "
+                "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer)"
+            )
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -487,17 +549,16 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictiona
 """By optimizer, the window whose loss scale its gradients may hold."""
 
 
-def _marks(optimizer: Optimizer) -> _Marks:
-    grads = gradients.on_each(optimizer)
+def _marks(grads: list[torch.Tensor | None]) -> _Marks:
     return [*map(id, grads)], _torch.versions(grads)
 
 
 def _were_changed(optimizer: Optimizer, marks: _Marks) -> bool:
     """Whether somebody clipped gradients since they were marked, or did what looks like it."""
-    now = _marks(optimizer)
+    grads = gradients.on_each(optimizer)
+    now = _marks(grads)
     if now == marks:
         return False
-    grads = gradients.on_each(optimizer)
     then = list(zip(*marks, strict=True))  # parameters that joined since come behind
     changed = [
         grad

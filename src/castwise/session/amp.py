@@ -24,7 +24,7 @@ from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Window
 from castwise.session import storage
 from castwise.session.apply import apply
-from castwise.session.checks import check_masters, check_model, check_optimizer, check_parameters
+from castwise.session.checks import check_apart, check_masters, check_model, check_optimizer, check_parameters
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
 from castwise.session.ranks import Ranks
@@ -83,9 +83,8 @@ class Amp:
         self.scaler = scaler_for(self.plan, self.device_type, self._ranks.agree, nonfinite, patience)
         self.scaler.param_names = self._members.names
         self.scaler.admit = give_late_masters
-        self._window = Window(
-            self.scaler, lambda: members.optimizers
-        )  # what lives in a session does not hold it
+        # what lives in a session does not hold it
+        self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
         self._claim: process.Claim | None = None
         self._region: autocast | None = None
         self._root: borders.Border | None = None
@@ -147,6 +146,8 @@ class Amp:
             self._window.check_alone(optimizer)
         check_parameters(target, self.plan)
         check_masters(target, optimizers, self._members)
+        if self.scaler.is_enabled():
+            check_apart(target, [*self._members.optimizers, *optimizers])
         borders.check_methods(target, methods)
         resolution = self.resolve(target, part=part, inference=inference)
         fsdp.check_groups(resolution, target)
@@ -161,6 +162,8 @@ class Amp:
                 self._claim = claim
                 weakref.finalize(self, self._claim.close).atexit = False
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
+            if self.scaler.is_enabled() and not self._members.models:
+                log.callback(self._window.look_at_strangers())
             for optimizer in optimizers:
                 if not self._members.holds(optimizer):
                     log.callback(_drop, self._members.remove_optimizer, weakref.ref(optimizer))

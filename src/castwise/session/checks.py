@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -108,6 +108,26 @@ def check_masters(model: nn.Module, optimizers: Sequence[Optimizer], members: Me
                 f"prepare: {name} of this {type(model).__name__} already has an fp32 master by another Amp, whose model shares it; "
                 f"{cure}"
             )
+
+
+def check_apart(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """See that each parameter is in one optimizer: under a loss scale its gradient would be unscaled once for each.
+
+    Raises:
+        StateError: One is in two.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            key = id(masters.model_param_of(parameter))
+            first = holders.setdefault(key, optimizer)
+            if first is not optimizer and key in names:
+                raise StateError(
+                    f"prepare: {names[key]} of this {type(model).__name__} is in two optimizers, {type(first).__name__} and "
+                    f"{type(optimizer).__name__}, and under a loss scale each would unscale its gradient. Give each parameter to one "
+                    "optimizer, or use a plan without a loss scale, such as 'bf16-mixed'"
+                )
 
 
 def check_parameters(model: nn.Module, plan: Plan) -> None:

@@ -23,24 +23,29 @@ class Members:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self.roots: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
         """The border around each model."""
+        self._strays: list[torch.Tensor] | None = None
 
     def add(self, model: nn.Module, root: Border) -> None:
         """Take a model in."""
         self._models.append(weakref.ref(model))
+        self._strays = None
         self.roots[model] = root
 
     def remove(self, model: nn.Module) -> None:
         """Let a model go."""
         self._models = [known for known in self._models if known() is not model]
+        self._strays = None
         self.roots.pop(model, None)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer in."""
         self._optimizers.append(weakref.ref(optimizer))
+        self._strays = None
 
     def remove_optimizer(self, optimizer: Optimizer) -> None:
         """Let an optimizer go."""
         self._optimizers = [known for known in self._optimizers if known() is not optimizer]
+        self._strays = None
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer was prepared, this very object."""
@@ -64,6 +69,18 @@ class Members:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
+
+    def strays(self) -> list[torch.Tensor]:
+        """Parameters of the models that none of the optimizers held when it was prepared."""
+        if self._strays is None:
+            held = {
+                id(masters.model_param_of(parameter))
+                for optimizer in self.optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            }
+            self._strays = [parameter for parameter in self.parameters() if id(parameter) not in held]
+        return self._strays
 
     def names(self) -> dict[int, str]:
         """Module paths of parameters and of their masters, by ``id``."""
