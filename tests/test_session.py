@@ -641,6 +641,29 @@ def test_a_module_that_ran_compiled_is_refused() -> None:
         castwise.Amp("bf16-mixed", device="cpu").prepare(model)
 
 
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-mixed+ops.tanh=fp32", "bf16-master", "bf16-true"])
+@pytest.mark.parametrize("inside", ["model", "part"])
+def test_a_function_that_ran_compiled_around_a_model_is_compiled_anew(plan: str, inside: str) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh()
+
+    own = Own()
+    model = own if inside == "model" else nn.Sequential(own, nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    compiled = torch.compile(lambda z: model(z), backend="aot_eager")
+    compiled(x)
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(2):
+            assert torch.equal(compiled(x), model(x))
+    assert torch.equal(compiled(x), model(x))
+
+
 def test_a_loss_that_is_not_a_scalar() -> None:
     amp, model, _ = ready("bf16-mixed")
     with pytest.raises(PlanError, match=r"shape \[12, 4\]; a scalar is needed"):

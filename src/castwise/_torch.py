@@ -628,6 +628,32 @@ def ran_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+def forget_compiled(model: torch.nn.Module) -> None:
+    """Have functions that were compiled with such a model inside compiled anew at their next call.
+
+    Dynamo guards the classes of modules and not their hooks, so they would go on without those that were added since.
+    """
+    if not dynamo_loaded():
+        return
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+
+    kinds = {
+        str(id(type(module)))
+        for module in model.modules()
+        if module is model or not type(module).__module__.startswith("torch.nn.")
+    }
+    for reference in input_codes.seen:
+        code = reference()
+        if code is None:
+            continue
+        for entry in _debug_get_cache_entry_list(code):
+            guards = str(entry.guard_manager)
+            if "type_id" not in guards or any(kind in guards for kind in kinds):
+                reset_code(code)
+                break
+
+
 # --- calls of modules ---------------------------------------------------------------------------------------
 
 

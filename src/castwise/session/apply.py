@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from castwise import borders, masters
+from castwise import _torch, borders, masters
 from castwise.borders import Border
 from castwise.casting import tracing
 from castwise.errors import StateError
@@ -64,6 +64,7 @@ def apply(
     # a copy of a prepared model brings the original's borders along
     log.callback(borders.strip(model))
     tracing.get_ready_for_compile()
+    _torch.forget_compiled(model)
     root, _ = borders.install(model, resolution, device_type, methods, sync, log.callback)
     restrided = held if plan.memory_format == "channels_last" else []
     log.callback(_restride, restrided)

@@ -44,8 +44,8 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
     target = inner if isinstance(inner, nn.Module) else model
     if _torch.ran_compiled(target):
         raise StateError(
-            "prepare: this module has already run compiled, and hooks added now would be ignored; prepare the module "
-            "first, then torch.compile it"
+            "prepare: this compiled module, or another of its class, has already run compiled, and hooks added now would be "
+            "ignored; prepare the module first, then torch.compile it"
         )
     lazy = [name for name, p in target.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
