@@ -28,6 +28,7 @@ from castwise.numerics.damage import (
     ADAM_FAIL,
     ADAM_PASS,
     FAIL,
+    MEANING,
     PASS,
     Estimate,
     Grams,
@@ -148,7 +149,7 @@ class ParityResult:
         for r in self.worst():
             adam = "" if r.adam is None else f"{r.adam:.2g}"
             table.add_row(r.path or "(model)", f"{r.bias:.2g}", f"{r.noise:.2g}", f"{r.data_noise:.2g}", adam)
-        return Group(f"{self.plan}: {self.verdict}. {self.reason}", "", table)
+        return Group(f"{self.plan}: {self.verdict}. {self.reason}", "", table, "", f"Damage is {MEANING}.")
 
 
 @dataclass

@@ -254,4 +254,4 @@ def _because(blame: Blame | None, weight: float) -> str:
         return "its neighbourhood fails, and the passes ran out before it was tried alone"
     if blame.reason:
         return blame.reason
-    return f"alone in the low format it does damage of {blame.damage:.2g} to the update"
+    return f"alone in the low format its damage, the relative error of the update, is {blame.damage:.2g}"

@@ -100,8 +100,8 @@ def answer(search: Search) -> str:
     trained = search.verification
     if search.verified is not None and search.verified.verdict != "pass" and trained is not None:
         return (
-            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage "
-            f"{search.verified.damage.value:.2g}), and its training does not: over {trained.seeds} pairs of {trained.steps} "
+            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage, the relative "
+            f"error of an update, {search.verified.damage.value:.2g}), and its training does not: over {trained.seeds} pairs of {trained.steps} "
             f"steps the loss differs by {trained.difference:.2g}, below {trained.upper:.2g} with 95 % confidence, where "
             f"{trained.margin:.2g} is what seeds alone do."
         )
