@@ -206,7 +206,7 @@ def severity(plain: float, adam: float | None = None) -> float:
     """How much of what it may do a plan does: damage over the line below which it passes.
 
     Args:
-        plain: Damage.
+        plain: Damage in the gradients' own units.
         adam: Damage in the units of Adam's steps, where it was asked for.
 
     Returns:

@@ -73,7 +73,7 @@ def write_tune_page(record: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the page and its pictures.
 
     Args:
-        record: Of a search.
+        record: As ``TuneResult.to_dict`` gives it.
         folder: An existing folder.
 
     Returns:

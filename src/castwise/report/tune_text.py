@@ -176,9 +176,6 @@ def _damage(parity: Record | None) -> str:
 def plan_rows(record: Record) -> list[PlanRow]:
     """The plans that were considered, in the record's order.
 
-    Args:
-        record: Of a search.
-
     Returns:
         A row each.
     """
@@ -211,9 +208,6 @@ def plan_rows(record: Record) -> list[PlanRow]:
 
 def region_rows(record: Record) -> list[RegionRow]:
     """The model's regions, in the model's order.
-
-    Args:
-        record: Of a search.
 
     Returns:
         A row each.

@@ -108,9 +108,6 @@ class NumericsSearch:
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the microbatches of the search.
 
-        Args:
-            plan: Any.
-
         Returns:
             The finding.
 
@@ -122,9 +119,6 @@ class NumericsSearch:
 
     def verify(self, plan: Plan) -> ParityResult:
         """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first.
-
-        Args:
-            plan: The plan.
 
         Returns:
             The finding.

@@ -68,11 +68,7 @@ def evidence(search: Search, command: str) -> Evidence:
 
 
 def answer(search: Search) -> str:
-    """The result in one sentence.
-
-    Args:
-        search: Ended or interrupted.
-    """
+    """The result in one sentence."""
     if not search.complete and search.chosen == FP32:
         return "The search ended before it could choose; fp32 is what is known to be sound."
     plan, contest = search.chosen, search.contest
@@ -130,11 +126,7 @@ def _count(n: int, noun: str) -> str:
 
 
 def damage_record(result: ParityResult) -> Damage:
-    """A finding as a record: of the plain damage, with the verdict over all that was asked.
-
-    Args:
-        result: Of the parity test.
-    """
+    """A finding as a record: of the plain damage, with the verdict over all that was asked."""
     d = result.damage
     return Damage(
         result.verdict,
