@@ -150,6 +150,62 @@ def test_public_names_are_listed_once_and_in_order() -> None:
         castwise.autocats  # noqa: B018 - the access is the test
 
 
+# --- what is written about the code -------------------------------------------------------------------------
+
+HARD_ROOMS = ("casting", "masters", "scaler", "session")
+GUIDES = [ROOT / "CONTRIBUTING.md", *sorted(SOURCE.rglob("README.md"))]
+
+
+def missing(text: str, *folders: Path) -> list[str]:
+    """Files, and ``file.py::name`` inside them, that a text names in backticks and that do not exist.
+
+    Args:
+        text: Markdown.
+        folders: Where paths may begin, besides the root of the repository and the package.
+    """
+    named = re.findall(r"`([\w./-]+\.(?:py|md|toml))(?:::([\w.]+))?`", text)
+    assert sum(bool(name) for _, name in named) == text.count(".py::"), "a name that cannot be looked up"
+    out = []
+    for path, name in named:
+        file = next((base / path for base in (ROOT, SOURCE, *folders) if (base / path).is_file()), None)
+        if file is None or (name and not defines(ast.parse(file.read_text(encoding="utf-8")), name)):
+            out.append(f"{path}::{name}" if name else path)
+    return out
+
+
+def defines(tree: ast.Module | ast.ClassDef, name: str) -> bool:
+    """Whether there is a function or class of this name; ``Class.method`` for one inside."""
+    first, _, rest = name.partition(".")
+    return any(
+        node.name == first and (not rest or (isinstance(node, ast.ClassDef) and defines(node, rest)))
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    )
+
+
+def test_the_search_for_names_that_do_not_exist_finds_them() -> None:
+    bad = ["tests/test_none.py", "scaler/window.py::Windows", "scaler/window.py::Window.opens", "a/b.md"]
+    good = ["tests/test_plan.py::test_frozen", "scaler/window.py::Window.open", "plan.py", "README.md"]
+    assert missing(" ".join(f"`{name}`" for name in (*bad, *good))) == bad
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_guide_names_exists(guide: Path) -> None:
+    """CONTRIBUTING and the rooms' READMEs name files, functions and tests; whoever moves one moves them there too."""
+    assert not missing(guide.read_text(encoding="utf-8"), guide.parent)
+
+
+@pytest.mark.parametrize("room", HARD_ROOMS)
+def test_a_hard_room_says_what_holds_what_bites_and_which_test_shows_it(room: str) -> None:
+    text = (SOURCE / room / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 45, "half a page"
+    for heading in ("What holds", "What bites"):
+        points = text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0].split("\n- ")[1:]
+        assert points
+        for point in points:
+            assert "`tests/" in point, f"no test shows: {point}"
+
+
 # --- what a release is made of ------------------------------------------------------------------------------
 
 

@@ -104,3 +104,4 @@ def test_the_table_names_the_worst_modules() -> None:
     text = console.export_text()
     assert "bf16-mixed: fail." in text
     assert "data's noise" in text
+    assert "Damage is the relative error of an update" in text

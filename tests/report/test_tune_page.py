@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import io
 import math
 import re
 import subprocess
@@ -11,14 +12,17 @@ import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
 
 from castwise.formats import FORMATS
 from castwise.numerics.window import ScaleWindow
 from castwise.report import tune_plots, tune_text
 from castwise.report.tune_page import tune_page, write_tune_page
+from castwise.report.tune_table import tune_table
 
 VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
@@ -162,7 +166,9 @@ def test_a_search_for_numerics_alone_has_damage_and_no_times() -> None:
     one = dataclasses.replace(make_candidate("bf16-mixed", None, "chosen"), parity=make_damage(0.004))
     record = make_record(make_evidence(goal="numerics", candidates=(one,)))
     assert list(tune_plots.tune_figures(record)) == ["gradients", "gradients_by_region", "regions"]
-    assert tune_text.facts(record) == [("gradients", "pass", "damage 0.004 (0.0024-0.0068)")]
+    assert tune_text.facts(record) == [
+        ("gradients", "pass", "damage 0.004 (0.0024-0.0068), the relative error of an update")
+    ]
 
 
 def test_when_fp32_is_best_its_numbers_are_shown() -> None:
@@ -180,6 +186,39 @@ def test_a_loss_that_is_not_deterministic_is_said() -> None:
 
 
 # --- words --------------------------------------------------------------------------------------------------
+
+SAID = "relative error of an update"
+
+
+def terminal(record: dict[str, Any]) -> str:
+    """What the terminal shows, in one line."""
+    console = Console(width=100, file=io.StringIO())
+    console.print(tune_table(record))
+    return " ".join(console.file.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"candidates": ()},
+        {"regions": ()},
+        {"candidates": (), "repeat": 0.02},
+        {"regions": (), "repeat": 0.02},
+    ],
+    ids=["everything", "no plans", "no regions", "regions and a remark", "plans and a remark"],
+)
+def test_damage_is_introduced_where_it_is_printed(changes: dict[str, Any]) -> None:
+    """Nobody need open the docs to learn what the number is."""
+    record = make_record(make_evidence(**changes))
+    for said in (read(tune_page(record)), terminal(record)):
+        assert SAID in said or "damage" not in said.lower()
+
+
+def test_pictures_of_damage_say_what_it_is() -> None:
+    figures = tune_plots.tune_figures(make_record())
+    assert SAID in figures["scatter"].axes[0].get_ylabel()
+    assert SAID in figures["regions"].axes[0].get_title() + figures["regions"].axes[0].get_xlabel()
 
 
 def test_plan_rows() -> None:

@@ -83,7 +83,7 @@ def test_one_fragile_place_is_found_within_the_passes(depth: int) -> None:
     repair = found.repair(plan, result, reserve=16)
     assert set(repair.kept) == {"2"}
     assert [r.pattern for r in repair.plan.regions] == ["2"]
-    assert "does damage of" in repair.kept["2"]
+    assert "damage, the relative error of the update" in repair.kept["2"]
     assert found.verify(repair.plan).verdict == "pass"
     assert found.passes <= 80
 

@@ -131,10 +131,6 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
 def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
     """What to do with each format.
 
-    Args:
-        rates: Of the device.
-        device_type: Of the device.
-
     Returns:
         A verdict per measured format but fp32; bf16 and fp16 have one where the device cannot run them, too.
     """
@@ -160,7 +156,7 @@ def findings(
     Args:
         profile: Where a step's time goes.
         units: The device's matrix units.
-        rates: Of the device.
+        rates: What the device reached, as :func:`~castwise.measure.rates.measure_rates` gives it.
         gain: Measures how much faster a product becomes with its sizes rounded up.
 
     Returns:

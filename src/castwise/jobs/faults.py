@@ -17,7 +17,7 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
     """Say which of the workload's functions failed, where one does.
 
     Args:
-        workload: Whose.
+        workload: Named in the error.
         what: The call, such as ``model()``.
 
     Raises:

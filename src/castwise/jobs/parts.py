@@ -103,7 +103,7 @@ def blocks_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
 
     Args:
         workload: Whose ``blocks`` says which, where it is given.
-        model: The whole model.
+        model: Before it is cut or sharded.
     """
     if workload.blocks is None:
         return list(_members(model))
@@ -140,8 +140,8 @@ def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
     """A module's fp32 state dict with whole tensors in the place of shards. All ranks that share it must call.
 
     Args:
-        amp: What prepared it.
-        module: The module.
+        amp: The session that prepared the module, which knows its masters.
+        module: The whole model, or a stage of it.
         keep: False gives back nothing, on ranks that only help.
 
     Returns:
@@ -211,7 +211,7 @@ def build_whole(workload: Workload, ranks: Ranks, seed: int) -> nn.Module:
     """The whole model with equal weights on every rank, its layers cut where the layout says so.
 
     Args:
-        workload: Whose.
+        workload: Makes the model.
         ranks: What the processes share out.
         seed: Of the weights.
     """

@@ -209,9 +209,6 @@ def first_fault(text: str) -> str:
     When a rank fails, the others fail too, in the middle of talking to it; what they say is noise. The store that
     torchrun gives all ranks keeps the first sentence.
 
-    Args:
-        text: What went wrong here.
-
     Returns:
         ``text``, with this rank's name where there are several; or the sentence of the rank that failed first.
     """

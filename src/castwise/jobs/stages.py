@@ -161,8 +161,8 @@ def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
 
     Args:
         workload: Whose ``pipeline`` says how.
-        model: What to cut.
-        stages: Into how many.
+        model: The whole model; its parts are used, not copied.
+        stages: How many to make.
 
     Returns:
         The stages, made of the model's own parameters.

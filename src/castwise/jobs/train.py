@@ -179,7 +179,7 @@ class _Run:
                         self._train(parts, journal)
                     finally:
                         with contextlib.suppress(Exception):  # a broken device must not hide why it broke
-                            self._read(parts, journal, judge=False)
+                            self._read(journal, judge=False)
                     weights = parts.weights()
                     if journal is not None and weights is not None:
                         self._evaluate(parts, weights)
@@ -229,7 +229,7 @@ class _Run:
             try:
                 result = amp.step(*parts.optimizers)
             except NonFiniteError:
-                self._read(parts, journal)  # a loss that is not finite says more
+                self._read(journal)  # a loss that is not finite says more
                 raise
             for optimizer in parts.optimizers:
                 optimizer.zero_grad()
@@ -237,11 +237,11 @@ class _Run:
             self.pending.append(_Step(number, loss, scale, result, self.time_s, batch))
             if len(self.pending) >= until or number == self.steps:
                 per_step_s = (start + self.time_s - read) / len(self.pending)
-                until = self._read(parts, journal, int(_PATIENCE_S / per_step_s) if per_step_s else _PENDING)
+                until = self._read(journal, int(_PATIENCE_S / per_step_s) if per_step_s else _PENDING)
                 read = time.perf_counter()
                 self.time_s = read - start
             if self.saves.due(number, self.steps):
-                self._read(parts, journal)  # what a checkpoint stands for is on disk before it
+                self._read(journal)  # what a checkpoint stands for is on disk before it
                 self.saves.save(parts, number, self.skipped_steps)
         self.saves.wait()
 
@@ -260,11 +260,10 @@ class _Run:
             if number > self.steps_before:
                 yield number, batch
 
-    def _read(self, parts: Parts, journal: Journal | None, wish: int = 1, judge: bool = True) -> int:
+    def _read(self, journal: Journal | None, wish: int = 1, judge: bool = True) -> int:
         """Write down the steps that wait, and judge their losses.
 
         Args:
-            parts: What is trained.
             journal: Where to; None on ranks that do not write.
             wish: After how many more steps rank 0 would like to read again.
             judge: Whether a loss that is not finite is an error. If not, other ranks may be gone, and are not asked.

@@ -84,9 +84,6 @@ def environment(device: torch.device | str = "cpu", command: str | None = None) 
 def command_line(argv: list[str]) -> str:
     """A command line without the places where its files lie.
 
-    Args:
-        argv: As in ``sys.argv``.
-
     Returns:
         One line; absolute and home paths are reduced to their last part.
     """

@@ -10,11 +10,7 @@ __all__ = ["unfit"]
 
 
 def unfit(error: BaseException) -> str:
-    """Why a plan could not be tried, as a reason in a table.
-
-    Args:
-        error: What running it raised.
-    """
+    """Why a plan could not be tried, as a reason in a table."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out of memory"

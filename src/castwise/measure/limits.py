@@ -174,8 +174,8 @@ def profile_steps(
     Random numbers are drawn from the seed and torch's own generators are given back as they were.
 
     Args:
-        workload: What to train.
-        device: Where.
+        workload: Makes the model, the optimizer and the batches.
+        device: Device to train on.
         seed: Of weights and data.
         steps: How many to time at most.
         budget_s: How long to time at most, in seconds; three steps are timed in any case.
@@ -431,7 +431,7 @@ def padding_gain(
     Args:
         product: A matrix product.
         multiples: Per side ``m``, ``n``, ``k``.
-        device: Where.
+        device: Device to multiply on.
         dtype: Of the operands.
         rounds: Interleaved rounds.
 

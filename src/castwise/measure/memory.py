@@ -35,7 +35,7 @@ from castwise.workload import Workload, find_workload
 
 __all__ = ["Memory", "count_saved_bytes", "measure_here", "measure_memory", "peak_bytes"]
 
-_WINDOW = "castwise::peak"
+_MARK = "castwise::peak"
 _WARMUP = 2
 """Steps before the one that is measured: optimizer state exists after the first, casts are cached after it."""
 
@@ -73,8 +73,8 @@ def measure_memory(
         workload: A specification as :func:`castwise.workload.find_workload` takes it, or a workload. One that
             cannot be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this
             process, where the operating system and the device allow it.
-        plan: How to train.
-        device: Where.
+        plan: What training and inference run by.
+        device: Device whose memory counts.
         seed: Of weights and data.
         inference: Whether to measure inference too.
         timeout_s: The process is ended after this many seconds.
@@ -143,9 +143,9 @@ def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int
     """Measure a plan's memory in this process, which should hold nothing else.
 
     Args:
-        workload: What to train.
-        plan: How.
-        device: Where.
+        workload: Makes the model, the optimizer and the batches.
+        plan: What training and inference run by.
+        device: Device whose memory counts.
         seed: Of weights and data.
         inference: Whether to measure inference too.
 
@@ -171,7 +171,7 @@ def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.de
 
     Args:
         build: Makes the runner; what it allocates and keeps is counted.
-        device: Where.
+        device: Device whose memory counts.
 
     Returns:
         The peak, or None where the device type does not tell.
@@ -206,7 +206,7 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
         gc.collect()
         run.before(1)
         try:
-            with record_function(_WINDOW):
+            with record_function(_MARK):
                 run.run(1)
         finally:
             run.after()
@@ -219,17 +219,17 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
         profiler.export_chrome_trace(trace)
         with open(trace, encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
-    return _window_peak_bytes(events)
+    return _peak_of_marked_step(events)
 
 
-def _window_peak_bytes(events: list[dict[str, Any]]) -> int:
-    """The largest total of the allocator's events inside the marked window of a trace.
+def _peak_of_marked_step(events: list[dict[str, Any]]) -> int:
+    """The largest total of the allocator's events inside the marked step of a trace.
 
-    Blocks from before the window are part of the total, since the trace saw them too; what the count began with,
+    Blocks from before the step are part of the total, since the trace saw them too; what the count began with,
     left over from an earlier trace in this process, is not.
     """
-    window = next(e for e in events if e.get("name") == _WINDOW and e.get("ph") == "X")
-    start, end = window["ts"], window["ts"] + window["dur"]
+    step = next(e for e in events if e.get("name") == _MARK and e.get("ph") == "X")
+    start, end = step["ts"], step["ts"] + step["dur"]
     memory = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == 0]
     memory.sort(key=lambda event: event["ts"])
     totals = [(event["ts"], event["args"]["Total Allocated"]) for event in memory]

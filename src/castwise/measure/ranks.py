@@ -170,10 +170,6 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
 def each(what: str, work: Callable[[], T]) -> T:
     """Run something on every rank, each of which keeps what it got itself; collective.
 
-    Args:
-        what: What it is.
-        work: What to run.
-
     Raises:
         Exception: As :func:`together`.
     """
@@ -186,7 +182,7 @@ def slowest(what: str, seconds: Callable[[], Sequence[float]]) -> list[float]:
     """Take times on all ranks at once; collective.
 
     Args:
-        what: What is timed.
+        what: Names what is timed where a rank fails.
         seconds: Takes the times, as many on every rank. All ranks begin when the last is ready, if they come here
             straight from another exchange.
 
@@ -200,12 +196,7 @@ def slowest(what: str, seconds: Callable[[], Sequence[float]]) -> list[float]:
 
 
 def same(what: str, value: T) -> T:
-    """Rank 0's value on every rank; collective.
-
-    Args:
-        what: What it is.
-        value: This rank's.
-    """
+    """Rank 0's value on every rank; collective."""
     if _meeting is None:
         return value
     return _meeting.exchange(what, value if _meeting.rank == 0 else None)[0]  # type: ignore[no-any-return]
@@ -215,8 +206,8 @@ def worst(what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
     """Run something on every rank and go on with the worst result; collective.
 
     Args:
-        what: What it is.
-        work: What to run.
+        what: Names the work where a rank fails.
+        work: Called once on every rank.
         weight: How bad a result is, in numbers that can be compared; the lowest rank's of those that are equally bad.
 
     Raises:

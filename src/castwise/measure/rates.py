@@ -289,7 +289,7 @@ def judge(name: str, rates: Sequence[Rate]) -> Judgement:
     Depthwise convolutions are told but do not count: they move memory rather than multiply matrices.
 
     Args:
-        name: Of the variant.
+        name: Of the variant that is judged.
         rates: What was measured of all variants; those of others are passed over.
 
     Returns:
@@ -354,7 +354,7 @@ def measure_rates(
     """Measure every operator in every variant that the device can run.
 
     Args:
-        device: What to measure.
+        device: Device to measure, while nothing else runs on it.
         rounds: Interleaved rounds per operator; six or more give a 95 % interval.
         small: Measure the probe's sizes alone: quick and rough.
         on_kernel: Called with an operator's name, how many are done and how many there are.
@@ -489,7 +489,7 @@ def measure_bandwidth(
     """Copy a large tensor.
 
     Args:
-        device: What to measure.
+        device: Device to measure, while nothing else runs on it.
         copied_bytes: Size of the tensor, a multiple of 4; it is held twice.
         repetitions: How many timed copies.
 

@@ -24,10 +24,6 @@ __all__ = ["InferenceRun", "TrainingRun", "build_model", "to_device"]
 def to_device(value: Any, device: torch.device) -> Any:
     """Move the tensors in a batch to a device, whatever containers they lie in.
 
-    Args:
-        value: A batch.
-        device: Where to.
-
     Returns:
         The batch, itself where nothing had to be moved.
     """
@@ -124,9 +120,9 @@ class TrainingRun:
     Every run with the same seed starts from the same weights and sees the same batches and random draws.
 
     Args:
-        workload: What to train.
-        plan: How.
-        device: Where.
+        workload: Makes the model, the optimizer and the batches.
+        plan: What training runs by.
+        device: Device that model and batches are moved to.
         seed: Of the weights and of the data.
         state: Initial weights, where they must equal another run's.
         compile: Compile the prepared model by ``torch.compile``.
@@ -168,9 +164,6 @@ class TrainingRun:
     def before(self, steps: int) -> None:
         """Fetch a block's batches to the device and put the plan's process-wide settings in force.
 
-        Args:
-            steps: Length of the block.
-
         Raises:
             WorkloadError: The batches ran out.
         """
@@ -185,11 +178,7 @@ class TrainingRun:
         self._claim = Claim(self._plan, self._device.type)
 
     def run(self, steps: int) -> None:
-        """Train on the block that was fetched; never waits for the device, except where the scaler has to.
-
-        Args:
-            steps: Length of the block.
-        """
+        """Train on the block that was fetched; never waits for the device, except where the scaler has to."""
         workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
         for batch in self._block[:steps]:
             loss = workload.loss(model, batch)
@@ -250,7 +239,7 @@ class InferenceRun:
     Args:
         workload: Whose model.
         plan: How to run it.
-        device: Where.
+        device: Device that model and batches are moved to.
         seed: Of the weights and of the one batch it is called on.
         state: Weights to run with.
 
@@ -291,20 +280,12 @@ class InferenceRun:
         self.amp.prepare(self.model, inference=True)
 
     def before(self, steps: int) -> None:
-        """Put the plan's process-wide settings in force.
-
-        Args:
-            steps: Length of the block.
-        """
+        """Put the plan's process-wide settings in force."""
         self._random.enter()
         self._claim = Claim(self._plan, self._device.type)
 
     def run(self, steps: int) -> None:
-        """Call the model.
-
-        Args:
-            steps: How often.
-        """
+        """Call the model."""
         with torch.inference_mode():
             for _ in range(steps):
                 self._call()

@@ -62,11 +62,7 @@ class Lap:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it; nothing to wait for on a CPU.
-
-    Args:
-        device: On which to wait.
-    """
+    """Wait until the device has done what was asked of it; nothing to wait for on a CPU."""
     if device.type == "mps":
         torch.mps.synchronize()
     elif device.type != "cpu":
@@ -186,10 +182,6 @@ def _hopeless(
 
 def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
     """The times of the rounds that both ran.
-
-    Args:
-        baseline: One candidate.
-        candidate: The other.
 
     Returns:
         Two lists of equal length, in seconds per step.

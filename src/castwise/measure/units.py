@@ -40,9 +40,6 @@ class MatrixUnits:
 def matrix_units(device: torch.device) -> MatrixUnits:
     """The matrix units of a device of this machine.
 
-    Args:
-        device: Which.
-
     Returns:
         What is known of them.
     """

@@ -6,8 +6,8 @@ d_k = h_k - g_k. With the unbiased estimates
 - S, the variance of g over batches, and G2, the square of its mean: the data's noise and its signal;
 - D, the variance of d, and B2, the square of its mean: the rounding's noise and its bias;
 
-and m microbatches per update, the *damage* is (max(B2, 0) + D/m) / (max(G2, 0) + S/m): the error that the plan adds to
-one update, relative to the update's own expected square. Averaging over m shrinks S and D, never B2.
+and m microbatches per update, the *damage* is (max(B2, 0) + D/m) / (max(G2, 0) + S/m): the relative error of an
+update, as a square over the update's own expected square. Averaging over m shrinks S and D, never B2.
 
 All of it follows from the K x K matrices of inner products, so gradients are needed once and regions, weightings and
 bootstrap samples cost next to nothing.
@@ -28,6 +28,7 @@ __all__ = [
     "ADAM_FAIL",
     "ADAM_PASS",
     "FAIL",
+    "MEANING",
     "PASS",
     "Estimate",
     "Grams",
@@ -43,6 +44,11 @@ PASS = 0.01
 """Damage below this cannot be told from the noise of data in training runs (docs/numerics.md)."""
 FAIL = 0.1
 """Damage above this shows in training runs."""
+MEANING = (
+    "the relative error of an update: the square of the error that a plan adds to one update, over the update's own "
+    "expected square"
+)
+"""What damage is, for whoever prints one."""
 ADAM_PASS = 0.03
 """The same in the units of Adam's steps."""
 ADAM_FAIL = 0.3
@@ -200,7 +206,7 @@ def severity(plain: float, adam: float | None = None) -> float:
     """How much of what it may do a plan does: damage over the line below which it passes.
 
     Args:
-        plain: Damage.
+        plain: Damage in the gradients' own units.
         adam: Damage in the units of Adam's steps, where it was asked for.
 
     Returns:

@@ -28,6 +28,7 @@ from castwise.numerics.damage import (
     ADAM_FAIL,
     ADAM_PASS,
     FAIL,
+    MEANING,
     PASS,
     Estimate,
     Grams,
@@ -124,11 +125,7 @@ class ParityResult:
         return self.verdict == "pass"
 
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
-        """The modules that contribute most, the worst first.
-
-        Args:
-            count: How many.
-        """
+        """The modules that contribute most, the worst first."""
 
         def weight(region: RegionParity) -> float:
             return (
@@ -148,7 +145,7 @@ class ParityResult:
         for r in self.worst():
             adam = "" if r.adam is None else f"{r.adam:.2g}"
             table.add_row(r.path or "(model)", f"{r.bias:.2g}", f"{r.noise:.2g}", f"{r.data_noise:.2g}", adam)
-        return Group(f"{self.plan}: {self.verdict}. {self.reason}", "", table)
+        return Group(f"{self.plan}: {self.verdict}. {self.reason}", "", table, "", f"Damage is {MEANING}.")
 
 
 @dataclass
@@ -177,7 +174,7 @@ class ParityTest:
         """Run fp32 on ``count`` microbatches, then against itself.
 
         Args:
-            count: How many.
+            count: Microbatches that every plan will be judged on.
             observed: On how many of them gradients are watched in every module.
         """
         if observed:
@@ -213,10 +210,7 @@ class ParityTest:
         return self._repeat
 
     def quick(self, trial: Trial) -> tuple[float, float | None]:
-        """The damage of a plan from a few microbatches, held against the reference's whole update.
-
-        Args:
-            trial: Two microbatches or more.
+        """The damage of a plan from a few microbatches, two at least, held against the reference's whole update.
 
         Returns:
             Plain, and in the units of Adam's steps or None.
@@ -247,9 +241,6 @@ class ParityTest:
 
     def judge(self, trial: Trial) -> ParityResult:
         """Judge a plan by the microbatches it has run on.
-
-        Args:
-            trial: Its errors.
 
         Returns:
             The finding; ``undecided`` where more microbatches may decide.
@@ -437,7 +428,7 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
     """A plan whose loss scale starts inside the window that was measured; other plans as they are.
 
     Args:
-        plan: Any.
+        plan: Changed only where its loss scale is dynamic.
         seen: Gradients of the reference.
     """
     window = seen.window()

@@ -67,9 +67,9 @@ class Trial:
     """The gradients of a plan on some microbatches, as errors against the reference.
 
     Attributes:
-        plan: The plan.
+        plan: What the model ran by.
         scale: The loss scale that gradients were taken with, None without one.
-        indices: Which microbatches.
+        indices: Positions of the microbatches in the prober's ``micros``.
         errors: Per microbatch and parameter d_k = h_k - g_k, fp32.
         finite: Whether every gradient was.
         blame: Names of parameters whose gradients were not finite.
@@ -182,7 +182,7 @@ class Prober:
         """Run the reference on ``count`` more microbatches.
 
         Args:
-            count: How many.
+            count: Microbatches, taken from where the last call ended.
             observe: Context manager around each pass, given the model.
 
         Raises:
@@ -241,9 +241,6 @@ class Prober:
         Repeating a pass on a CPU gives the same bits and says nothing about what rounding does; a permuted batch does,
         but not every loss may be permuted. A step of 2**-23 in the weights changes every rounding behind them.
 
-        Args:
-            indices: Which microbatches.
-
         Returns:
             The errors.
         """
@@ -251,9 +248,6 @@ class Prober:
 
     def repeat(self, index: int = 0) -> Trial:
         """fp32 against itself, repeated exactly.
-
-        Args:
-            index: Which microbatch.
 
         Returns:
             The errors; zero, but for a loss that is not deterministic.
@@ -266,8 +260,8 @@ class Prober:
         """Run a plan on microbatches of the reference.
 
         Args:
-            plan: The plan. Its loss scale is lowered where gradients overflow, as training would.
-            indices: Which microbatches.
+            plan: What the model runs by. Its loss scale is lowered where gradients overflow, as training would.
+            indices: Positions in ``micros``.
             jitter: Relative size of one more dither of this run's weights alone.
             onto: A trial of the same plan on other microbatches, to go on with.
 
@@ -404,7 +398,7 @@ class Prober:
         """Inner products per parameter.
 
         Args:
-            trial: The errors.
+            trial: Whose errors are multiplied with each other and with the reference's gradients.
             weighting: Factors per parameter and element, such as :meth:`preconditioner`'s.
 
         Returns:

@@ -114,7 +114,7 @@ class GradientRange:
         """Take gradients of parameters into account.
 
         Args:
-            names: Of the parameters.
+            names: As ``named_parameters`` gives them.
             gradients: Unscaled, in the same order.
         """
         for name, gradient in zip(names, gradients, strict=True):
@@ -163,7 +163,7 @@ class GradientRange:
         """Magnitudes over some modules together, bins without counts at both ends left out.
 
         Args:
-            pattern: What to call them.
+            pattern: Name of the histogram.
             paths: Module paths.
 
         Returns:

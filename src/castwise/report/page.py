@@ -88,7 +88,7 @@ def write_bench_page(record: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the page and its pictures.
 
     Args:
-        record: Of a bench.
+        record: As ``BenchResult.to_dict`` gives it.
         folder: An existing folder.
 
     Returns:

@@ -205,7 +205,7 @@ def curves_figure(
 
     Args:
         curves: A name and a value per step each; None leaves a gap.
-        title: Above the picture.
+        title: One line, above the axes.
         colours: Per name; by default the house's.
         steps: Step numbers of the values; by default 1, 2, 3 ...
 
@@ -292,7 +292,7 @@ def bench_figures(record: Record, ink: str = _INK) -> dict[str, Figure]:
     """Every picture that a bench's record has numbers for.
 
     Args:
-        record: Of a bench.
+        record: As ``BenchResult.to_dict`` gives it.
         ink: Colour of letters.
 
     Returns:
@@ -332,10 +332,6 @@ def to_svg(draw: Callable[[str], Figure], label: str) -> str:
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure on white, at twice its nominal resolution.
-
-    Args:
-        figure: To write.
-        path: Of the file.
 
     Returns:
         The path.

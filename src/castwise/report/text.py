@@ -102,9 +102,6 @@ def headline(record: Record) -> str:
 
     A difference inside its interval is called a tie, and a plan that did not learn as well is never the answer.
 
-    Args:
-        record: Of a bench.
-
     Returns:
         Plain text.
     """
@@ -211,9 +208,6 @@ class Grid:
 
 def grids(record: Record) -> list[Grid]:
     """A bench's results as small tables, each narrow enough for a terminal and a phone.
-
-    Args:
-        record: Of a bench.
 
     Returns:
         Speed, memory where it was measured, and learning.

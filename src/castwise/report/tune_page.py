@@ -17,10 +17,10 @@ _CAPTIONS = {
     "gradients": "Gradients of the model's modules in fp32, per power of two, above what formats hold: pale where a "
     "format has fewer digits left, nothing where it has none. A loss scale moves fp16's range (dashed) down.",
     "gradients_by_region": "Where each region's gradients lie; width grows with the root of their number.",
-    "regions": "Parts of the plan's damage, against the lines (dashed) that judge the whole of it.",
+    "regions": "Parts of the plan's damage, the relative error of an update, against the lines (dashed) that judge the whole of it.",
 }
 _LABELS = {
-    "scatter": "Speed over fp32 against damage of each plan",
+    "scatter": "Speed over fp32 against the damage of each plan",
     "gradients": "Histogram of gradient magnitudes with the ranges of formats",
     "gradients_by_region": "Gradient magnitudes of each region",
     "regions": "Bias and noise of each region",
@@ -73,7 +73,7 @@ def write_tune_page(record: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the page and its pictures.
 
     Args:
-        record: Of a search.
+        record: As ``TuneResult.to_dict`` gives it.
         folder: An existing folder.
 
     Returns:

@@ -108,7 +108,7 @@ def _scatter(record: Record) -> Figure | None:
             _error_bars(axes, r, at, value, low, high, colour)
     axes.set_title("Speed against what it does to gradients")
     axes.set_xlabel("speed over fp32")
-    axes.set_ylabel("damage to an update")
+    axes.set_ylabel("damage: relative error of an update")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}x"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, handletextpad=0.2, columnspacing=1.2)
@@ -331,5 +331,6 @@ def _regions(record: Record) -> Figure | None:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=True, axis="y")
     axes.set_title("Damage by region")
+    axes.set_xlabel("relative error of an update")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, handletextpad=0.2, columnspacing=1.2)
     return figure

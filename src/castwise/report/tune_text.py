@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from castwise.numerics.damage import FAIL, MEANING, PASS
 from castwise.report import text
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
 ]
 
 Record = Mapping[str, Any]
-PASS, FAIL = 0.01, 0.1
-"""The parity test's lines, where a record does not say them."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ def remarks(record: Record) -> list[str]:
         out.append("The search was interrupted or ran out of its budget: this is what was known by then.")
     if (repeat := record["repeat"]) is not None and repeat > 0:
         out.append(
-            f"The loss is not deterministic: fp32 repeated exactly differs from itself by a damage of "
-            f"{format_damage(repeat)}, below which nothing can be told."
+            f"The loss is not deterministic: fp32 repeated exactly differs from itself by a damage, the relative error of "
+            f"an update, of {format_damage(repeat)}, below which nothing can be told."
         )
     return out + list(record["notes"])
 
@@ -177,9 +176,6 @@ def _damage(parity: Record | None) -> str:
 def plan_rows(record: Record) -> list[PlanRow]:
     """The plans that were considered, in the record's order.
 
-    Args:
-        record: Of a search.
-
     Returns:
         A row each.
     """
@@ -212,9 +208,6 @@ def plan_rows(record: Record) -> list[PlanRow]:
 
 def region_rows(record: Record) -> list[RegionRow]:
     """The model's regions, in the model's order.
-
-    Args:
-        record: Of a search.
 
     Returns:
         A row each.
@@ -280,7 +273,11 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
         against = against.replace("as much than", "as much as")
         out.append(("peak memory", text.format_bytes(row["peak_bytes"]), "" if row is base else against))
     if row["parity"] is not None:
-        out.append(("gradients", row["parity"]["verdict"], f"damage {_damage(row['parity'])}"))
+        out.append((
+            "gradients",
+            row["parity"]["verdict"],
+            f"damage {_damage(row['parity'])}, the relative error of an update",
+        ))
     return out
 
 
@@ -291,14 +288,13 @@ def interval_note(record: Record) -> str:
     low, high = lines(record)
     return (
         f"Times are medians ± half the interquartile range of interleaved rounds; speeds come with their {level:.3g} % "
-        "interval from rounds that both plans ran, and an interval that contains 1 is a tie. Damage is the error that a "
-        "plan adds to one update, relative to the update's own expected square, with its 95 % interval: "
-        f"below {low:g} passes, above {high:g} fails, between the two is undecided."
+        "interval from rounds that both plans ran, and an interval that contains 1 is a tie. Damage is "
+        f"{MEANING}, with its 95 % interval: below {low:g} passes, above {high:g} fails, between the two is undecided."
     )
 
 
 def lines(record: Record) -> tuple[float, float]:
-    """The damage below which a plan passes, and above which it fails."""
+    """The damage below which a plan passes, and above which it fails; the parity test's, where a record says none."""
     return record["lines"].get("pass", PASS), record["lines"].get("fail", FAIL)
 
 

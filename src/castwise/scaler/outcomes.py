@@ -1,4 +1,4 @@
-"""What became of the windows so far, known to the host without waiting for the device."""
+"""What became of the steps of each window so far, known to the host without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from castwise.errors import LossScaleError, StateError
 from castwise.scaler.result import StepResult
 
-__all__ = ["Outcomes", "Window", "stuck_error"]
+__all__ = ["Outcomes", "WindowOutcomes", "stuck_error"]
 
 _SAMPLE_PERIOD = 16
 """Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
 
 
-class Window:
-    """Outcomes of the steps of one window, by the optimizers' ``id``.
+class WindowOutcomes:
+    """What became of the steps of one window (of :class:`castwise.scaler.Window`), by the optimizers' ``id``.
 
     Attributes:
         states: Torch's record of each optimizer, with its non-finite flags per device.
@@ -57,7 +57,7 @@ class Outcomes:
         self.results: dict[int, StepResult] = {}
         self.last_stepped: int | None = None
         self.streak = 0
-        self._last = Window({}, {}, {})
+        self._last = WindowOutcomes({}, {}, {})
         self._previous: StepResult | bool | None = None
         self._on_their_way: deque[StepResult] = deque(maxlen=64)
         self._eager = eager
@@ -70,7 +70,7 @@ class Outcomes:
             states: Torch's records of its optimizers.
             restart: The scale was set by hand, so count skips in a row anew.
         """
-        last = self._last = Window(states, self.skips, self.results)
+        last = self._last = WindowOutcomes(states, self.skips, self.results)
         self.skips, self.results = {}, {}
         if len(last.skips) == len(states):
             self._previous = skipped = True in last.skips.values()
@@ -80,7 +80,7 @@ class Outcomes:
         if restart:
             self.streak = 0
 
-    def _follow(self, last: Window) -> None:
+    def _follow(self, last: WindowOutcomes) -> None:
         """Take in what has arrived from the device meanwhile, and see to it that this window's outcome will."""
         arriving = self._on_their_way
         while arriving and arriving[0].known:
@@ -116,7 +116,7 @@ class Outcomes:
         Raises:
             StateError: An optimizer that was stepped neither in this window nor in the one before.
         """
-        now = Window(states, self.skips, self.results)
+        now = WindowOutcomes(states, self.skips, self.results)
         flags: list[torch.Tensor] = []
         skipped: bool | None = False
         for key in keys:

@@ -38,7 +38,7 @@ def check_formats(formats: Iterable[str], goal: str, call: str = "tune") -> tupl
     """Check the formats that a user allows.
 
     Args:
-        formats: Names.
+        formats: Names out of ``FORMATS``.
         goal: ``time``, ``memory`` or ``numerics``; the last takes one low format.
         call: The caller, for errors.
 
@@ -146,7 +146,7 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
     """A low plan whose norms, softmax and losses follow their inputs instead of being cast to fp32.
 
     Args:
-        plan: Any.
+        plan: Changed only where it computes low by the native rules.
         used: ATen operators that the model runs.
         device_type: Whose table decides what is cast.
 
@@ -169,9 +169,6 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
 def simplicity(plan: Plan) -> int:
     """How many decisions a plan makes: between plans equally good the one with fewest is taken.
 
-    Args:
-        plan: Any.
-
     Returns:
         0 for fp32; each format, storage, setting and region counts.
     """
@@ -185,18 +182,10 @@ def simplicity(plan: Plan) -> int:
 
 
 def numerics_of(plan: Plan) -> Plan:
-    """The part of a plan that gradients depend on: layout and the optimizer's kernel set to their defaults.
-
-    Args:
-        plan: Any.
-    """
+    """The part of a plan that gradients depend on: layout and the optimizer's kernel set to their defaults."""
     return dataclasses.replace(plan, memory_format="as_is", optimizer="as_given")
 
 
 def name_of(plan: Plan) -> str:
-    """A preset's name where the plan is one, else its line.
-
-    Args:
-        plan: Any.
-    """
+    """A preset's name where the plan is one, else its line."""
     return next((name for name, preset in PRESETS.items() if preset == plan), str(plan))

@@ -46,7 +46,7 @@ class Entry:
     """A plan in the contest.
 
     Attributes:
-        plan: The plan.
+        plan: What it trains by.
         times_s: Seconds per step, per round; None in rounds without it.
         reason: Why it left, empty while it is in.
         losses: Of the steps it trained.
@@ -72,7 +72,7 @@ class Contest:
 
     Args:
         workload: What is trained.
-        device: Where.
+        device: Device that every entry trains on.
         seed: Of weights and data.
         compile: Whether models are compiled, as they will be deployed.
         deadline: Clock time (``ranks.now``) after which no further round starts.
@@ -174,8 +174,8 @@ class Contest:
         """Race the last plans for longer, with others beside them as what they are compared with.
 
         Args:
-            plans: Those in the running.
-            rounds: How many rounds.
+            plans: Candidates that may still be chosen.
+            rounds: In each, every plan runs one block of steps.
             beside: Plans that run along if they can, though they have left.
         """
         guests = [p for p in beside if p not in plans and p in self.entries]
@@ -198,7 +198,7 @@ class Contest:
 
         Args:
             plans: Who takes part; fp32 does in any case.
-            rounds: How many rounds.
+            rounds: In each, every plan runs one block of steps.
             longer: How many times as long as usual blocks are.
             admit_late: Whether plans that have not run yet may still join after the deadline.
 
@@ -329,10 +329,6 @@ class Contest:
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
         """How many times as fast as another a plan is.
 
-        Args:
-            plan: The one.
-            over: The other.
-
         Returns:
             From the rounds that both ran, None without any.
         """
@@ -369,12 +365,7 @@ class Contest:
         return min(tied, key=lambda plan: (plan in last, simplicity(plan), ordered.index(plan)))
 
     def reason(self, plan: Plan, winner: Plan) -> str:
-        """Why a plan that was in to the end was not chosen.
-
-        Args:
-            plan: The plan.
-            winner: The one that was.
-        """
+        """Why a plan that was in to the end was not chosen."""
         ratio = self.ratio(plan, winner)
         if ratio is None:
             return self.entries[plan].reason or "not timed against the chosen plan"

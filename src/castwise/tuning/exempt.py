@@ -108,9 +108,6 @@ class NumericsSearch:
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the microbatches of the search.
 
-        Args:
-            plan: Any.
-
         Returns:
             The finding.
 
@@ -122,9 +119,6 @@ class NumericsSearch:
 
     def verify(self, plan: Plan) -> ParityResult:
         """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first.
-
-        Args:
-            plan: The plan.
 
         Returns:
             The finding.
@@ -254,4 +248,4 @@ def _because(blame: Blame | None, weight: float) -> str:
         return "its neighbourhood fails, and the passes ran out before it was tried alone"
     if blame.reason:
         return blame.reason
-    return f"alone in the low format it does damage of {blame.damage:.2g} to the update"
+    return f"alone in the low format its damage, the relative error of the update, is {blame.damage:.2g}"

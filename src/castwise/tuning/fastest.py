@@ -40,11 +40,7 @@ TRAINING_SHARE = 0.35
 
 
 def find_fastest(search: SearchState) -> None:
-    """Find the plan and settle it.
-
-    Args:
-        search: With its reference.
-    """
+    """Find the plan and settle it."""
     settings, model = search.settings, search.model
     assert model is not None
     plans, dropped = ranks.same("the candidates", whole_step_plans(

@@ -68,11 +68,7 @@ def evidence(search: Search, command: str) -> Evidence:
 
 
 def answer(search: Search) -> str:
-    """The result in one sentence.
-
-    Args:
-        search: Ended or interrupted.
-    """
+    """The result in one sentence."""
     if not search.complete and search.chosen == FP32:
         return "The search ended before it could choose; fp32 is what is known to be sound."
     plan, contest = search.chosen, search.contest
@@ -100,8 +96,8 @@ def answer(search: Search) -> str:
     trained = search.verification
     if search.verified is not None and search.verified.verdict != "pass" and trained is not None:
         return (
-            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage "
-            f"{search.verified.damage.value:.2g}), and its training does not: over {trained.seeds} pairs of {trained.steps} "
+            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage, the relative "
+            f"error of an update, {search.verified.damage.value:.2g}), and its training does not: over {trained.seeds} pairs of {trained.steps} "
             f"steps the loss differs by {trained.difference:.2g}, below {trained.upper:.2g} with 95 % confidence, where "
             f"{trained.margin:.2g} is what seeds alone do."
         )
@@ -130,11 +126,7 @@ def _count(n: int, noun: str) -> str:
 
 
 def damage_record(result: ParityResult) -> Damage:
-    """A finding as a record: of the plain damage, with the verdict over all that was asked.
-
-    Args:
-        result: Of the parity test.
-    """
+    """A finding as a record: of the plain damage, with the verdict over all that was asked."""
     d = result.damage
     return Damage(
         result.verdict,

@@ -69,7 +69,7 @@ class SearchState:
     Attributes:
         workload: What is tuned.
         spec: How another process finds it, where it can.
-        device: Where.
+        device: Device that everything is measured on.
         settings: What was asked for.
         say: Told the stage, what is tried, how much is done of how much.
         model: The model in fp32, as the search found it; set by the first stage, as are the next four.
@@ -143,11 +143,7 @@ class SearchState:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record what is done inside as a stage of the search.
-
-        Args:
-            name: Of the stage.
-        """
+        """Note what is done inside as a stage of the search."""
         start, passes, ended = ranks.now(), self.passes(), False
         steps = self.contest.steps if self.contest is not None else 0
         self.now = name
@@ -174,19 +170,12 @@ class SearchState:
         self.say(self.now, subject, 0, 1)
 
     def scaled(self, plan: Plan) -> Plan:
-        """Start a plan's loss scale where the gradients that were seen want it.
-
-        Args:
-            plan: Any.
-        """
+        """Start a plan's loss scale where the gradients that were seen want it."""
         assert self.test is not None
         return ranks.same("a loss scale", with_measured_scale(plan, self.test.range))
 
     def find(self, plan: Plan) -> ParityResult | None:
         """Test a plan on the search's microbatches, once per numerics.
-
-        Args:
-            plan: Any.
 
         Returns:
             The finding; None where the plan cannot run, and ``reasons`` says why.
@@ -202,12 +191,7 @@ class SearchState:
         return self.findings[key]
 
     def why(self, plan: Plan, found: ParityResult | None) -> str:
-        """Say what a finding says against a plan.
-
-        Args:
-            plan: The plan.
-            found: As :meth:`find` returned it.
-        """
+        """Say what a finding says against a plan."""
         if found is None:
             return self.reasons.get(plan, "it cannot run")
         return found.reason
@@ -217,7 +201,7 @@ class SearchState:
 
         Args:
             plan: One that failed, or cannot run.
-            found: As :meth:`find` returned it.
+            found: As :meth:`find` returned it; None where the plan cannot run.
 
         Returns:
             The repaired plan; ``findings`` says whether it passes.
@@ -233,7 +217,7 @@ class SearchState:
         """Choose a plan.
 
         Args:
-            plan: The one.
+            plan: What the search recommends from now on.
             result: Its gradients on fresh batches; None for fp32, which needs none.
             kept: Why it keeps units in fp32.
         """

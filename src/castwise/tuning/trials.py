@@ -54,10 +54,10 @@ def training_trials(
     """Train pairs of runs and judge their losses.
 
     Args:
-        workload: What to train.
-        plan: Against fp32.
-        device: Where.
-        steps: Of each run.
+        workload: What both runs of a pair train, from equal weights on equal batches.
+        plan: What one run of each pair trains by; the other trains in fp32.
+        device: Device that both run on.
+        steps: Optimizer steps of each run.
         seeds: How many pairs, at least 2.
         first_seed: They count up from here.
         on_progress: Called with pairs done and pairs in all.
@@ -113,7 +113,7 @@ def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:
     Args:
         room_s: Seconds there are.
         a_pair_s: Seconds of one step in fp32 and one of the plan.
-        pairs: Of runs.
+        pairs: How many pairs share the seconds.
 
     Returns:
         Steps of each run, 0 where there is no time for enough.

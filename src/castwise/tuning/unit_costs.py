@@ -83,11 +83,11 @@ def measure_costs(
 
     Args:
         model: In fp32, on the device; its modules are copied.
-        loss: Runs the model.
-        batch: On the device.
-        units: The model's.
-        formats: Low formats.
-        device: Where.
+        loss: Called with the model and the batch, to see with which inputs each module is called.
+        batch: One of the workload's, on the device.
+        units: As :func:`~castwise.tuning.units.find_units` gives them.
+        formats: Low formats to time beside fp32.
+        device: Device that the model is on.
         channels_last: Time modules over images in this memory format.
         budget_s: Once it is spent, remaining modules go without.
         on_progress: Told what is timed.
@@ -130,10 +130,6 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
 
 def losing_units(low: str, costs: dict[str, Cost]) -> list[str]:
     """Units that take less time in fp32, casts at their borders included, than in a low format.
-
-    Args:
-        low: The format.
-        costs: Of all units.
 
     Returns:
         Patterns, the largest gain first.
@@ -377,9 +373,9 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
     """Why a low format cannot be part of the fastest plan, by the costs of units alone.
 
     Args:
-        name: The format.
+        name: Format that may be dropped from the search.
         formats: All low formats in the running.
-        costs: Of the units.
+        costs: As :func:`measure_costs` gives them.
 
     Returns:
         A clause, empty where it may be.

@@ -137,9 +137,6 @@ def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
     """Names of the ATen operators that run in a forward pass, composite ones as what they are made of.
 
     Attention is named as it is called too: with dropout on a CPU it is nothing but its parts.
-
-    Args:
-        forward: Runs it.
     """
     seen, called = _Names(), _Called()
     with torch.no_grad(), seen, called:
@@ -230,7 +227,7 @@ def exempt(plan: Plan, units: Sequence[Unit], kept: Iterable[str], compute: str 
     """A plan with some units kept in a wider format.
 
     Args:
-        plan: The plan.
+        plan: Whose compute format the other units keep.
         units: All of the model's units.
         kept: Patterns of those to keep.
         compute: In which format.

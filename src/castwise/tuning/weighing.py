@@ -23,7 +23,7 @@ def weigh(search: SearchState, plans: Sequence[Plan]) -> None:
     """Measure peak memory of plans; ``search.peaks`` has it afterwards.
 
     Args:
-        search: The search.
+        search: Where peaks are kept, by plan.
         plans: Those that have been weighed already are left out.
     """
     for number, plan in enumerate(plans):
@@ -56,7 +56,7 @@ def weight(search: SearchState, plan: Plan) -> tuple[float, int]:
     """What plans are sorted by for ``goal="memory"``: peak memory to within a hundredth, then simplicity.
 
     Args:
-        search: The search.
+        search: Whose ``peaks`` are read.
         plan: Any; one that has not been weighed comes last.
     """
     peak = search.peaks.get(plan)
