@@ -635,8 +635,9 @@ def forget_compiled(model: torch.nn.Module) -> None:
     """
     if not dynamo_loaded():
         return
+    from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo.convert_frame import input_codes
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     kinds = {
         str(id(type(module)))
