@@ -169,6 +169,8 @@ def main() -> None:
     chosen = (
         [n for a in asked for n in names if a == (n if a in names else n.split("?")[0])] if asked else names
     )
+    if not chosen:
+        parser.error(f"--only {options.only}: there are {names}")
     path = RESULTS / f"tune-{device.type}.json"
     known: dict[str, dict[str, object]] = {}
     if options.only and path.exists():
@@ -187,6 +189,7 @@ def main() -> None:
 
     failed = []
     for name in chosen:
+        known.pop(name, None)
         try:
             workload = find_workload(name) if name in built_in else ARCHITECTURES[name]()
             search = partial(castwise.tune, device=device, memory=False, budget_s=options.budget)
