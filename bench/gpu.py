@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -100,19 +101,40 @@ def unfit(part: str, device: str) -> str | None:
     return None
 
 
-def run(job: Job, limit_s: float) -> dict[str, Any]:
-    """Run a job to its end or to its limit, showing what it prints; how it ended, as a row."""
-    env = os.environ | {
+def surroundings() -> dict[str, str]:
+    """Environment variables of each process."""
+    return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else is installed there, these tests need none of it
     }
+
+
+def environment(device: str) -> dict[str, Any] | None:
+    """What is measured on. A process of its own asks the device, so that this one leaves it alone, whatever becomes of it."""
+    code = (
+        "import dataclasses, json, sys; from castwise.measure.environment import environment; "
+        "print(json.dumps(dataclasses.asdict(environment(*sys.argv[1:]))))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, device, " ".join(["gpu.py", *sys.argv[1:]])], cwd=ROOT, env=surroundings(),
+            text=True, stdout=subprocess.PIPE, check=True, timeout=60,
+        )  # fmt: skip
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None  # what was in its way is in the way of every job, and said there
+    known: dict[str, Any] = json.loads(done.stdout)
+    return known
+
+
+def run(job: Job, limit_s: float) -> dict[str, Any]:
+    """Run a job to its end or to its limit, showing what it prints; how it ended, as a row."""
     budget = [job.budget[0], f"{job.budget[1] * limit_s:.0f}"] if job.budget else []
     print(f"--- {job.name} (at most {limit_s:.0f} s)", flush=True)
     began = time.monotonic()
     outcomes: dict[str, list[str]] = {}
     process = subprocess.Popen(
-        [sys.executable, *job.command, *budget], cwd=ROOT, env=env, text=True, errors="replace",
+        [sys.executable, *job.command, *budget], cwd=ROOT, env=surroundings(), text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
@@ -161,12 +183,10 @@ def main() -> int:
     chosen = [known[name] for name in asked]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is ended too
 
-    sys.path.insert(0, str(ROOT / "src"))
-    import torch
-
-    from common import show, store
-
     rows: list[dict[str, Any]] = []
+    record = {"environment": environment(options.device), "finished": False, "rows": rows}
+    path = BENCH / "results" / f"gpu-{options.part}-{options.device}.json"
+    path.parent.mkdir(exist_ok=True)
     for number, job in enumerate(chosen):
         left = end - time.monotonic()
         rows.append(
@@ -174,16 +194,11 @@ def main() -> int:
             if left > 0
             else {"job": job.name, "outcome": "no time left"}
         )
-        store(
-            f"gpu-{options.part}",
-            torch.device(options.device),
-            __doc__,
-            rows,
-            finished=len(rows) == len(chosen),
-        )
+        record["finished"] = len(rows) == len(chosen)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print("---")
     for row in rows:
-        show(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
     return int(any(row["outcome"] != "ok" for row in rows))
 
 

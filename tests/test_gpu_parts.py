@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,32 @@ def test_a_part_goes_on_after_failures_and_ends_non_zero(bench: Path) -> None:
     assert not runs(cut["rows"][1]["child"])
 
 
+def test_tests_that_fail_are_named(bench: Path) -> None:
+    tests = bench.parent / "tests"
+    tests.mkdir()
+    (tests / "test_plain.py").write_text("import nothing\n", encoding="utf-8")
+    body = """
+        import pytest
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("word", ["good", "a bad one"])
+        def test_marked(word):
+            assert word == "good"
+
+        def test_unmarked():
+            assert False
+    """
+    (tests / "test_marked.py").write_text(textwrap.dedent(body), encoding="utf-8")
+    done = run_part(bench, "test", "--device", "cpu")
+    assert done.returncode == 1
+    record = result(bench, "gpu-test")
+    (row,) = record["rows"]
+    assert row["passed"] == 1
+    assert row["failed"] == ["tests/test_marked.py::test_marked[a bad one]"]
+    assert record["finished"] is True
+    assert record["environment"]["device_type"] == "cpu"
+
+
 def test_what_cannot_begin_says_why(bench: Path) -> None:
     done = run_part(bench, "core", "--device", "cpu", "--only", "overheads")
     assert done.returncode == 2
@@ -123,7 +150,7 @@ def test_a_loop_that_fails_takes_nothing_from_the_others(bench: Path) -> None:
             results.add(*rows)
     """
     script = bench / "loops.py"
-    script.write_text("\n".join(line[8:] for line in code.splitlines()), encoding="utf-8")
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
