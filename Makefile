@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint bench soak gpu changelog clean
+.PHONY: demo test lint bench soak gpu gpu-test gpu-bench-core gpu-bench-tune changelog clean
 
 # Finds the plan for a job on this machine, and shows it beside fp32 and one-line torch.autocast. Writes pages under runs/.
 # Sized for two cores; a GPU has use for `make demo SINE=sine`, whose grid is that of the article it comes from.
@@ -36,11 +36,13 @@ bench: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python bench/soak.py
 
-# On a machine with a GPU and its own build of torch: PYTHON_GPU is the interpreter that has it.
-PYTHON_GPU ?= $(BIN)/python
+# What only a GPU shows, in three parts of at most eight minutes. Nothing is installed: PYTHON_GPU is an interpreter (3.11 or
+# later) that has torch 2.11 or later for its GPU, beside it pytest for gpu-test and numpy for gpu-bench-tune.
+PYTHON_GPU ?= $(PYTHON)
+gpu-test gpu-bench-core gpu-bench-tune:
+	$(PYTHON_GPU) bench/gpu.py $(lastword $(subst -, ,$@))
 gpu:
-	PYTHONPATH=src $(PYTHON_GPU) -m pytest -m gpu
-	for script in bench/bench_*.py; do PYTHONPATH=src $(PYTHON_GPU) $$script --device cuda || exit 1; done
+	$(MAKE) --keep-going gpu-test gpu-bench-core gpu-bench-tune
 
 # The news fragments of changes/ as the next release's notes, to look at.
 changelog: $(STAMP)

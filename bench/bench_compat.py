@@ -9,18 +9,16 @@ end with each block, outside of what is timed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from castwise.compat.apex import amp
-from castwise.measure.stats import paired_speedup
-from castwise.measure.timing import paired, race
 from castwise.workload import find_workload
-from common import check_losses_agree, write
+from common import Results, arguments, compare
 
 WIDTH, LAYERS, BATCH, RATE = 32, 6, 8, 0.01
 Job = tuple[nn.Module, torch.optim.Optimizer, Callable[[nn.Module], torch.Tensor]]
@@ -126,53 +124,49 @@ class ByApex:
 
 def main() -> None:
     """Measure and write ``results/compat-<device>.json``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=54)
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1)
     formats = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    rows: list[dict[str, Any]] = []
-    for job, build, rounds, steps, names in (
-        ("MLP", mlp, options.rounds, options.steps, ("fp16", "bf16")),
+    cpu = device.type == "cpu"
+    groups = [
+        ("MLP", "fp16", mlp, options.rounds, options.steps),
+        ("MLP", "bf16", mlp, options.rounds, options.steps),
         # A CPU without fp16 arithmetic takes ten times as long over it, which would hide everything.
-        (
-            "GPT",
-            gpt,
-            options.rounds // 2,
-            2 if device.type == "cpu" else 20,
-            ("bf16",) if device.type == "cpu" else ("fp16", "bf16"),
-        ),
-    ):
-        for name in names:
+        *([] if cpu else [("GPT", "fp16", gpt, options.rounds // 2, 5)]),
+        ("GPT", "bf16", gpt, options.rounds // 2, 2 if cpu else 5),
+    ]
+    with Results("compat", device, __doc__, options.budget) as results:
+        for number, (job, name, build, rounds, steps) in enumerate(groups):
             dtype = formats[name]
-            loops: list[tuple[str, Any]] = [
-                ("torch.amp by hand", ByHand(build(device), device, dtype)),
-                ("torch.amp by hand, again", ByHand(build(device), device, dtype)),
-                ("apex O1", ByApex(build(device), "O1", dtype)),
-                ("apex O2", ByApex(build(device), "O2", dtype)),
+            hand = partial(of_job, ByHand, build, device, device, dtype)
+            loops: list[tuple[str, Callable[[], Any]]] = [
+                ("torch.amp by hand", hand),
+                ("torch.amp by hand, again", hand),
+                ("apex O1", partial(of_job, ByApex, build, device, "O1", dtype)),
+                ("apex O2", partial(of_job, ByApex, build, device, "O2", dtype)),
             ]
-            laps = race(loops, rounds=rounds, steps=steps, device=device)
-            for label, lap in laps.items():
-                if lap.error is not None:
-                    raise SystemExit(f"{label}: {lap.error!r}") from lap.error
-            check_losses_agree({label: loop.losses[-1] for label, loop in loops}, relative=0.02)
-            base = laps[loops[0][0]]
-            for label, _ in loops:
-                speedup = paired_speedup(*paired(base, laps[label]))
-                times = sorted(t for t in laps[label].times_s if t is not None)
-                rows.append({
-                    "job": job,
-                    "format": name,
-                    "loop": label,
-                    "step_us": 1e6 * times[len(times) // 2],
-                    "ratio": 1 / speedup.value,
-                    "low": 1 / speedup.high,
-                    "high": 1 / speedup.low,
-                })
-    write("compat", device, __doc__, rows)
+            with results.part(f"{job}, {name}"):
+                rows = compare(
+                    loops,
+                    rounds=rounds,
+                    steps=steps,
+                    device=device,
+                    unit="us",
+                    seconds=results.share(len(groups) - number),
+                    relative=0.02,
+                )
+                results.add(*({"job": job, "format": name} | row for row in rows))
+
+
+def of_job(
+    loop: Callable[..., Any], build: Callable[[torch.device], Job], device: torch.device, *how: Any
+) -> Any:
+    """A loop around a job of its own."""
+    return loop(build(device), *how)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,17 @@ on the same MLP and on the built-in 4-layer GPT, against ``nonfinite="allow"``.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import castwise
-from castwise.measure.stats import paired_speedup
-from castwise.measure.timing import paired, race
 from castwise.workload import find_workload
-from common import check_losses_agree, write
+from common import Results, arguments, compare
 
 WIDTH, LAYERS, BATCH, RATE = 32, 6, 8, 0.01
 
@@ -161,31 +159,26 @@ def by_fabric(device: torch.device) -> Loop:
 
 def main() -> None:
     """Measure and write ``results/overhead-<device>.json``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=54)
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    groups: dict[str, list[tuple[str, Loop]]] = {
-        "bf16": [
-            ("torch.amp by hand", by_hand(torch.bfloat16, device, scaled=False)),
-            ("torch.amp by hand, again", by_hand(torch.bfloat16, device, scaled=False)),
-            ("castwise bf16-mixed", by_castwise("bf16-mixed", device)),
-        ],
-        "fp16": [
-            ("torch.amp by hand", by_hand(torch.float16, device, scaled=True)),
-            ("torch.amp by hand, again", by_hand(torch.float16, device, scaled=True)),
-            ("castwise fp16-mixed", by_castwise("fp16-mixed", device)),
-        ],
-    }
+    groups: dict[str, list[tuple[str, Callable[[], Loop]]]] = {}
+    for name, dtype, scaled in (("bf16", torch.bfloat16, False), ("fp16", torch.float16, True)):
+        hand = partial(by_hand, dtype, device, scaled=scaled)
+        groups[name] = [
+            ("torch.amp by hand", hand),
+            ("torch.amp by hand, again", hand),
+            (f"castwise {name}-mixed", partial(by_castwise, f"{name}-mixed", device)),
+        ]
     for model, make in (("MLP", by_castwise), ("GPT", gpt_by_castwise)):
+        allow, skip = (partial(make, "bf16-mixed", device, way) for way in ("allow", "skip"))
         groups[f"bf16, guard on the {model}"] = [
-            ("castwise, nonfinite='allow'", make("bf16-mixed", device, "allow")),
-            ("castwise, nonfinite='allow', again", make("bf16-mixed", device, "allow")),
-            ("castwise, nonfinite='skip'", make("bf16-mixed", device, "skip")),
+            ("castwise, nonfinite='allow'", allow),
+            ("castwise, nonfinite='allow', again", allow),
+            ("castwise, nonfinite='skip'", skip),
         ]
     # Other libraries race apart from ours: what a loop leaves in the caches is part of the next one's time.
     for package, label, build_loop in (
@@ -193,25 +186,21 @@ def main() -> None:
         ("lightning", "Lightning Fabric", by_fabric),
     ):
         if importlib.util.find_spec(package):
-            hand = by_hand(torch.bfloat16, device, scaled=False)
-            groups[f"bf16, {label}"] = [("torch.amp by hand", hand), (label, build_loop(device))]
-    for dtype, loops in groups.items():
-        steps = options.steps if "GPT" not in dtype else max(1, options.steps // 100)
-        laps = race(loops, rounds=options.rounds, steps=steps, device=device)
-        check_losses_agree({name: loop.losses[-1] for name, loop in loops}, relative=0.02)
-        base = laps[loops[0][0]]
-        for name, _ in loops:
-            speedup = paired_speedup(*paired(base, laps[name]))
-            times = sorted(t for t in laps[name].times_s if t is not None)
-            rows.append({
-                "format": dtype,
-                "loop": name,
-                "step_us": 1e6 * times[len(times) // 2],
-                "ratio": 1 / speedup.value,
-                "low": 1 / speedup.high,
-                "high": 1 / speedup.low,
-            })
-    write("overhead", device, __doc__, rows)
+            hand = partial(by_hand, torch.bfloat16, device, scaled=False)
+            groups[f"bf16, {label}"] = [("torch.amp by hand", hand), (label, partial(build_loop, device))]
+    with Results("overhead", device, __doc__, options.budget) as results:
+        for number, (name, loops) in enumerate(groups.items()):
+            with results.part(name):
+                rows = compare(
+                    loops,
+                    rounds=options.rounds,
+                    steps=options.steps if "GPT" not in name else max(1, options.steps // 100),
+                    device=device,
+                    unit="us",
+                    seconds=results.share(len(groups) - number),
+                    relative=0.02,
+                )
+                results.add(*({"format": name} | row for row in rows))
 
 
 if __name__ == "__main__":

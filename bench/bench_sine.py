@@ -9,7 +9,9 @@ training, 1.48x and 49.8 % in inference.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +20,8 @@ import castwise
 from bench_overhead import Loop
 from castwise import Plan
 from castwise.measure.memory import measure_memory
-from castwise.measure.stats import paired_speedup
-from castwise.measure.timing import paired, race
 from castwise.workload import Workload, find_workload
-from common import write
+from common import Results, arguments, compare, show
 
 
 def start(
@@ -90,10 +90,22 @@ class Inference(Loop):
                         self.model(self.inputs)
 
 
+def inference_by_hand(workload: Workload, device: torch.device, dtype: torch.dtype | None) -> Inference:
+    """The model under torch.autocast, or in fp32."""
+    model, _, batch = start(workload, device)
+    return Inference(model, batch[0], dtype)
+
+
+def inference_by_castwise(workload: Workload, device: torch.device, plan: Plan) -> Inference:
+    """The model prepared for inference alone."""
+    model, _, batch = start(workload, device)
+    castwise.Amp(plan, device=device).prepare(model.eval(), inference=True)
+    return Inference(model, batch[0], None)
+
+
 def main() -> None:
     """Measure and write ``results/sine-<device>.json``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--size", type=int, default=0)
     options = parser.parse_args()
@@ -104,40 +116,77 @@ def main() -> None:
     spec = f"sine?size={size}"
     workload = find_workload(spec)
     plans = {
-        "fp32": Plan.preset("fp32"),
         f"castwise {name}-mixed": Plan.preset(f"{name}-mixed"),
         f"castwise {name}-mixed, channels_last": Plan.parse(f"{name}-mixed+memory_format=channels_last"),
     }
-    training: list[tuple[str, Loop]] = [("fp32", training_by_hand(workload, device, torch.float32))]
-    training.append((f"torch.autocast {name} by hand", training_by_hand(workload, device, dtype)))
-    inputs = next(workload.batches(0))[0].to(device)
-    inference: list[tuple[str, Loop]] = [("fp32", Inference(start(workload, device)[0], inputs, None))]
-    inference.append((f"torch.autocast {name} by hand", Inference(start(workload, device)[0], inputs, dtype)))
-    for label, plan in list(plans.items())[1:]:
-        training.append((label, training_by_castwise(workload, device, plan)))
-        model = start(workload, device)[0].eval()
-        castwise.Amp(plan, device=device).prepare(model, inference=True)
-        inference.append((label, Inference(model, inputs, None)))
-    memory = {label: measure_memory(spec, plan, device) for label, plan in plans.items()}
+    hand = f"torch.autocast {name} by hand"
+    kinds: dict[str, list[tuple[str, Callable[[], Loop]]]] = {
+        "training": [
+            ("fp32", partial(training_by_hand, workload, device, torch.float32)),
+            (hand, partial(training_by_hand, workload, device, dtype)),
+            *(
+                (label, partial(training_by_castwise, workload, device, plan))
+                for label, plan in plans.items()
+            ),
+        ],
+        "inference": [
+            ("fp32", partial(inference_by_hand, workload, device, None)),
+            (hand, partial(inference_by_hand, workload, device, dtype)),
+            *(
+                (label, partial(inference_by_castwise, workload, device, plan))
+                for label, plan in plans.items()
+            ),
+        ],
+    }
+    with Results("sine", device, __doc__, options.budget) as results:
+        for number, (what, builders) in enumerate(kinds.items()):
+            with results.part(what):
+                results.add(*rows_of(what, size, builders, options.rounds, device, results.share(3 - number)))
+        torch.cuda.empty_cache()  # the processes to come need the room; nothing happens without a GPU
+        base = None
+        for label, plan in {"fp32": Plan.preset("fp32"), **plans}.items():
+            with results.part(f"memory of {label}"):
+                memory = measure_memory(spec, plan, device)
+                base = memory if label == "fp32" else base
+                for row in results.rows:
+                    if row.get("loop") == label:
+                        kind = f"{row['what']}_peak_bytes"
+                        row["peak_bytes"] = getattr(memory, kind)
+                        row["less_memory"] = 1 - row["peak_bytes"] / getattr(base, kind) if base else None
+                        show(row)
+                results.save()
+
+
+def rows_of(
+    what: str,
+    size: int,
+    builders: list[tuple[str, Callable[[], Loop]]],
+    rounds: int,
+    device: torch.device,
+    seconds: float | None,
+) -> list[dict[str, Any]]:
+    """Race one kind of loop; how many times as fast as fp32 each is, and the loss that training has come to."""
+    built: dict[str, Loop] = {}
+
+    def kept(label: str, build: Callable[[], Loop]) -> Loop:
+        built[label] = build()
+        return built[label]
+
     rows = []
-    for what, loops in (("training", training), ("inference", inference)):
-        laps = race(loops, rounds=options.rounds, steps=20 if gpu else 2, device=device)
-        for label, loop in loops:
-            speedup = paired_speedup(*paired(laps["fp32"], laps[label]))
-            times = sorted(t for t in laps[label].times_s if t is not None)
-            row: dict[str, object] = {
-                "what": what, "size": size, "loop": label, "step_ms": 1e3 * times[len(times) // 2],
-                "speedup": speedup.value, "low": speedup.low, "high": speedup.high,
-                "final_loss": loop.losses[-1] if what == "training" else None,
-            }  # fmt: skip
-            if label in memory:
-                peak = getattr(memory[label], f"{what}_peak_bytes")
-                row |= {
-                    "peak_bytes": peak,
-                    "less_memory": 1 - peak / getattr(memory["fp32"], f"{what}_peak_bytes"),
-                }
-            rows.append(row)
-    write("sine", device, __doc__, rows)
+    for row in compare(
+        [(label, partial(kept, label, build)) for label, build in builders],
+        rounds=rounds,
+        steps=2 if device.type == "cpu" else 20,
+        device=device,
+        unit="ms",
+        seconds=seconds,
+    ):
+        if "ratio" in row:
+            low, high = row.pop("low"), row.pop("high")
+            row |= {"speedup": 1 / row.pop("ratio"), "low": 1 / high, "high": 1 / low}
+        final = built[row["loop"]].losses[-1:] if row["loop"] in built else []
+        rows.append({"what": what, "size": size, **row, "final_loss": final[0] if final else None})
+    return rows
 
 
 if __name__ == "__main__":

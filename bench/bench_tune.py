@@ -16,7 +16,9 @@ import json
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -27,9 +29,12 @@ from castwise.measure.stats import Ratio, paired_speedup
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap, paired, race
 from castwise.workload import find_workload
-from common import RESULTS, write
+from common import RESULTS, sentence, show, store
 
-BUILT_IN = ("sine?size=128", "gpt", "digits")
+BUILT_IN = {
+    "cpu": ("sine?size=128", "gpt", "digits"),
+    "cuda": ("sine?size=512", "gpt", "gpt?layers=6&width=768", "digits"),
+}
 AGAIN = ("digits", "convnext")
 """Tuned twice, to see whether runs repeat."""
 BLOCK_S = 0.08
@@ -88,12 +93,15 @@ def measure(
     device: torch.device,
     rounds: int,
     tune: Callable[[Workload], castwise.TuneResult],
+    found: Callable[[dict[str, object]], None],
 ) -> dict[str, object]:
-    """One row of the table."""
+    """One row of the table; what is known after the search is handed to ``found`` before the races."""
     start = time.perf_counter()
     result = tune(workload)
     took = time.perf_counter() - start
     tuned = dataclasses.replace(result.plan, provenance=None)
+    known: dict[str, object] = {"workload": name, "plan": str(tuned), "tune_s": took, "answer": result.answer}
+    found(known)
     again = dataclasses.replace(tune(workload).plan, provenance=None) if name in AGAIN else tuned
     gc.collect()
     fp32, autocast = Plan.preset("fp32"), Plan.preset("bf16-mixed")
@@ -110,8 +118,8 @@ def measure(
     over = {"fp32": fp32, "autocast": autocast, "best_of_grid": best, "second_tune": again}
     row: dict[str, object] = {"workload": name, "plan": str(tuned), "best_of_grid": str(best)}
     for key, plan in over.items():
-        found = ratio(laps, tuned, plan)
-        row |= {f"over_{key}": found.value, f"over_{key}_low": found.low, f"over_{key}_high": found.high}
+        speed = ratio(laps, tuned, plan)
+        row |= {f"over_{key}": speed.value, f"over_{key}_low": speed.low, f"over_{key}_high": speed.high}
     return {
         **row,
         "second_plan": str(again) if name in AGAIN else None,
@@ -128,26 +136,26 @@ def measure(
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Geometric means over one-line autocast."""
+    """Geometric means over one-line autocast, of the workloads that were raced."""
 
-    def mean(values: list[float]) -> float:
-        return math.exp(statistics.fmean(math.log(v) for v in values))
+    def mean(values: list[float]) -> float | None:
+        return math.exp(statistics.fmean(math.log(v) for v in values)) if values else None
 
+    rows = [row for row in rows if "over_autocast" in row]
     over = {str(row["workload"]): float(str(row["over_autocast"])) for row in rows}
-    rest = [value for name, value in over.items() if not name.startswith("sine")]
     slower = [row["workload"] for row in rows if float(str(row["over_best_of_grid_high"])) < 1.0]
     faster = [row["workload"] for row in rows if float(str(row["over_best_of_grid_low"])) > 1.0]
     return {
         "workload": "all",
         "geometric_mean_over_autocast": mean(list(over.values())),
-        "without_sine": mean(rest) if rest else None,
+        "without_sine": mean([value for name, value in over.items() if not name.startswith("sine")]),
         "slower_than_best_of_grid": slower,
         "faster_than_best_of_grid": faster,
     }
 
 
 def main() -> None:
-    """Run it; with ``--only`` the other rows of the result file stay."""
+    """Run it; with ``--only`` the other rows of the result file stay. A workload that fails is a row with its error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="names, between commas")
@@ -155,34 +163,44 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=170.0, help="seconds per search")
     options = parser.parse_args()
     device = torch.device(options.device)
-    names = [*BUILT_IN, *ARCHITECTURES]
+    built_in = BUILT_IN[device.type]
+    names = [*built_in, *ARCHITECTURES]
     asked = [n for n in options.only.split(",") if n]
-    chosen = [n for a in asked for n in names if n.split("?")[0] == a] if asked else names
+    chosen = (
+        [n for a in asked for n in names if a == (n if a in names else n.split("?")[0])] if asked else names
+    )
+    if not chosen:
+        parser.error(f"--only {options.only}: there are {names}")
     path = RESULTS / f"tune-{device.type}.json"
-    known = {}
+    known: dict[str, dict[str, object]] = {}
     if options.only and path.exists():
         known = {
             r["workload"]: r
             for r in json.loads(path.read_text(encoding="utf-8"))["rows"]
             if r["workload"] != "all"
         }
+
+    def keep(row: dict[str, object]) -> None:
+        """Written at once: a long run may be ended."""
+        known[str(row["workload"])] = row
+        rows = [known[n] for n in names if n in known]
+        store("tune", device, __doc__, [*rows, summary(rows)])
+        show(row)
+
+    failed = []
     for name in chosen:
-        workload = find_workload(name) if name in BUILT_IN else ARCHITECTURES[name]()
-        row = measure(
-            name,
-            workload,
-            device,
-            options.rounds,
-            lambda w: castwise.tune(w, device=device, memory=False, budget_s=options.budget),
-        )
-        known[name] = row
-        print(
-            " ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
-            flush=True,
-        )
+        known.pop(name, None)
+        try:
+            workload = find_workload(name) if name in built_in else ARCHITECTURES[name]()
+            search = partial(castwise.tune, device=device, memory=False, budget_s=options.budget)
+            keep(measure(name, workload, device, options.rounds, search, keep))
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            keep({"workload": name} | known.get(name, {}) | {"error": sentence(error)})
+            failed.append(name)
         gc.collect()
-        rows = [known[n] for n in names if n in known]  # written at once: a long run may be ended
-        write("tune", device, __doc__, [*rows, summary(rows)])
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

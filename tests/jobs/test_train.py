@@ -255,6 +255,7 @@ def test_a_failed_training_takes_its_plan_off_again(tiny: str, tmp_path: Path) -
 
 @pytest.mark.gpu
 def test_a_gpu_trains_too(tiny: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
     result = train(f"{tiny}:mlp", "fp16-mixed", steps=60, out=tmp_path, device="cuda")
     lines = _lines(tmp_path)
     assert len(lines) == 60

@@ -1,0 +1,206 @@
+"""What a GPU is needed for, in parts of at most eight minutes: ``python bench/gpu.py test``, ``core`` and ``tune``.
+
+Runs on the torch of the interpreter that it is started with. Each file of tests and each benchmark has a process of its own
+and a share of the time that is left, so that one that fails, hangs or breaks the device's context takes nothing from the
+others. What each found is in ``bench/results`` as soon as it is known; failures are listed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+NEEDS = {"test": ("pytest",), "core": (), "tune": ("numpy",)}
+"""Packages beside torch without which a part cannot begin."""
+CORE = ("overhead", "sine", "master", "compat")
+TUNED = {"cuda": ("sine", "gpt", "gpt?layers=6&width=768"), "cpu": ("sine", "gpt", "digits")}
+ROUNDS_SHARE, SEARCH_SHARE = 0.5, 0.4
+"""Of a benchmark's time, for rounds beside imports and memory, and for one search beside the races after it."""
+OUTCOME = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b")
+
+
+@dataclass
+class Job:
+    """One process of a part: its name, its command, and the option that takes its budget, with the share of its time."""
+
+    name: str
+    command: list[str]
+    budget: tuple[str, float] | None = None
+
+
+def jobs(part: str, device: str) -> list[Job]:
+    """What a part consists of."""
+    if part == "core":
+        return [
+            Job(
+                name,
+                [str(BENCH / f"bench_{name}.py"), "--device", device],
+                ("--budget", ROUNDS_SHARE),
+            )
+            for name in CORE
+        ]
+    if part == "tune":
+        script = str(BENCH / "bench_tune.py")
+        return [
+            Job(
+                name,
+                [script, "--device", device, "--only", name, "--rounds", "12"],
+                ("--budget", SEARCH_SHARE),
+            )
+            for name in TUNED[device]
+        ]
+    marked = {
+        path: text
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.gpu" in (text := path.read_text(encoding="utf-8"))
+    }
+    # Files of nothing but GPU tests are the long ones: they come last and have all the time that the others left.
+    files = sorted(marked, key=lambda path: "pytestmark = pytest.mark.gpu" in marked[path])
+    # The project's own options are those of plugins; a warning that only a GPU brings is listed, not an error.
+    options = ["-v", "-rfE", "--tb=short", "-o", "addopts=", "-o", "faulthandler_timeout=40", "-W", "default"]
+    return [
+        Job(str(path.relative_to(ROOT)), ["-m", "pytest", *options, "-m", "gpu", str(path.relative_to(ROOT))])
+        for path in files
+    ]
+
+
+def unfit(part: str, device: str) -> str | None:
+    """Why a part cannot begin, in one sentence; None if it can."""
+    missing = [name for name in ("torch", *NEEDS[part]) if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        return (
+            f"{sys.executable} has no {' and no '.join(missing)}: {sys.executable} -m pip install {names} (where there is no "
+            f"network: pip download --dest wheels {names} elsewhere, with the same Python and system, then "
+            f"pip install --no-index --find-links wheels {names} here)"
+        )
+    import torch
+
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if version < (2, 11):
+        return f"{sys.executable} has torch {torch.__version__}, and castwise needs 2.11 or later"
+    if device == "cuda" and not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} of {sys.executable} finds no GPU; name an interpreter whose torch does: "
+            "make gpu PYTHON_GPU=python3, or pass --device cpu to try this script"
+        )
+    return None
+
+
+def surroundings() -> dict[str, str]:
+    """Environment variables of each process."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else is installed there, these tests need none of it
+    }
+
+
+def environment(device: str) -> dict[str, Any] | None:
+    """What is measured on. A process of its own asks the device, so that this one leaves it alone, whatever becomes of it."""
+    code = (
+        "import dataclasses, json, sys; from castwise.measure.environment import environment; "
+        "print(json.dumps(dataclasses.asdict(environment(*sys.argv[1:]))))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, device, " ".join(["gpu.py", *sys.argv[1:]])], cwd=ROOT, env=surroundings(),
+            text=True, stdout=subprocess.PIPE, check=True, timeout=60,
+        )  # fmt: skip
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None  # what was in its way is in the way of every job, and said there
+    known: dict[str, Any] = json.loads(done.stdout)
+    return known
+
+
+def run(job: Job, limit_s: float) -> dict[str, Any]:
+    """Run a job to its end or to its limit, showing what it prints; how it ended, as a row."""
+    budget = [job.budget[0], f"{job.budget[1] * limit_s:.0f}"] if job.budget else []
+    print(f"--- {job.name} (at most {limit_s:.0f} s)", flush=True)
+    began = time.monotonic()
+    outcomes: dict[str, list[str]] = {}
+    process = subprocess.Popen(
+        [sys.executable, *job.command, *budget], cwd=ROOT, env=surroundings(), text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+    def read() -> None:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if found := OUTCOME.match(line):
+                outcomes.setdefault(found[2].lower(), []).append(found[1])
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        code = process.wait(limit_s)
+        how = "ok" if code == 0 else f"failed (exit {code})"
+    except subprocess.TimeoutExpired:
+        how = f"ended after {limit_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the process and those that it started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join(5.0)
+    row: dict[str, Any] = {"job": job.name, "outcome": how, "seconds": round(time.monotonic() - began, 1)}
+    for kind, names in outcomes.items():
+        row[kind] = len(names) if kind in ("passed", "skipped") else names
+    return row
+
+
+def main() -> int:
+    """Run one part; the exit status is 1 if any of it failed, 2 if it could not begin."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=list(NEEDS))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--minutes", type=float, default=8.0, help="for the whole part")
+    parser.add_argument(
+        "--only", default="", help="names of its jobs, between commas, in the order to run them"
+    )
+    options = parser.parse_args()
+    end = time.monotonic() + 60.0 * options.minutes
+    if reason := unfit(options.part, options.device):
+        print(reason, file=sys.stderr)
+        return 2
+    known = {job.name: job for job in jobs(options.part, options.device)}
+    asked = [name for name in options.only.split(",") if name] or list(known)
+    if not known.keys() >= set(asked):
+        parser.error(f"--only {options.only}: the jobs of {options.part} are {list(known)}")
+    chosen = [known[name] for name in asked]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is ended too
+
+    rows: list[dict[str, Any]] = []
+    record = {"environment": environment(options.device), "finished": False, "rows": rows}
+    path = BENCH / "results" / f"gpu-{options.part}-{options.device}.json"
+    path.parent.mkdir(exist_ok=True)
+    for number, job in enumerate(chosen):
+        left = end - time.monotonic()
+        rows.append(
+            run(job, left / (len(chosen) - number))
+            if left > 0
+            else {"job": job.name, "outcome": "no time left"}
+        )
+        record["finished"] = len(rows) == len(chosen)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print("---")
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    return int(any(row["outcome"] != "ok" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

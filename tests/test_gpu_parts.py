@@ -1,0 +1,167 @@
+"""``make gpu`` without a GPU: one benchmark that fails and one that hangs take nothing from the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+RAISES = "raise RuntimeError('planted')\n"
+# One part of it fails, a row is written, and then it hangs with a process of its own.
+HANGS = """
+import subprocess, sys, torch
+from common import Results
+with Results("compat", torch.device("cpu"), "planted") as results:
+    with results.part("first"):
+        raise ValueError("planted in /some/where/file.py")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    results.add({"part": "second", "child": child.pid})
+    child.wait()
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Path:
+    """A copy of ``bench/`` without its results."""
+    return shutil.copytree(
+        ROOT / "bench", tmp_path / "bench", ignore=shutil.ignore_patterns("results", "planted", "__pycache__")
+    )
+
+
+def run_part(bench: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(bench / "gpu.py"), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def result(bench: Path, name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((bench / "results" / f"{name}-cpu.json").read_text(encoding="utf-8"))
+    return record
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there and has not ended, as far as Linux says."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_part_goes_on_after_failures_and_ends_non_zero(bench: Path) -> None:
+    (bench / "bench_master.py").write_text(RAISES, encoding="utf-8")
+    (bench / "bench_compat.py").write_text(HANGS, encoding="utf-8")
+    began = time.monotonic()
+    done = run_part(bench, "core", "--device", "cpu", "--minutes", "0.6", "--only", "compat,master,overhead")
+    assert time.monotonic() - began < 60
+    assert done.returncode == 1, done.stderr
+
+    summary = {row["job"]: row["outcome"] for row in result(bench, "gpu-core")["rows"]}
+    assert summary.pop("compat").startswith("ended after")
+    assert summary == {"overhead": "ok", "master": "failed (exit 1)"}
+    assert "RuntimeError: planted" in done.stdout
+    assert done.stdout.rstrip().rpartition("---")[2].count("outcome=") == 3  # listed at the end
+
+    whole = result(bench, "overhead")
+    assert "finished" not in whole
+    assert {row["format"] for row in whole["rows"]} >= {"bf16", "fp16", "bf16, guard on the MLP"}
+    assert all(row["ratio"] > 0 for row in whole["rows"])
+
+    cut = result(bench, "compat")
+    assert cut["finished"] is False
+    assert cut["rows"] == [
+        {"part": "first", "error": "ValueError: planted in file.py"},
+        {"part": "second", "child": cut["rows"][1]["child"]},
+    ]
+    assert not runs(cut["rows"][1]["child"])
+
+
+def test_tests_that_fail_are_named(bench: Path) -> None:
+    tests = bench.parent / "tests"
+    tests.mkdir()
+    (tests / "test_plain.py").write_text("import nothing\n", encoding="utf-8")
+    body = """
+        import pytest
+
+        @pytest.mark.gpu
+        @pytest.mark.parametrize("word", ["good", "a bad one"])
+        def test_marked(word):
+            assert word == "good"
+
+        def test_unmarked():
+            assert False
+    """
+    (tests / "test_marked.py").write_text(textwrap.dedent(body), encoding="utf-8")
+    done = run_part(bench, "test", "--device", "cpu")
+    assert done.returncode == 1
+    record = result(bench, "gpu-test")
+    (row,) = record["rows"]
+    assert row["passed"] == 1
+    assert row["failed"] == ["tests/test_marked.py::test_marked[a bad one]"]
+    assert record["finished"] is True
+    assert record["environment"]["device_type"] == "cpu"
+
+
+def test_what_cannot_begin_says_why(bench: Path) -> None:
+    done = run_part(bench, "core", "--device", "cpu", "--only", "overheads")
+    assert done.returncode == 2
+    assert "the jobs of core are ['overhead', 'sine', 'master', 'compat']" in done.stderr
+
+    (bench / "torch").mkdir()
+    (bench / "torch" / "__init__.py").write_text("__version__ = '2.10.1+cu130'", encoding="utf-8")
+    done = run_part(bench, "core")
+    assert done.returncode == 2
+    assert "has torch 2.10.1+cu130, and castwise needs 2.11 or later" in done.stderr
+
+
+def test_a_loop_that_fails_takes_nothing_from_the_others(bench: Path) -> None:
+    code = """
+        import time, torch
+        from bench_overhead import Loop
+        from common import Results, compare
+
+        def step():
+            time.sleep(0.001)
+            return torch.ones(())
+
+        def bad():
+            raise RuntimeError("planted")
+
+        with Results("loops", torch.device("cpu"), "planted", 0.2) as results:
+            loops = [("base", lambda: Loop(step)), ("unbuildable", bad), ("fails", lambda: Loop(bad)),
+                     ("again", lambda: Loop(step))]
+            rows = compare(loops, rounds=10**6, steps=1, device=torch.device("cpu"), unit="ms",
+                           seconds=results.share(1), relative=0.1)
+            results.add(*rows)
+    """
+    script = bench / "loops.py"
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert "failed: unbuildable, fails" in done.stderr
+    rows = {row["loop"]: row for row in result(bench, "loops")["rows"]}
+    assert rows["unbuildable"]["error"] == rows["fails"]["error"] == "RuntimeError: planted"
+    assert 0.2 < rows["again"]["ratio"] < 5
+    assert rows["base"]["step_ms"] >= 1
