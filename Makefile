@@ -16,7 +16,7 @@ demo: $(STAMP)
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
 # Two files at a time with one thread each; then, alone, those that start processes or take times.
-APART := tests/distributed tests/measure
+APART := tests/distributed tests/measure tests/test_gpu_parts.py
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(APART:%=--ignore=%)
 	$(BIN)/python -m pytest $(APART)
