@@ -475,6 +475,8 @@ class GradScaler(NamedLosses):
         """:meth:`step`, and what became of it."""
         if closure is None:
             self.step(optimizer)
+            if not self._enabled:
+                return STEPPED
         else:
             self.step(optimizer, closure=closure)
         return STEPPED if self._outcomes.skips.get(id(optimizer)) is False else self.result_of(optimizer)

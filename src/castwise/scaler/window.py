@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef
 from castwise import _torch
 from castwise.errors import StateError
 from castwise.scaler import gradients
-from castwise.scaler.grad_scaler import GradScaler
+from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host
 from castwise.scaler.unit import UnitScaler, decides_on_device, hand_over, take_back
@@ -289,7 +289,8 @@ class Window:
             self._inside = False
             if self._scales:
                 self.settled = False
-        self._count(result)
+        if result is not STEPPED:
+            self._count(result)
         return result
 
     def _take_back(self, optimizer: Optimizer, owned: tuple[_Marks, _Ends] | None) -> None:
