@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -78,8 +78,8 @@ class Agreement:
             self._averaged[parameter] = dist.get_world_size(group)
         self.forget()
 
-    def can_differ(self, params: Iterable[Tensor]) -> bool:
-        """Whether ranks can find different gradients on these parameters, and so must be asked.
+    def can_differ(self, params: Callable[[], Iterable[Tensor]]) -> bool:
+        """Whether ranks can find different gradients on some parameters, and so must be asked.
 
         They can with several ranks, unless DistributedDataParallel has averaged all of them over all ranks. The answer
         is kept until :meth:`forget`.
@@ -89,7 +89,7 @@ class Agreement:
             if world == 1:
                 self._joined = False
             else:
-                models = [masters.model_param_of(parameter) for parameter in params]
+                models = [masters.model_param_of(parameter) for parameter in params()]
                 self._joined = not all(
                     self._averaged.get(p) == world and self.pieces.group_of(p) is None
                     for p in models

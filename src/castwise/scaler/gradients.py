@@ -134,27 +134,25 @@ def unscale_plain(
         Whether it was that case; if not, nothing was done.
     """
     grads = held(optimizer)
-    kinds = set(map(type, grads))
-    if kinds != _PLAIN:
+    if set(map(type, grads)) != _PLAIN:
         if not grads or not all(type(grad) is torch.Tensor or _is_whole(grad) for grad in grads):
             return False
         grads = [grad if type(grad) is torch.Tensor else _torch.local_tensor(grad) for grad in grads]
-    dtypes = set(map(_dtype, grads))
-    if torch.float16 in dtypes and not allow_fp16:
-        return False
     device = inverse.get_device()
-    # The kernel of a CPU takes dtypes as they come, and refuses what is sparse or elsewhere before it writes anything.
-    if device != -1 and any(grad.get_device() != device or grad.is_sparse for grad in grads):
+    if not allow_fp16 and torch.float16 in map(_dtype, grads):
         return False
     if device == -1:
+        # The kernel of a CPU takes dtypes as they come, and refuses what is sparse or elsewhere before it writes anything.
         try:
             _torch.without_grad(_check_and_unscale, grads, flag, inverse)
         except RuntimeError:
             return False
-    else:
-        for dtype in dtypes:
-            some = grads if len(dtypes) == 1 else [grad for grad in grads if grad.dtype is dtype]
-            _torch.without_grad(_check_and_unscale, some, flag, inverse)
+        return True
+    if any(grad.get_device() != device or grad.is_sparse for grad in grads):
+        return False
+    for dtype in set(map(_dtype, grads)):
+        some = [grad for grad in grads if grad.dtype is dtype]
+        _torch.without_grad(_check_and_unscale, some, flag, inverse)
     return True
 
 

@@ -79,7 +79,7 @@ class Ranks:
 
     def can_differ(self) -> bool:
         """Whether ranks can find different gradients."""
-        return self.agreement.can_differ(self._members.parameters())
+        return self.agreement.can_differ(self._members.parameters)
 
     def clip(self, params: list[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm over all ranks; returns it."""
