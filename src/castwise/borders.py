@@ -292,12 +292,18 @@ def install(
         # descriptor"), but for one with projections. Casting around the whole operator runs it in fp16 by torch's own
         # kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
+    follow = bool(rows)
+    if (
+        resolution.mixes
+    ):  # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
+        chosen = {op.removeprefix("aten::") for op, _ in plan.ops}
+        extra = rules.stored_low(plan.rules, device_type)
+        rows |= {op: row for op, row in extra.items() if op not in chosen}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
     meeting = {
         compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
         for compute in {place.compute for place in resolution.places.values() if place.meets}
     }
-    follow = bool(rows)
 
     def frame(place: Place) -> Frame:
         return (meeting if place.meets else made)[place.compute]
