@@ -314,3 +314,40 @@ def test_a_model_calls_linear_algebra_on_weights_stored_low(
     with castwise.Amp(name, device="cpu") as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         torch.testing.assert_close(model().float(), want, rtol=0.02, atol=0.02)
+
+
+# --- what cannot run -------------------------------------------------------------------------------------------------
+
+
+class Meeting(nn.Module):
+    def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call, self.weight = call, nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(torch.ones(4, 4), self.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "operator"),
+    [
+        ("bf16-true", lambda x, w: x @ w, "matmul"),
+        ("bf16-true", lambda x, w: torch.mm(x, w), "mm"),
+        ("bf16-true", lambda x, w: functional.linear(x, w), "linear"),
+        ("bf16-true", lambda x, w: functional.layer_norm(x, (4,), w[0]), "layer_norm"),
+        ("bf16-master+ops.layer_norm=as_is", lambda x, w: functional.layer_norm(x, (4,), w[0]), "layer_norm"),
+    ],
+)  # fmt: skip
+def test_a_mismatch_names_the_operator_and_nothing_that_the_plan_has(
+    name: str, call: Callable[[Tensor, Tensor], Tensor], operator: str
+) -> None:
+    model = nn.Sequential(Meeting(call))
+    with castwise.Amp(name, device="cpu") as amp:
+        amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.ones(4))
+    said = str(caught.value)
+    assert f"in {operator}. To cure it give the plan Region('0', compute='fp32')" in said
+    assert f"or the operator rule ops=(({operator!r}, 'widest'),)" in said
+    assert ("rules='native'" in said) is (name == "bf16-true")
+    assert "(operator," not in said

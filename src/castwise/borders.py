@@ -147,7 +147,7 @@ class Border:
                 return map_tensors(lambda tensor: _rounded(tensor, cast), output)
             return cast_floating(output, cast)
         if output is None and not is_compiling():
-            explain_mismatch(sys.exc_info()[1], module)
+            explain_mismatch(sys.exc_info()[1], module, self.frame)
         if isinstance(output, torch.Tensor):
             output = _widened(output) if output.dtype in LOW_DTYPES else output
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
@@ -195,7 +195,7 @@ class Method:
             output = method(*args, **kwargs)
         except BaseException as error:
             frames.unwind(depth)
-            explain_mismatch(error, self.module)
+            explain_mismatch(error, self.module, border.frame)
             raise
         return border.leave(self.module, args, output)
 

@@ -19,10 +19,9 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
-from castwise import rules
+from castwise import _torch, rules
 from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
 from castwise.formats import FORMATS, LOW
@@ -218,7 +217,8 @@ def resolve(
     weight, the class weights of losses, and masks that are added to scores. All else stays. Operators take no fp32
     table beside low tensors; so a module with a table of two and more dimensions runs in fp32 where no parameters are
     inside, and otherwise has a border of its own (:attr:`Place.meets`), as have those of its children that hold low
-    parameters. A module without ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
+    parameters. So has a parametrization, other than torch's norms, whose operators may lack low kernels. A module without
+    ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
     A BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones beside fp32 ones, and
     where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
 
@@ -366,7 +366,7 @@ def _called_in(module: nn.Module) -> Iterator[nn.Module]:
 def _factorises(module: nn.Module) -> bool:
     """Whether a parametrization may compute its weight by operators without low kernels, as orthogonal does."""
     return isinstance(module, ParametrizationList) and not all(
-        isinstance(one, (_WeightNorm, _SpectralNorm)) for one in module
+        isinstance(one, _torch.NORM_PARAMETRIZATIONS) for one in module
     )
 
 
