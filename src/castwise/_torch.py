@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch.library import Library, get_kernel
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -32,6 +33,9 @@ _EXACT: dict[Any, torch.dtype] = {
 }
 NUMBERS: tuple[Any, ...] = tuple(_EXACT)
 """Types of Python's numbers."""
+NORM_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
+"""torch's own parametrizations that low kernels compute well."""
+
 AUTOCAST_KEYS: dict[str, str] = {
     "cpu": "AutocastCPU",
     "cuda": "AutocastCUDA",

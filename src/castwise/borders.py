@@ -147,7 +147,7 @@ class Border:
                 return map_tensors(lambda tensor: _rounded(tensor, cast), output)
             return cast_floating(output, cast)
         if output is None and not is_compiling():
-            explain_mismatch(sys.exc_info()[1], module)
+            explain_mismatch(sys.exc_info()[1], module, self.frame)
         if isinstance(output, torch.Tensor):
             output = _widened(output) if output.dtype in LOW_DTYPES else output
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
@@ -195,7 +195,7 @@ class Method:
             output = method(*args, **kwargs)
         except BaseException as error:
             frames.unwind(depth)
-            explain_mismatch(error, self.module)
+            explain_mismatch(error, self.module, border.frame)
             raise
         return border.leave(self.module, args, output)
 
@@ -292,12 +292,18 @@ def install(
         # descriptor"), but for one with projections. Casting around the whole operator runs it in fp16 by torch's own
         # kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
+    follow = bool(rows)
+    if (
+        resolution.mixes
+    ):  # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
+        chosen = {op.removeprefix("aten::") for op, _ in plan.ops}
+        extra = rules.stored_low(plan.rules, device_type)
+        rows |= {op: row for op, row in extra.items() if op not in chosen}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
     meeting = {
         compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
         for compute in {place.compute for place in resolution.places.values() if place.meets}
     }
-    follow = bool(rows)
 
     def frame(place: Place) -> Frame:
         return (meeting if place.meets else made)[place.compute]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import re
 from collections.abc import Mapping
+from types import TracebackType
+from typing import Final
 
 import torch
 from torch import nn
 
+from castwise.casting.frames import Frame
 from castwise.formats import LOW
 
 __all__ = ["explain_mismatch"]
@@ -20,13 +25,20 @@ _DTYPE_NAMES = {
     "double": "fp64", "float64": "fp64",
 }  # fmt: skip
 _MISMATCH = re.compile(r"dtype|scalar type|type \(|should be the same|data type", re.IGNORECASE)
+_OURS: Final = ("castwise", "torch._ops")
+"""Between a call of an operator and its complaint there may be kernels of these."""
 
 
-def explain_mismatch(error: BaseException | None, model: nn.Module) -> None:
+def explain_mismatch(error: BaseException | None, model: nn.Module, frame: Frame) -> None:
     """Add to an operator's complaint about dtypes which module it came from and what would cure it.
 
     The hook that calls this cannot raise an error of its own (torch silences it), so the message of the error on its
     way out is extended in place.
+
+    Args:
+        error: On its way out.
+        model: Whose forward it left.
+        frame: What was in force; nothing is advised that it has already.
     """
     if not isinstance(error, RuntimeError) or not error.args or not isinstance(error.args[0], str):
         return
@@ -47,14 +59,42 @@ def explain_mismatch(error: BaseException | None, model: nn.Module) -> None:
     stored = sorted({_DTYPE_NAMES[str(p.dtype).removeprefix("torch.")] for p in module.parameters(recurse=False)
                      if str(p.dtype).removeprefix("torch.") in _DTYPE_NAMES})  # fmt: skip
     known = found if len(found) > 1 else list(dict.fromkeys([*found, *stored]))
-    where = f"in {path!r} ({type(module).__name__})" if path else f"in {type(module).__name__} itself"
     held = f", whose parameters are stored in {', '.join(stored)}" if stored else ""
+    operator = _operator(error.__traceback__)
+    cures = [f"To cure it give the plan Region({path or '**'!r}, compute='fp32')"]
+    if operator is not None and (operator not in frame.rows or frame.rows[operator].rule != "widest"):
+        cures.append(f"or the operator rule ops=(({operator!r}, 'widest'),)")
+    if not frame.enabled:
+        cures.append("or use a plan with rules='native', which casts the inputs of operators")
     error.args = (
-        f"{text}\ncastwise: dtypes {' and '.join(known)} met {where}{held}. To cure it give the plan "
-        f"Region({path or '**'!r}, compute='fp32'), or an operator rule such as ops=((operator, 'widest'),), or use a "
-        f"plan with rules='native', which casts the inputs of operators.{_kept_table(running, paths, known)}",
+        f"{text}\ncastwise: dtypes {' and '.join(known)} met in {_place(path, module)}{held}"
+        f"{f', in {operator}' if operator else ''}. {', '.join(cures)}.{_kept_table(running, paths, known)}",
         *error.args[1:],
     )
+
+
+def _place(path: str, module: nn.Module) -> str:
+    return f"{path!r} ({type(module).__name__})" if path else f"{type(module).__name__} itself"
+
+
+def _operator(trace: TracebackType | None) -> str | None:
+    """ATen's name of the operator that complained, by the line of Python that called it; None where it cannot be told."""
+    calls = []
+    while trace is not None:
+        if not trace.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
+            calls.append(trace)
+        trace = trace.tb_next
+    if not calls:
+        return None
+    code = calls[-1].tb_frame.f_code
+    where = next(itertools.islice(code.co_positions(), calls[-1].tb_lasti // 2, None))
+    line, last, start, end = where
+    if line is None or start is None or end is None:
+        return None
+    text = linecache.getline(code.co_filename, line).encode()[start : end if last == line else None].decode()
+    called = re.match(r"[\w.]*?(\w+)\(", text)
+    name = called.group(1) if called else "matmul" if "@" in text else code.co_name
+    return name if hasattr(torch.ops.aten, name) else None
 
 
 def _kept_table(running: list[nn.Module], paths: Mapping[nn.Module, str], known: list[str]) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from castwise import rules
+from castwise import _torch, rules
 from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
 from castwise.formats import FORMATS, LOW
@@ -160,12 +160,14 @@ class Resolution:
         places: Each module, by path, in the model's order.
         storage: Path of a parameter or buffer -> dtype that it is to be stored in, for those that must change.
         kept: Floating buffers that stay as they are in a module whose parameters are stored low.
+        mixes: Operators are cast and may find weights low that their tables take to be fp32.
     """
 
     plan: Plan
     places: Mapping[str, Place]
     storage: Mapping[str, torch.dtype]
     kept: tuple[str, ...]
+    mixes: bool = False
 
     @property
     def borders(self) -> tuple[Place, ...]:
@@ -215,7 +217,8 @@ def resolve(
     weight, the class weights of losses, and masks that are added to scores. All else stays. Operators take no fp32
     table beside low tensors; so a module with a table of two and more dimensions runs in fp32 where no parameters are
     inside, and otherwise has a border of its own (:attr:`Place.meets`), as have those of its children that hold low
-    parameters. A module without ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
+    parameters. So has a parametrization, other than torch's norms, whose operators may lack low kernels. A module without
+    ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
     A BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones beside fp32 ones, and
     where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
 
@@ -282,7 +285,17 @@ def resolve(
         if widest is not None and widest is not tensor.dtype:
             storage[name] = widest
     _place_tables(plan, modules, assigned, places, storage)
-    return Resolution(plan, places, storage, tuple(kept))
+    return Resolution(plan, places, storage, tuple(kept), _mixes(plan, modules, places))
+
+
+def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> bool:
+    """Whether weights are stored low for more than the layers whose operator takes everything low."""
+    return any(casts_operators(plan, place.compute) for place in places.values()) and any(
+        place.stored in LOW
+        and not _is_one_operator(module)
+        and next(module.parameters(recurse=False), None) is not None
+        for place, module in ((places[path], module) for path, module in modules.items())
+    )
 
 
 def _place_tables(
@@ -302,6 +315,9 @@ def _place_tables(
         if not plan.stores_low and place.stored not in LOW:
             continue  # nothing low is there to meet
         low = FORMATS[place.compute].dtype
+        if _factorises(module) and place.stored in LOW and place.around is None:
+            places[path] = dataclasses.replace(place, around=place.compute, meets=True)
+            continue
         mine = [b for b in module.buffers(recurse=False) if b.dim() > 1 and b.is_floating_point()]
         if not any(_is_wider(final[buffer], low) for buffer in mine):
             continue
@@ -343,8 +359,19 @@ def _called_in(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, _CONTAINERS):
             yield from _called_in(child)
-        elif type(child) not in _ONE_OPERATOR or hasattr(child, "parametrizations"):
+        elif not _is_one_operator(child):
             yield child
+
+
+def _factorises(module: nn.Module) -> bool:
+    """Whether a parametrization may compute its weight by operators without low kernels, as orthogonal does."""
+    return isinstance(module, ParametrizationList) and not all(
+        isinstance(one, _torch.NORM_PARAMETRIZATIONS) for one in module
+    )
+
+
+def _is_one_operator(module: nn.Module) -> bool:
+    return type(module) in _ONE_OPERATOR and not hasattr(module, "parametrizations")
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,9 @@ __all__ = [
     "FUNCTIONS",
     "MPS_DIFFERS",
     "MPS_LACKS",
+    "REFUSES",
     "RNN_STAND_INS",
+    "STORED_LOW",
     "USE_IN_PLACE",
     "Group",
     "Rule",
@@ -63,6 +65,12 @@ _LINALG = "factorisations and solvers lack low kernels and amplify rounding"
 _FFT = "lacks a low kernel on the CPU and sums many terms"
 _CPU_KERNEL = "its low kernel on the CPU is missing or slow"
 _ORDER = "interpolates between order statistics and lacks a low kernel"
+
+_FACTORS = """_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
+linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr
+linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr
+pinverse qr svd triangular_solve"""
 
 _UPSAMPLE = (
     Group(
@@ -169,11 +177,7 @@ CPU: Final = (
     Group(
         "fp32",
         _LINALG,
-        """_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
-        linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
-        linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr
-        linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr
-        pinverse qr svd triangular_solve""",
+        _FACTORS,
     ),
     Group("widest", _MIXED, "cat index_copy stack"),
 )
@@ -185,6 +189,32 @@ rnn_relu_cell rnn_tanh_cell vdot"""
 
 MPS_LACKS: Final = frozenset(" ".join((_MPS_LACKS, *(group.ops for group in _UPSAMPLE))).split())
 """Rows of CUDA's table that MPS does not have."""
+
+_NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm rms_norm"
+
+REFUSES: Final = """addmv bilinear cross dot embedding_bag group_norm index_add index_put inner instance_norm layer_norm
+lerp linalg_cross linalg_multi_dot masked_scatter mv native_layer_norm rms_norm scatter scatter_add tensordot vdot"""
+"""Operators that refuse a wide tensor beside low ones. batch_norm is none for those that cast all of them low: its
+statistics stay."""
+
+STORED_LOW: Final = (
+    Group("widest", "it takes no weights that are lower than its input", _NORMS, only_low=True),
+    Group("widest", _MIXED, " ".join(op for op in REFUSES.split() if op not in _NORMS.split())),
+    Group(
+        "lower",
+        "part of the kernel of a whole layer, which takes tensors of one format",
+        "_addmm_activation _native_multi_head_attention",
+        only_low=True,
+    ),
+    Group(
+        "fp32",
+        _LINALG,
+        f"""{_FACTORS} det linalg_det linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lu
+        linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_pinv linalg_slogdet
+        linalg_solve_ex linalg_solve_triangular linalg_vander logdet matrix_exp nuclear_norm pdist slogdet""",
+    ),
+)
+"""What else operators need whose weights are stored low, where torch.autocast takes them to be fp32."""
 
 MPS_DIFFERS: Final = (
     Group("lower", _CONV, "_mps_convolution"),

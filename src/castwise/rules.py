@@ -37,6 +37,7 @@ __all__ = [
     "meetings",
     "operator_overloads",
     "overrides",
+    "stored_low",
 ]
 
 RULES: Final[tuple[Rule, ...]] = get_args(Rule)
@@ -69,7 +70,8 @@ class Row:
         rule: One of `RULES`.
         reason: Why, in a clause.
         only_low: ``banned`` raises only when a floating input is bf16 or fp16, as Apex does, and ``lower`` casts
-            only then; otherwise always.
+            only then; otherwise always. ``widest`` casts only where the first input is no low one: norms take a low
+            input beside wide weights by themselves.
         opaque: The rule also holds inside an operator that is made of others, as in torch.autocast. False
             only in `overrides`, for an operator that the device's native list casts and CUDA's table does not
             list: it gets no cast of its own, and its parts are looked up one by one, as on CUDA.
@@ -242,12 +244,13 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
 
 
 _MEETS: Final = "it refuses a wide table beside low tensors"
-_REFUSES: Final = "group_norm layer_norm native_layer_norm rms_norm"
 
 
 @cache
 def meetings(device_type: str) -> Mapping[str, Row]:
     """Rows by which operators that refuse a wide tensor beside a low one take both low, and no other is cast.
+
+    Factorisations and solvers, which have no low kernels or wrong ones, take and give fp32.
 
     Args:
         device_type: One of `DEVICE_TYPES`.
@@ -255,9 +258,27 @@ def meetings(device_type: str) -> Mapping[str, Row]:
     native = base_table("native", device_type)
     table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
     low = [op for op, row in native.items() if row.rule == "lower"]
-    table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *_REFUSES.split())}
+    table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *rule_tables.REFUSES.split())}
+    table |= {op: row for op, row in _rows(rule_tables.STORED_LOW).items() if row.rule == "fp32"}
     table["cdist"] = Row("cdist", "widest", _MEETS)  # which has no low kernel on CPUs
-    return MappingProxyType(table)
+    return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
+
+
+@cache
+def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
+    """Rows beside a base table for operators that it leaves alone, where parameters are stored low.
+
+    Tables are made for weights in fp32. Low ones meet wide inputs, which some operators refuse: they take both in the
+    wider format, as if the weights were stored in it. Others have no low kernels or wrong ones. Nothing else is cast.
+
+    Args:
+        base: One of `BASES`.
+        device_type: One of `DEVICE_TYPES`.
+    """
+    table = base_table(base, device_type)
+    rows = _rows(rule_tables.STORED_LOW)
+    listed = {op for op, row in table.items() if row.rule != "as_is"}
+    return MappingProxyType({op: row for op, row in rows.items() if op not in listed and _exists(op)})
 
 
 def _differs(row: Row, native: Row | None) -> bool:

@@ -137,6 +137,10 @@ def _widest(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _run(op, device, args, kwargs, dtype, _convert)
 
 
+def _widest_if_first(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (_as_is if args[0].dtype in _LOW else _widest)(op, device, args, kwargs)
+
+
 def _banned(row: Row) -> Action:
     def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _floating_dtypes((*args, *kwargs.values()), device)
@@ -176,6 +180,8 @@ def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
             out[name] = _banned(row)
         elif row.rule == "lower" and row.only_low:
             out[name] = _lower_if_any
+        elif row.rule == "widest" and row.only_low:
+            out[name] = _widest_if_first
         else:
             out[name] = _RULES[row.rule] if row.opaque else _parts
     return out
