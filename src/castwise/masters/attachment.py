@@ -233,9 +233,9 @@ class Attachment:
         try:
             for master in made.values():
                 adopt(master)
-                move_state(optimizer, master.stored, master)
                 if self._low_gradients:
                     allow_low_grad(master.stored)
+            move_state(optimizer, {master.stored: master for master in made.values()})
             for params, group in zip(groups, optimizer.param_groups, strict=True):
                 _put(params, group)
             self._masters, self._stored, self._targets, self._sources = masters, stored, targets, sources
@@ -249,12 +249,12 @@ class Attachment:
                 _put(params, group)
             for master, shared, original, state in kept:
                 if state is not None:
-                    optimizer.state.pop(master, None)
                     optimizer.state[master.stored] = state
                 if shared is None:
                     release(master, write_back=None)
                 if original is not None:
                     remember_original(master.stored, original)
+            move_state(optimizer, {master: master.stored for master in made.values()}, fit=False)
             raise
 
     @staticmethod
@@ -324,16 +324,14 @@ class Attachment:
         for master in masters:
             if id(master) not in others:
                 release(master, write_back=write_back)
-        gone = {id(master) for master in masters}
         optimizer = self._optimizer()
-        for group in () if optimizer is None else optimizer.param_groups:
-            params = list(group["params"])
-            for index, master in enumerate(params):
-                if id(master) in gone:
-                    fit = id(master) not in others
-                    move_state(optimizer, master, master.stored, fit=fit)  # type: ignore[arg-type]
-                    params[index] = master.stored
-            _put(params, group)
+        if optimizer is None:
+            return
+        move_state(optimizer, {m: m.stored for m in masters if id(m) not in others})
+        move_state(optimizer, {m: m.stored for m in masters if id(m) in others}, fit=False)
+        gone = {id(master) for master in masters}
+        for group in optimizer.param_groups:
+            _put([p.stored if id(p) in gone else p for p in group["params"]], group)
 
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
