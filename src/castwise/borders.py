@@ -36,6 +36,7 @@ from castwise.errors import StateError
 from castwise.formats import FORMATS
 from castwise.mismatch import explain_mismatch
 from castwise.plan import Plan
+from castwise.plan_parts import shown
 from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
@@ -234,8 +235,15 @@ def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """See that a model has the methods that are to be run by the plan.
 
     Raises:
-        StateError: It has not.
+        StateError: It has not, or these are no names.
     """
+    if isinstance(methods, str) or not (
+        isinstance(methods, Iterable) and all(isinstance(method, str) for method in methods)
+    ):
+        raise StateError(
+            f"prepare(methods={shown(methods)}) is not allowed. Allowed: a sequence of names of methods of {type(model).__name__}, such "
+            "as methods=('encode',), or none: methods=()."
+        )
     for method in methods:
         if not callable(getattr(type(model), method, None)):
             known = [n for n in dir(type(model)) if not n.startswith("_") and n not in dir(nn.Module)]
