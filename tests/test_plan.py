@@ -329,7 +329,6 @@ def test_lists_mappings_and_dtypes_are_brought_into_one_form() -> None:
         ("bf16", Plan()),
         ("fp16+output=as_is", Plan(compute="fp16", loss_scale=LossScale(), output="as_is")),
         ("bf16-mixed+ops.exp=fp32", Plan(ops=(("exp", "fp32"),))),
-        ("bf16-mixed+ops.exp=fp32+ops.exp=lower", Plan(ops=(("exp", "lower"),))),
         ("bf16-mixed+regions.head=fp32", Plan(regions=(Region("head", "fp32"),))),
         ("bf16-mixed+regions.head=compute:fp32", Plan(regions=(Region("head", "fp32"),))),
         ("bf16-mixed+regions.a%2Cb%20c%2B%3D=fp32", Plan(regions=(Region("a,b c+=", "fp32"),))),
@@ -850,3 +849,38 @@ def test_a_pattern_is_of_characters_that_are_printed(escaped: str) -> None:
     with pytest.raises(PlanError, match="control character") as error:
         Plan.parse(f"bf16-mixed+regions.{escaped}=fp32")
     sentence(error)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        "compute=bf16+compute=fp16",
+        "ops.exp=fp32+ops.exp=lower",
+        "loss_scale.init=4+loss_scale.init=8",
+        "loss_scale=none+loss_scale=default",
+        "loss_scale=none+loss_scale.init=4",
+        "loss_scale.init=4+loss_scale=none",
+        "loss_scale.init=4+loss_scale=default",
+    ],
+)
+def test_a_line_that_says_one_thing_twice_is_refused(items: str) -> None:
+    """As JSON with a key twice is: the last one would win without a word."""
+    with pytest.raises(PlanError, match="say one thing twice") as caught:
+        Plan.parse(f"fp16-mixed+{items}")
+    for item in items.split("+"):
+        assert item in str(caught.value)
+
+
+def test_a_line_may_have_fields_of_the_default_loss_scale_and_regions_in_a_row() -> None:
+    """Neither says one thing twice: of regions the last that matches holds."""
+    assert Plan.parse("bf16-mixed+loss_scale=default+loss_scale.init=4").loss_scale == LossScale(init=4)
+    assert len(Plan.parse("bf16-mixed+regions.a=fp32+regions.a=bf16").regions) == 2
+
+
+@pytest.mark.parametrize("pattern", ["*" * 3000, "*a" * 3000])
+def test_a_message_about_a_long_pattern_is_short(pattern: str) -> None:
+    """From a line as from a region by itself."""
+    for make in (lambda: Plan.parse(f"bf16-mixed+regions.{pattern}=fp32"), lambda: Region(pattern, "fp32")):
+        with pytest.raises(PlanError, match="Allowed: 1,000") as caught:
+            make()
+        assert len(str(caught.value)) < 400

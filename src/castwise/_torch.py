@@ -601,11 +601,24 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     return [*before.values(), *after.values()]
 
 
-def remove_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> None:
-    """Undo ``register_step_pre_hook(hook)`` where its handle was lost to an interrupt, or nothing."""
-    hooks = optimizer._optimizer_step_pre_hooks
-    for key in [key for key, registered in hooks.items() if registered == hook]:
-        del hooks[key]
+def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
+    """Undo the registrations of hooks, or nothing, by the hooks themselves: an interrupt can lose the handle.
+
+    Args:
+        owner: A module or an optimizer; None for the hooks of all optimizers.
+        hooks: Whatever equals one of them goes.
+    """
+    owner = sys.modules[torch.optim.Optimizer.__module__] if owner is None else owner
+    tables = [table for name, table in vars(owner).items() if "_hooks" in name and isinstance(table, dict)]
+    keys = [
+        key
+        for table in tables
+        for key, hook in table.items()
+        if any(own == getattr(hook, "hook", hook) for own in hooks)  # torch wraps those for loading
+    ]
+    for table in reversed(tables):  # what torch notes of a hook stands behind it
+        for key in keys:
+            table.pop(key, None)
 
 
 def ran_compiled(module: torch.nn.Module) -> bool:
@@ -663,8 +676,8 @@ def forget_compiled(model: torch.nn.Module) -> None:
 
 
 def guard_calls(
-    module: torch.nn.Module, depth: Callable[[], int], unwind: Callable[[int], None]
-) -> Callable[[], None]:
+    module: torch.nn.Module, owner: object, depth: Callable[[], int], unwind: Callable[[int], None]
+) -> None:
     """Restore this thread's state after a call of a module that an exception of any kind ended.
 
     torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError. The
@@ -674,11 +687,9 @@ def guard_calls(
 
     Args:
         module: Whose calls to guard.
+        owner: Whose guard it is; :func:`unguard_calls` removes it.
         depth: Gives the state before a call.
         unwind: Goes back to it.
-
-    Returns:
-        What removes the guard.
     """
     alive = weakref.ref(module)
 
@@ -694,15 +705,15 @@ def guard_calls(
             unwind(before)
             raise
 
-    def remove() -> None:
-        own = alive()
-        if own is not None and own._compiled_call_impl is call:
-            del own._compiled_call_impl
-
-    call.__castwise_guard__ = True  # type: ignore[attr-defined]
+    call.__castwise_guard__ = owner  # type: ignore[attr-defined]
     if module._compiled_call_impl is None:
         module._compiled_call_impl = call
-    return remove
+
+
+def unguard_calls(module: torch.nn.Module, owner: object) -> None:
+    """Remove the guard that :func:`guard_calls` put on a module for this owner, or nothing."""
+    if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
+        del module._compiled_call_impl
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

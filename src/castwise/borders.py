@@ -17,7 +17,6 @@ low parameters have borders, inside which operators run untouched.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +36,7 @@ from castwise.errors import StateError
 from castwise.formats import FORMATS
 from castwise.mismatch import explain_mismatch
 from castwise.plan import Plan
+from castwise.plan_parts import shown
 from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
@@ -200,11 +200,12 @@ class Method:
         return border.leave(self.module, args, output)
 
 
-def strip(model: nn.Module) -> Callable[[], None]:
+def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Remove borders that came with a copy or a pickle of a prepared model.
 
-    Returns:
-        What puts them back.
+    Args:
+        model: The copy.
+        log: Gets what puts them back before any is removed.
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
@@ -216,10 +217,6 @@ def strip(model: nn.Module) -> Callable[[], None]:
             ]
         taken += [(module.__dict__, name, v) for name, v in vars(module).items() if isinstance(v, Method)]
     stripped = {value.border if isinstance(value, Method) else value.__self__ for *_, value in taken}
-    for table, key, _ in taken:
-        del table[key]
-    for border in stripped:
-        border.close()
 
     def put_back() -> None:
         for border in stripped:
@@ -227,15 +224,26 @@ def strip(model: nn.Module) -> Callable[[], None]:
         for table, key, value in taken:
             table[key] = value
 
-    return put_back
+    log(put_back)
+    for table, key, _ in taken:
+        del table[key]
+    for border in stripped:
+        border.close()
 
 
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """See that a model has the methods that are to be run by the plan.
 
     Raises:
-        StateError: It has not.
+        StateError: It has not, or these are no names.
     """
+    if isinstance(methods, str) or not (
+        isinstance(methods, Iterable) and all(isinstance(method, str) for method in methods)
+    ):
+        raise StateError(
+            f"prepare(methods={shown(methods)}) is not allowed. Allowed: a sequence of names of methods of {type(model).__name__}, such "
+            "as methods=('encode',), or none: methods=()."
+        )
     for method in methods:
         if not callable(getattr(type(model), method, None)):
             known = [n for n in dir(type(model)) if not n.startswith("_") and n not in dir(nn.Module)]
@@ -316,30 +324,32 @@ def install(
 
     casts_root = plan.params == "compute" or root_place.compute != plan.compute
     alive = weakref.ref(model)  # what removes the borders must not keep the model
-    borders: list[Border] = []
-    removers: list[Callable[[], None]] = []
+    borders: list[tuple[weakref.ref[nn.Module], Border]] = []
 
     def remove() -> None:
-        for remover in removers:
-            remover()
+        for reference, border in borders:
+            module = reference()
+            if module is not None:
+                _torch.remove_hooks(module, border.enter, border.enter_and_cast, border.leave)
+                _torch.unguard_calls(module, border)
         target = alive()
         for method in methods:
             if target is not None:
                 target.__dict__.pop(method, None)
-        for border in borders:
+        for _, border in borders:
             border.close()
 
     def put(module: nn.Module, border: Border) -> None:
-        borders.append(border)
+        borders.append((
+            weakref.ref(module),
+            border,
+        ))  # first: an interrupt must not find a hook that nobody knows
         if border.cast_inputs is not None or border.follow_backward:
-            enter = functools.partial(
-                module.register_forward_pre_hook, border.enter_and_cast, with_kwargs=True
-            )
+            module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)
         else:
-            enter = functools.partial(module.register_forward_pre_hook, border.enter)
-        removers.append(enter().remove)
-        removers.append(module.register_forward_hook(border.leave, always_call=True).remove)
-        removers.append(_torch.guard_calls(module, frames.depth, frames.unwind))
+            module.register_forward_pre_hook(border.enter)
+        module.register_forward_hook(border.leave, always_call=True)
+        _torch.guard_calls(module, border, frames.depth, frames.unwind)
 
     log(remove)
     try:

@@ -68,10 +68,12 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
 
     Raises:
         UnknownNameError: No such field.
-        PlanError: An item that is not of the form ``field=value``, or a pattern that is wrongly escaped.
+        PlanError: An item that is not of the form ``field=value``, a field or an operator given twice, or a pattern that is
+            wrongly escaped.
     """
     values = {**base, "regions": [*base["regions"]]}
     ops = dict(base["ops"])
+    given: dict[str, str] = {}
     for item in text.strip().split("+")[1:]:
         path, _, value = item.rpartition("=")
         if not path or not value:
@@ -80,6 +82,17 @@ def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
                 "bf16-mixed+output=as_is or bf16-mixed+ops.exp=fp32."
             )
         name, _, rest = path.partition(".")
+        former = given.get(path)
+        if name == "loss_scale":  # nothing beside none; the default may have fields after it
+            whole = (
+                i for p, i in given.items() if p.startswith(name) and (not rest or i == "loss_scale=none")
+            )
+            former = former or next(whole, None)
+        if former is not None and name != "regions":  # of regions the last one that matches holds
+            raise PlanError(
+                f"Plan.parse({shown(text)}): {shown(former)} and {shown(item)} say one thing twice. Leave one of them out."
+            )
+        given[path] = item
         if name == "regions" and rest:
             values["regions"].append(_read_region(text, item, rest, value))
         elif name == "ops" and rest:

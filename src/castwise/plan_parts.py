@@ -380,7 +380,7 @@ class _Shown(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
-        self.maxstring = self.maxother = self.maxlong = 400
+        self.maxstring, self.maxother, self.maxlong = 120, 400, 400
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
 
     def repr_int(self, x: int, level: int) -> str:

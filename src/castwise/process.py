@@ -15,8 +15,9 @@ import torch
 from castwise import _torch
 from castwise.errors import DeviceError, StateError
 from castwise.plan import Plan
+from castwise.plan_parts import shown
 
-__all__ = ["Claim", "check_device"]
+__all__ = ["Claim", "check_device", "device_type_of"]
 
 _lock = threading.Lock()
 _claims: dict[str, tuple[str, int, str]] = {}
@@ -32,6 +33,21 @@ def _backends(device_type: str, what: str) -> Iterator[tuple[str, Any]]:
         else:
             yield "cudnn.conv", torch.backends.cudnn.conv  # type: ignore[attr-defined]
     yield f"mkldnn.{part}", getattr(torch.backends.mkldnn, part)
+
+
+def device_type_of(device: Any) -> str:
+    """The type of a device, as torch takes it: a name, a ``torch.device``, a number.
+
+    Raises:
+        DeviceError: No device.
+    """
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"Amp(device={shown(device)}): torch takes it for no device here; allowed: {', '.join(_torch.AUTOCAST_KEYS)}, with an "
+            "index if need be, such as 'cuda:0'"
+        ) from error
 
 
 def check_device(plan: Plan, device_type: str) -> None:

@@ -118,9 +118,13 @@ class Attachment:
         self.covers_all = False
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._model_hooks: list[list[RemovableHandle]] = []
-        self._handles: list[RemovableHandle] = []
+        self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
+        """Each with what removes its hooks."""
+        self._hooks = (
+            functools.partial(_before_step, self),
+            functools.partial(_after_step, self),
+            restride_state,
+        )
         self._params: list[weakref.ref[nn.Parameter]] = []
         self._stored: list[nn.Parameter] = []
         self._masters: list[Any] = []
@@ -138,9 +142,10 @@ class Attachment:
         _attachments[optimizer] = self
         _torch.refuse_inlining(_before_step)
         _torch.refuse_inlining(_after_step)
-        self._handles.append(optimizer.register_step_pre_hook(functools.partial(_before_step, self)))
-        self._handles.append(optimizer.register_step_post_hook(functools.partial(_after_step, self)))
-        self._handles.append(optimizer.register_load_state_dict_post_hook(restride_state))
+        before, after, loaded = self._hooks
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        optimizer.register_load_state_dict_post_hook(loaded)
         # torch leaves hooks out of copies of an optimizer, and one without these would train masters that never
         # reach a model.
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
@@ -164,10 +169,9 @@ class Attachment:
         if params is None:
             self.covers_all = True
         elif isinstance(params, nn.Module):
-            if all(known() is not params for known in self._models):
-                self._models.append(weakref.ref(params))
-                self._model_hooks.append([])
-                install_hooks(params, self._model_hooks[-1])
+            if all(known() is not params for known, _ in self._models):
+                known = weakref.ref(params)
+                install_hooks(params, lambda remove: self._models.append((known, remove)))
         else:
             self._params.extend(weakref.ref(parameter) for parameter in params)
         optimizer = self._optimizer()
@@ -187,7 +191,7 @@ class Attachment:
 
     def _covered(self) -> set[int]:
         covered = {id(parameter) for ref in self._params if (parameter := ref()) is not None}
-        for reference in self._models:
+        for reference, _ in self._models:
             model = reference()
             if model is not None:
                 covered.update(map(id, model.parameters()))
@@ -233,9 +237,9 @@ class Attachment:
         try:
             for master in made.values():
                 adopt(master)
-                move_state(optimizer, master.stored, master)
                 if self._low_gradients:
                     allow_low_grad(master.stored)
+            move_state(optimizer, {master.stored: master for master in made.values()})
             for params, group in zip(groups, optimizer.param_groups, strict=True):
                 _put(params, group)
             self._masters, self._stored, self._targets, self._sources = masters, stored, targets, sources
@@ -249,12 +253,12 @@ class Attachment:
                 _put(params, group)
             for master, shared, original, state in kept:
                 if state is not None:
-                    optimizer.state.pop(master, None)
                     optimizer.state[master.stored] = state
                 if shared is None:
                     release(master, write_back=None)
                 if original is not None:
                     remember_original(master.stored, original)
+            move_state(optimizer, {master: master.stored for master in made.values()}, fit=False)
             raise
 
     @staticmethod
@@ -271,11 +275,13 @@ class Attachment:
                 low, the optimizer's state takes their format, and the masters' values are remembered as their
                 originals (see :func:`castwise.masters.original_of`).
         """
-        for handle in (*self._handles, *(handle for handles in self._model_hooks for handle in handles)):
-            handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _torch.remove_hooks(optimizer, *self._hooks)
+        for _, remove in self._models:
+            remove()
         self.refresh_from_model()
         self._let_go(self._masters, write_back)
-        optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.__dict__.pop("__reduce_ex__", None)
         reference = weakref.ref(self)
@@ -294,18 +300,17 @@ class Attachment:
             model: It, and models that are gone, no longer count; None: those alone.
         """
         kept = [
-            (reference, hooks)
-            for reference, hooks in zip(self._models, self._model_hooks, strict=True)
+            (reference, remove)
+            for reference, remove in self._models
             if (known := reference()) is not None and known is not model
         ]
         if not kept and not self._params and not self.covers_all:
             self.detach(write_back=True)
             return
-        for reference, hooks in zip(self._models, self._model_hooks, strict=True):
+        for reference, remove in self._models:
             if all(reference is not other for other, _ in kept):
-                for handle in hooks:
-                    handle.remove()
-        self._models, self._model_hooks = [pair[0] for pair in kept], [pair[1] for pair in kept]
+                remove()
+        self._models = kept
         optimizer = self._optimizer()
         if self.covers_all:
             return
@@ -324,16 +329,14 @@ class Attachment:
         for master in masters:
             if id(master) not in others:
                 release(master, write_back=write_back)
-        gone = {id(master) for master in masters}
         optimizer = self._optimizer()
-        for group in () if optimizer is None else optimizer.param_groups:
-            params = list(group["params"])
-            for index, master in enumerate(params):
-                if id(master) in gone:
-                    fit = id(master) not in others
-                    move_state(optimizer, master, master.stored, fit=fit)  # type: ignore[arg-type]
-                    params[index] = master.stored
-            _put(params, group)
+        if optimizer is None:
+            return
+        move_state(optimizer, {m: m.stored for m in masters if id(m) not in others})
+        move_state(optimizer, {m: m.stored for m in masters if id(m) in others}, fit=False)
+        gone = {id(master) for master in masters}
+        for group in optimizer.param_groups:
+            _put([p.stored if id(p) in gone else p for p in group["params"]], group)
 
     # --- gradients under DistributedDataParallel ------------------------------------------------------------
 
@@ -412,7 +415,7 @@ class Attachment:
         Whatever is no parameter of a prepared model is named by its position in the optimizer.
         """
         self.refresh_from_model()
-        models = [model for reference in self._models if (model := reference()) is not None]
+        models = [model for reference, _ in self._models if (model := reference()) is not None]
         return named_masters(self._masters, self._stored, models)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -421,7 +424,7 @@ class Attachment:
         Raises:
             CheckpointError: Not the masters of this model and optimizer; nothing was changed.
         """
-        models = [model for reference in self._models if (model := reference()) is not None]
+        models = [model for reference, _ in self._models if (model := reference()) is not None]
         write_masters(named_masters(self._masters, self._stored, models), state_dict)
         self.copy_to_model()
 
@@ -594,8 +597,8 @@ def _follow_all_steps() -> None:
     global _all_steps
     if sync.live and _all_steps is None:
         _all_steps = register_optimizer_step_post_hook(_after_any_step)
-    elif not sync.live and _all_steps is not None:
-        _all_steps.remove()
+    elif not sync.live:
+        _torch.remove_hooks(None, _after_any_step)
         _all_steps = None
 
 

@@ -252,11 +252,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
 
 def want_grad_fp32(parameter: nn.Parameter) -> None:
     """Make autograd accumulate fp32 gradients on the parameter, whatever it is stored in."""
-    grad = parameter.grad
-    parameter.grad = None
-    parameter.grad_dtype = torch.float32
-    if grad is not None:
-        parameter.grad = grad.to(torch.float32)
+    fit_grad(parameter, torch.float32)
 
 
 def allow_low_grad(parameter: nn.Parameter) -> None:
@@ -276,7 +272,6 @@ def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
     low = parameter.grad
     assert low is not None
     grad = low.to(torch.float32)
-    parameter.grad = None
     if parameter.grad_dtype is not torch.float32:
         parameter.grad_dtype = None  # any dtype, so that whoever writes low gradients can go on doing so
     parameter.grad = grad

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,23 +17,33 @@ from castwise.masters.originals import is_low
 __all__ = ["fit_state", "move_state", "restride_state"]
 
 
-def move_state(optimizer: Optimizer, source: Tensor, target: nn.Parameter, *, fit: bool = True) -> None:
-    """Hand the state of ``source`` over to ``target``, in the form that an optimizer would have made for it.
+def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
+    """Hand state over to other keys, in the form that an optimizer would have made for them.
+
+    Whatever interrupts this, each state is under its old key or its new one, and doing it again completes it.
 
     Args:
         optimizer: Written to.
-        source: Key of the state; nothing happens if it has none.
-        target: New key. State of its shape takes its dtype, device and strides; low state of any other shape
-            (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays as it is.
+        targets: New keys by old ones; those without state are passed over. State of a new key's shape takes its dtype,
+            device and strides; low state of any other shape (Adafactor's rows and columns, LBFGS's flat history)
+            takes its dtype. ``step`` stays as it is.
         fit: False: the state stays as it is, under the new key.
     """
-    if source not in optimizer.state:
+    if not targets:
         return
-    state = optimizer.state[source]
-    if fit:
-        state = {key: _fit_entry(key, value, target) for key, value in state.items()}
-    # In one statement, since a master and its parameter are one key to a dictionary.
-    optimizer.state[target] = (optimizer.state.pop(source), state)[1]
+    moved = {}
+    for key in list(optimizer.state):
+        state, target = optimizer.state[key], targets.get(key)
+        if target is not None and fit:
+            state = optimizer.state[key] = {name: _fit_entry(name, v, target) for name, v in state.items()}
+        moved[key if target is None else target] = state
+    # A master and its parameter are one key to a dictionary, so one has to go before the other comes. Both steps are one
+    # call of C, inside which no interrupt is heard; ``Tensor.__hash__``, which is Python, is not called there.
+    steps: tuple[Callable[[], None], ...] = (
+        optimizer.state.clear,
+        functools.partial(optimizer.state.update, moved),
+    )
+    deque(map(operator.call, steps), maxlen=0)
 
 
 def fit_state(optimizer: Optimizer) -> None:

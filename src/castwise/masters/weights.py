@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from castwise import _torch
 from castwise.errors import CheckpointError
 from castwise.masters.copies import excuse, watch
 from castwise.masters.originals import is_low, merge_values, original_of
@@ -159,16 +160,29 @@ class LoadIntoMasters:
                 state_dict[prefix + name] = parameter
 
 
-def install_hooks(model: nn.Module, handles: list[RemovableHandle]) -> None:
+def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Put on a model what keeps masters and parameters together: before ``forward``, ``state_dict`` and loading.
 
     Args:
         model: ScriptModules in it take no such hooks, and are passed over.
-        handles: Get what removes each hook again, at once.
+        log: Gets what removes the hooks again before any is put on.
     """
-    handles.append(model.register_forward_pre_hook(sync_first, prepend=True))
+    first = functools.partial(sync_first)  # told from that of another optimizer of the model
+    hooked: list[tuple[weakref.ref[nn.Module], Callable[..., Any]]] = []
+
+    def remove() -> None:
+        for reference, hook in hooked:
+            module = reference()
+            if module is not None:
+                _torch.remove_hooks(module, first, hook)
+
+    log(remove)
+    hooked.append((weakref.ref(model), first))
+    model.register_forward_pre_hook(first, prepend=True)
     for module in model.modules():
         own = next(module.parameters(recurse=False), None)
         if own is not None and not isinstance(module, torch.jit.ScriptModule):
-            handles.append(module.register_load_state_dict_pre_hook(LoadIntoMasters(module)))
-            handles.append(module.register_state_dict_pre_hook(sync_first))
+            load = LoadIntoMasters(module)
+            hooked.append((weakref.ref(module), load))
+            module.register_load_state_dict_pre_hook(load)
+            module.register_state_dict_pre_hook(first)

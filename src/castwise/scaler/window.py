@@ -385,7 +385,7 @@ class Window:
             target = alive()
             if target is None:
                 return
-            _torch.remove_step_pre_hook(target, self._before_step)
+            _torch.remove_hooks(target, self._before_step)
             if self._scales:
                 _scaling.pop(target, None)
                 if self._is_scaled(target):

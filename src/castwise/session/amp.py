@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,14 @@ from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Window
 from castwise.session import storage
 from castwise.session.apply import apply
-from castwise.session.checks import check_apart, check_masters, check_model, check_optimizer, check_parameters
+from castwise.session.checks import (
+    check_apart,
+    check_group,
+    check_masters,
+    check_model,
+    check_optimizer,
+    check_parameters,
+)
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
 from castwise.session.ranks import Ranks
@@ -71,10 +79,11 @@ class Amp:
         nonfinite: str = "skip",
         patience: int = 10,
     ) -> None:
+        check_group(group)
         self._members = members = Members()
         self._ranks = Ranks(self._members, group)
         self.plan = as_plan(plan)
-        self.device_type = torch.device(device).type if device is not None else default_device_type()
+        self.device_type = process.device_type_of(device) if device is not None else default_device_type()
         if self.device_type not in DEVICE_TYPES:
             raise DeviceError(
                 f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}"
@@ -82,7 +91,7 @@ class Amp:
         process.check_device(self.plan, self.device_type)
         self.scaler = scaler_for(self.plan, self.device_type, self._ranks.agree, nonfinite, patience)
         self.scaler.param_names = self._members.names
-        self.scaler.admit = give_late_masters
+        self.scaler.admit = functools.partial(give_late_masters, self.plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
         self._claim: process.Claim | None = None

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from castwise import _torch, borders, masters
 from castwise.borders import Border
@@ -62,7 +61,7 @@ def apply(
     alive = weakref.ref(model)
     held = [weakref.ref(optimizer) for optimizer in optimizers]
     # a copy of a prepared model brings the original's borders along
-    log.callback(borders.strip(model))
+    borders.strip(model, log.callback)
     tracing.get_ready_for_compile()
     _torch.forget_compiled(model)
     root, _ = borders.install(model, resolution, device_type, methods, sync, log.callback)
@@ -85,11 +84,11 @@ def apply(
             fuse(optimizer, log.callback)
     if dtypes and not (plan.keeps_masters and optimizers):
         # what is remembered is loaded too; attaching sees to it elsewhere
-        handles: list[RemovableHandle] = []
-        log.callback(_remove_all, handles)
-        masters.install_hooks(model, handles)
+        masters.install_hooks(model, log.callback)
     if plan.keeps_masters and dtypes:
-        log.callback(register_optimizer_step_pre_hook(functools.partial(_refuse_stranger, alive)).remove)
+        refuse = functools.partial(_refuse_stranger, alive)
+        log.callback(_torch.remove_hooks, None, refuse)
+        register_optimizer_step_pre_hook(refuse)
     return root
 
 
@@ -103,11 +102,6 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
             attachment.leave(model)
     if model is not None:
         _kept.pop(model, None)
-
-
-def _remove_all(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:

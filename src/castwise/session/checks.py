@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,11 +14,26 @@ from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
 from castwise.plan import Plan
+from castwise.plan_parts import shown
 from castwise.session.members import Members
 
-__all__ = ["check_masters", "check_model", "check_optimizer", "check_parameters"]
+__all__ = ["check_group", "check_masters", "check_model", "check_optimizer", "check_parameters"]
 
 _LOW = (torch.bfloat16, torch.float16)
+
+
+def check_group(group: Any) -> None:
+    """See that what a session is given as its ranks is a process group.
+
+    Raises:
+        StateError: It is none.
+    """
+    kinds = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
+    if group is not None and not isinstance(group, kinds):
+        raise StateError(
+            f"Amp(group={shown(group)}) is not allowed. Allowed: a process group that this rank is in, as "
+            "torch.distributed.new_group(...) gives it, or None for all ranks."
+        )
 
 
 def check_model(model: nn.Module, device_type: str) -> nn.Module:

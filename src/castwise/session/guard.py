@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from castwise import masters
-from castwise.errors import PlanError
+from castwise.errors import PlanError, StateError
 from castwise.plan import Plan
 from castwise.scaler import GradScaler, UnitScaler
 
@@ -57,13 +57,29 @@ def scaler_for(
     )
 
 
-def give_late_masters(optimizer: Optimizer) -> bool:
+def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
     """Give masters to parameters that were added or unfrozen since the last step, before their gradients are unscaled.
+
+    Args:
+        plan: Of the session.
+        optimizer: Whose parameters.
 
     Returns:
         Whether there were any.
+
+    Raises:
+        StateError: Gradients are fp16 under a plan that keeps parameters in fp32.
     """
     attachment = masters.attachment_of(optimizer)
+    if not plan.stores_low:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and parameter.grad.dtype is torch.float16:
+                raise StateError(
+                    f"step({type(optimizer).__name__}): a parameter of shape {tuple(parameter.shape)} has an fp16 gradient, which "
+                    f"cannot be divided by the loss scale without loss; the plan {plan} keeps parameters in fp32, but "
+                    "model.half() or .to(torch.float16) after prepare has cast this one. Call model.float() again and leave casting "
+                    "to the plan, or use the plan 'fp16-master', which trains fp16 weights by fp32 masters."
+                )
     if attachment is None:
         return False
     before = len(attachment.masters)

@@ -151,5 +151,4 @@ def follow_state(
     for reference in optimizers:
         optimizer = reference()
         if optimizer is not None:
-            for parameter in alive:
-                masters.move_state(optimizer, parameter, parameter)
+            masters.move_state(optimizer, dict(zip(alive, alive, strict=True)))

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 __all__ = ["UndoLog"]
 
 
@@ -15,7 +17,8 @@ class UndoLog:
 
     Unlike ``contextlib.ExitStack`` it does an entry again that an interrupt stopped half way, before those that count on it,
     and raises the interrupt at the end. Where another one comes there, the rest is left to the next :meth:`close`. So an
-    entry must allow for being done twice.
+    entry must allow for being done twice. Whether gradients are recorded is as it was before: an interrupt inside torch's own
+    ``no_grad`` can leave that off.
     """
 
     def __init__(self) -> None:
@@ -28,10 +31,11 @@ class UndoLog:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[UndoLog]:
         """Undo what was entered inside, if the block fails."""
-        mark = len(self._entries)
+        mark, grad = len(self._entries), torch.is_grad_enabled()
         try:
             yield self
         except BaseException as error:
+            torch.set_grad_enabled(grad)
             try:
                 self._replay(mark)
             except BaseException as other:
@@ -44,19 +48,23 @@ class UndoLog:
 
     def _replay(self, mark: int) -> None:
         failed: BaseException | None = None
+        entry: Callable[[], object] | None = None
         interrupted: Callable[[], object] | None = None
+        grad = torch.is_grad_enabled()
         while len(self._entries) > mark:
-            entry = self._entries[-1]
             try:
+                entry = self._entries[-1]
                 entry()
+                self._entries.pop()
             except Exception as error:
                 failed = failed or error
+                torch.set_grad_enabled(grad)
+                self._entries.pop()
             except BaseException as error:
+                torch.set_grad_enabled(grad)
                 if interrupted is entry:
                     raise
                 failed = error if failed is None or isinstance(failed, Exception) else failed
                 interrupted = entry
-                continue
-            self._entries.pop()
         if failed is not None:
             raise failed

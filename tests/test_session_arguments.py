@@ -1,0 +1,49 @@
+"""Wrong arguments of a session and of `prepare` are told in castwise's words: call, value, what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from castwise import Amp
+from castwise.errors import CastwiseError, DeviceError, StateError
+
+
+@pytest.mark.parametrize("methods", [(3,), None, "encode", 7, ("forward", None)], ids=repr)
+def test_methods_that_are_no_names(methods: Any) -> None:
+    """Before anything is changed."""
+    model = nn.Linear(2, 2)
+    before = dict(vars(model))
+    with pytest.raises(StateError, match=r"prepare\(methods=.*Allowed: a sequence of names"):
+        Amp("bf16-mixed", device="cpu").prepare(model, methods=methods)
+    assert vars(model) == before
+
+
+@pytest.mark.parametrize("device", ["nope", "cpu:x", "", 3.5, object], ids=repr)
+def test_a_device_that_is_none(device: Any) -> None:
+    """Whatever torch says to it."""
+    with pytest.raises(DeviceError, match=r"Amp\(device=.*allowed: cpu"):
+        Amp("bf16-mixed", device=device)
+
+
+@pytest.mark.parametrize("group", [1, -100, "world", object()], ids=lambda group: type(group).__name__)
+def test_a_group_that_is_none(group: Any) -> None:
+    """Also the number that torch gives ranks outside of a new group."""
+    with pytest.raises(StateError, match=r"Amp\(group=.*Allowed: a process group"):
+        Amp("bf16-mixed", device="cpu", group=group)
+
+
+@pytest.mark.parametrize("line", ["fp16-mixed", "O1"])
+def test_a_model_cast_to_fp16_after_prepare(line: str) -> None:
+    """Its gradients cannot be unscaled; torch says no more than that."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Amp(line, device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        model.half()
+        amp.backward(model(torch.ones(2, 4)).square().mean())
+        with pytest.raises(CastwiseError, match=r"step\(SGD\).*model\.half\(\).*model\.float\(\)"):
+            amp.step(optimizer)
