@@ -6,6 +6,7 @@ by a test that would fail if a release changed it. Written against torch 2.11 to
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import sys
@@ -601,6 +602,41 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     return [*before.values(), *after.values()]
 
 
+_step_watchers: tuple[Callable[[torch.optim.Optimizer], object], ...] = ()
+_step_watchers_lock = threading.Lock()
+
+
+def _tell_step_watchers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for look in _step_watchers:
+        look(optimizer)
+
+
+@functools.cache
+def _begin_telling() -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    never_trace(_tell_step_watchers)
+    register_optimizer_step_pre_hook(_tell_step_watchers)
+
+
+def watch_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Have ``look`` called before each step of any optimizer, until :func:`forget_every_step`.
+
+    One hook for all, which stays: another thread's step may be going through torch's table of hooks at any time.
+    """
+    global _step_watchers
+    _begin_telling()
+    with _step_watchers_lock:
+        _step_watchers = (*_step_watchers, look)
+
+
+def forget_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Undo :func:`watch_every_step`, or nothing."""
+    global _step_watchers
+    with _step_watchers_lock:
+        _step_watchers = tuple(other for other in _step_watchers if other != look)
+
+
 def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
     """Undo the registrations of hooks, or nothing, by the hooks themselves: an interrupt can lose the handle.
 
@@ -613,7 +649,7 @@ def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
     keys = [
         key
         for table in tables
-        for key, hook in table.items()
+        for key, hook in list(table.items())
         if any(own == getattr(hook, "hook", hook) for own in hooks)  # torch wraps those for loading
     ]
     for table in reversed(tables):  # what torch notes of a hook stands behind it

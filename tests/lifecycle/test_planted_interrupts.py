@@ -13,8 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise import Amp, _torch
-from castwise.masters import attachment
-from castwise.session import apply
 from castwise.session.undo import UndoLog
 
 PLANS = ("bf16-mixed", "bf16-master", "bf16-true", "O1", "fp16-master+regions.1=fp32")
@@ -22,8 +20,7 @@ REGISTRATIONS = [
     *((nn.Module, f"register_{name}_hook") for name in ("forward_pre", "forward")),
     *((nn.Module, f"register_{name}_pre_hook") for name in ("load_state_dict", "state_dict")),
     *((Optimizer, f"register_{name}_hook") for name in ("step_pre", "step_post", "load_state_dict_post")),
-    (apply, "register_optimizer_step_pre_hook"),
-    (attachment, "register_optimizer_step_post_hook"),
+    (_torch, "watch_every_step"),
     (_torch, "guard_calls"),
 ]
 
@@ -36,7 +33,7 @@ def pair() -> tuple[nn.Module, Optimizer]:
 
 def hooks_of(*owners: Any) -> dict[str, list[Any]]:
     """All hooks on these, and on all optimizers, and what stands in the place of a module's call."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[Any]] = {"watchers": list(_torch._step_watchers)}
     for index, owner in enumerate((*owners, sys.modules["torch.optim.optimizer"])):
         for name, table in vars(owner).items():
             if "_hooks" in name and isinstance(table, dict):

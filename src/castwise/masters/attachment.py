@@ -7,13 +7,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import is_
+from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from castwise import _torch
 from castwise.errors import StateError
@@ -120,11 +120,6 @@ class Attachment:
         self._optimizer = weakref.ref(optimizer)
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
         """Each with what removes its hooks."""
-        self._hooks = (
-            functools.partial(_before_step, self),
-            functools.partial(_after_step, self),
-            restride_state,
-        )
         self._params: list[weakref.ref[nn.Parameter]] = []
         self._stored: list[nn.Parameter] = []
         self._masters: list[Any] = []
@@ -136,6 +131,11 @@ class Attachment:
         self._written: list[int] = []
         self._addresses: list[int] = []
         self._updated: list[int] = []
+
+    @property
+    def _hooks(self) -> tuple[Callable[..., Any], ...]:
+        """Made anew, and equal each time: kept here they would keep this alive."""
+        return MethodType(_before_step, self), MethodType(_after_step, self), restride_state
 
     def install(self, optimizer: Optimizer) -> None:
         """Follow the optimizer's steps; :meth:`detach` undoes it, however far it came."""
@@ -287,7 +287,6 @@ class Attachment:
         reference = weakref.ref(self)
         if reference in sync.live:
             sync.live.remove(reference)  # in one go: other threads attach meanwhile
-        _follow_all_steps()
         if optimizer is not None:
             _attachments.pop(optimizer, None)
         self._stored, self._masters, self._targets, self._sources = [], [], [], []
@@ -589,17 +588,11 @@ def refresh_master(parameter: nn.Parameter) -> bool:
 
 # --- optimizers that hold masters and were not attached ---------------------------------------------------------
 
-_all_steps: RemovableHandle | None = None
 
-
+@functools.cache
 def _follow_all_steps() -> None:
-    """As long as there are masters, look at the steps of every optimizer."""
-    global _all_steps
-    if sync.live and _all_steps is None:
-        _all_steps = register_optimizer_step_post_hook(_after_any_step)
-    elif not sync.live:
-        _torch.remove_hooks(None, _after_any_step)
-        _all_steps = None
+    """Look at the steps of every optimizer, for good: another thread's may be going through torch's hooks at any time."""
+    register_optimizer_step_post_hook(_after_any_step)
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -607,7 +600,7 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     Its fused kernels do not count as writes, so the masters that it holds are marked as written.
     """
-    if torch.compiler.is_compiling() or optimizer in _attachments:
+    if not sync.live or torch.compiler.is_compiling() or optimizer in _attachments:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     held: list[Any] = [p for p in params if isinstance(p, Master)]

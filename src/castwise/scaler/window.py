@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -398,31 +397,29 @@ class Window:
             _scaling[optimizer] = self
         optimizer.register_step_pre_hook(self._before_step)
 
-    def look_at_strangers(self) -> Callable[[], None]:
+    def look_at_strangers(self, log: Callable[[Callable[[], None]], object]) -> None:
         """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
 
-        Returns:
-            What ends it, and brings gradients that nobody stepped on to a scale of one.
+        Args:
+            log: Gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
         """
         alive = weakref.ref(self)
 
-        def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def look(optimizer: Optimizer) -> None:
             window = alive()
             if window is not None and not window._inside:
                 window._refuse_stranger(optimizer)
 
-        _torch.never_trace(look)
-        handle = register_optimizer_step_pre_hook(look)
-
         def end() -> None:
-            handle.remove()
+            _torch.forget_every_step(look)
             stray, self._stray = self._stray, []
             grads = [grad for reference in stray if (grad := reference()) is not None]
             if grads:
                 inverse = self.scaler.scale_tensor().double().reciprocal().float()
                 gradients.check_and_multiply(grads, inverse, inverse.device)
 
-        return end
+        log(end)
+        _torch.watch_every_step(look)
 
     def _refuse_stranger(self, optimizer: Optimizer) -> None:
         if any(known is optimizer for known in self._optimizers()):

@@ -172,7 +172,7 @@ class Amp:
                 weakref.finalize(self, self._claim.close).atexit = False
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
             if self.scaler.is_enabled() and not self._members.models:
-                log.callback(self._window.look_at_strangers())
+                self._window.look_at_strangers(log.callback)
             for optimizer in optimizers:
                 if not self._members.holds(optimizer):
                     log.callback(_drop, self._members.remove_optimizer, weakref.ref(optimizer))

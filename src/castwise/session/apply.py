@@ -9,12 +9,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from castwise import _torch, borders, masters
 from castwise.borders import Border
@@ -87,8 +85,8 @@ def apply(
         masters.install_hooks(model, log.callback)
     if plan.keeps_masters and dtypes:
         refuse = functools.partial(_refuse_stranger, alive)
-        log.callback(_torch.remove_hooks, None, refuse)
-        register_optimizer_step_pre_hook(refuse)
+        log.callback(_torch.forget_every_step, refuse)
+        _torch.watch_every_step(refuse)
     return root
 
 
@@ -111,7 +109,7 @@ def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
             masters.restride_state(optimizer)
 
 
-def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer) -> None:
     """At any optimizer's step: one that never got masters must not update what is stored low to have them."""
     model = reference()
     if model is None or masters.attachment_of(optimizer) is not None:
