@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise import Amp, _torch
+from castwise.masters import attachment
 from castwise.session.undo import UndoLog
 
 PLANS = ("bf16-mixed", "bf16-master", "bf16-true", "O1", "fp16-master+regions.1=fp32")
