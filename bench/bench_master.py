@@ -10,14 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
 
-import castwise
-from bench_overhead import Loop
 from castwise import Plan
 from castwise.measure.memory import measure_memory
-from castwise.workload import Workload, find_workload
+from castwise.workload import find_workload
 from common import Results, arguments, compare
+from loops import Loop, training_by_castwise, training_by_hand
 
 SPEC = "gpt?layers=4&width=384&heads=6"
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
@@ -27,46 +25,6 @@ MASTER = Plan.parse("bf16-master+optimizer=fused")
 def fused(parameters: object) -> torch.optim.Optimizer:
     """The optimizer of every loop."""
     return torch.optim.AdamW(parameters, 1e-3, weight_decay=0.01, fused=True)  # type: ignore[arg-type]
-
-
-def start(workload: Workload, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, object]:
-    """The same weights and data for every loop."""
-    torch.manual_seed(0)
-    model = workload.model().to(device)
-    batches = workload.batches(0)
-    batch = tuple(tensor.to(device) for tensor in next(batches))
-    return model, fused(model.parameters()), batch
-
-
-def by_hand(workload: Workload, device: torch.device) -> Loop:
-    """torch.autocast around forward and loss."""
-    model, optimizer, batch = start(workload, device)
-
-    def step() -> torch.Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = workload.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Loop(step)
-
-
-def by_plan(plan: Plan, workload: Workload, device: torch.device) -> Loop:
-    """The loop of the README under a plan."""
-    model, optimizer, batch = start(workload, device)
-    amp = castwise.Amp(plan, device=device)
-    model, optimizer = amp.prepare(model, optimizer)
-
-    def step() -> torch.Tensor:
-        loss = workload.loss(model, batch)
-        amp.backward(loss)
-        amp.step(optimizer)
-        optimizer.zero_grad()
-        return loss
-
-    return Loop(step)
 
 
 def main() -> None:
@@ -79,9 +37,9 @@ def main() -> None:
     workload = find_workload(SPEC)
     count = sum(p.numel() for p in workload.model().parameters())
     loops: list[tuple[str, Callable[[], Loop]]] = [
-        ("torch.autocast by hand", partial(by_hand, workload, device)),
-        ("castwise bf16-mixed", partial(by_plan, FUSED, workload, device)),
-        ("castwise bf16-master", partial(by_plan, MASTER, workload, device)),
+        ("torch.autocast by hand", partial(training_by_hand, workload, device, torch.bfloat16, fused)),
+        ("castwise bf16-mixed", partial(training_by_castwise, workload, FUSED, device, fused)),
+        ("castwise bf16-master", partial(training_by_castwise, workload, MASTER, device, fused)),
     ]
     with Results("master", device, __doc__, options.budget) as results:
         with results.part("time"):

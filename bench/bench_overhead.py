@@ -20,28 +20,9 @@ from torch import nn
 import castwise
 from castwise.workload import find_workload
 from common import Results, arguments, compare
+from loops import Loop, training_by_castwise
 
 WIDTH, LAYERS, BATCH, RATE = 32, 6, 8, 0.01
-
-
-class Loop:
-    """One way to write the loop."""
-
-    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
-        self.step = step
-        self.losses: list[float] = []
-
-    def before(self, steps: int) -> None:
-        """Nothing to fetch: the batch is fixed."""
-
-    def run(self, steps: int) -> None:
-        """Train for some steps."""
-        for _ in range(steps):
-            loss = self.step()
-        self.losses.append(float(loss.detach()))
-
-    def after(self) -> None:
-        """Nothing to clean up."""
 
 
 def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
@@ -91,26 +72,6 @@ def by_castwise(plan: Any, device: torch.device, nonfinite: str = "skip") -> Loo
 
     def step() -> torch.Tensor:
         loss = loss_fn(model(x), y)
-        amp.backward(loss)
-        amp.step(optimizer)
-        optimizer.zero_grad()
-        return loss
-
-    return Loop(step)
-
-
-def gpt_by_castwise(plan: Any, device: torch.device, nonfinite: str) -> Loop:
-    """The same loop around the built-in 4-layer GPT."""
-    job = find_workload("gpt")
-    torch.manual_seed(0)
-    model = job.model().to(device)
-    optimizer = job.optimizer(model.parameters())
-    batch = tuple(tensor.to(device) for tensor in next(iter(job.batches(0))))
-    amp = castwise.Amp(plan, device=device, nonfinite=nonfinite)
-    model, optimizer = amp.prepare(model, optimizer)
-
-    def step() -> torch.Tensor:
-        loss = job.loss(model, batch)
         amp.backward(loss)
         amp.step(optimizer)
         optimizer.zero_grad()
@@ -173,8 +134,9 @@ def main() -> None:
             ("torch.amp by hand, again", hand),
             (f"castwise {name}-mixed", partial(by_castwise, f"{name}-mixed", device)),
         ]
-    for model, make in (("MLP", by_castwise), ("GPT", gpt_by_castwise)):
-        allow, skip = (partial(make, "bf16-mixed", device, way) for way in ("allow", "skip"))
+    gpt = find_workload("gpt")
+    for model, make in (("MLP", by_castwise), ("GPT", partial(training_by_castwise, gpt))):
+        allow, skip = (partial(make, "bf16-mixed", device, nonfinite=way) for way in ("allow", "skip"))
         groups[f"bf16, guard on the {model}"] = [
             ("castwise, nonfinite='allow'", allow),
             ("castwise, nonfinite='allow', again", allow),

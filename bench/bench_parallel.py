@@ -25,13 +25,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
-from bench_overhead import Loop, build
+from bench_overhead import build
 from castwise import parallel
 from castwise.measure import ranks
 from castwise.measure.stats import paired_speedup
 from castwise.measure.timing import paired, race
 from castwise.workload import find_workload
 from common import check_losses_agree, write
+from loops import Loop
 
 GPT = "gpt?layers=4&width=128&context=64&batch=16"
 PLANS = ("fp32", "bf16-mixed", "bf16-master", "bf16-true")

@@ -17,58 +17,11 @@ import torch
 from torch import nn
 
 import castwise
-from bench_overhead import Loop
 from castwise import Plan
 from castwise.measure.memory import measure_memory
 from castwise.workload import Workload, find_workload
 from common import Results, arguments, compare, show
-
-
-def start(
-    workload: Workload, device: torch.device
-) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]:
-    """The same weights and data for every loop."""
-    torch.manual_seed(0)
-    model = workload.model().to(device)
-    return (
-        model,
-        workload.optimizer(model.parameters()),
-        tuple(t.to(device) for t in next(workload.batches(0))),
-    )
-
-
-def training_by_hand(workload: Workload, device: torch.device, dtype: torch.dtype) -> Loop:
-    """torch.autocast around forward and loss, GradScaler in fp16; fp32 without either."""
-    model, optimizer, batch = start(workload, device)
-    low = dtype is not torch.float32
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-
-    def step() -> torch.Tensor:
-        with torch.autocast(device.type, dtype=dtype if low else torch.bfloat16, enabled=low):
-            loss = workload.loss(model, batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return loss
-
-    return Loop(step)
-
-
-def training_by_castwise(workload: Workload, device: torch.device, plan: Plan) -> Loop:
-    """The loop of the README."""
-    model, optimizer, batch = start(workload, device)
-    amp = castwise.Amp(plan, device=device)
-    amp.prepare(model, optimizer)
-
-    def step() -> torch.Tensor:
-        loss = workload.loss(model, batch)
-        amp.backward(loss)
-        amp.step(optimizer)
-        optimizer.zero_grad()
-        return loss
-
-    return Loop(step)
+from loops import Loop, start, training_by_castwise, training_by_hand
 
 
 class Inference(Loop):
@@ -125,7 +78,7 @@ def main() -> None:
             ("fp32", partial(training_by_hand, workload, device, torch.float32)),
             (hand, partial(training_by_hand, workload, device, dtype)),
             *(
-                (label, partial(training_by_castwise, workload, device, plan))
+                (label, partial(training_by_castwise, workload, plan, device))
                 for label, plan in plans.items()
             ),
         ],

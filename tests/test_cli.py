@@ -230,15 +230,23 @@ def test_asking_for_the_version_does_not_import_torch() -> None:
 
 def test_an_interrupted_training_keeps_its_record() -> None:
     words = [sys.executable, "-m", "castwise", "train", f"{TINY}:mlp", "--steps", "1000000", "--out", "o"]
-    process = subprocess.Popen(
-        words, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
     lines = Path("o/metrics.jsonl")
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (not lines.exists() or lines.stat().st_size < 1000):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    with subprocess.Popen(
+        words,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # a shell that runs the suite in the background has its children ignore the signal
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline and (not lines.exists() or lines.stat().st_size < 1000):
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "castwise: interrupted" in said
     record = json.loads(Path("o/result.json").read_text())

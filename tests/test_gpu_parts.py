@@ -132,7 +132,7 @@ def test_what_cannot_begin_says_why(bench: Path) -> None:
 def test_a_loop_that_fails_takes_nothing_from_the_others(bench: Path) -> None:
     code = """
         import time, torch
-        from bench_overhead import Loop
+        from loops import Loop
         from common import Results, compare
 
         def step():

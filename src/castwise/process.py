@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,18 @@ from castwise.plan_parts import shown
 
 __all__ = ["Claim", "check_device", "device_type_of"]
 
-_lock = threading.Lock()
-_claims: dict[str, tuple[str, int, str]] = {}
-"""Setting -> (value in force, how many hold it, value before)."""
+_lock = threading.RLock()  # a claim may be collected, and so closed, while its thread makes another
+
+
+class _Setting(NamedTuple):
+    """A setting that is claimed."""
+
+    value: str
+    before: str
+    holders: set[Claim]
+
+
+_claimed: dict[str, _Setting] = {}
 
 
 def _backends(device_type: str, what: str) -> Iterator[tuple[str, Any]]:
@@ -93,50 +102,63 @@ def _has_tf32(device_type: str) -> bool:
 
 
 class Claim:
-    """Holds a plan's process-wide settings until it is closed.
+    """Holds a plan's process-wide settings from :meth:`take` to :meth:`close`.
 
     Args:
         plan: Whose ``fp32_matmul`` and ``fp32_conv`` to put in force; ``as_is`` claims nothing.
         device_type: Where the plan runs.
-
-    Raises:
-        StateError: Another live plan holds a different value.
     """
 
     def __init__(self, plan: Plan, device_type: str) -> None:
-        self.closed = False
+        self._plan = plan
+        self._device_type = device_type
         self._held: list[tuple[str, Any]] = []
+
+    @property
+    def held(self) -> bool:
+        """Whether there is anything to give up."""
+        return bool(self._held)
+
+    def take(self) -> Claim:
+        """Put the settings in force, all or none.
+
+        Raises:
+            StateError: Another live plan holds a different value.
+        """
         try:
             for what in ("fp32_matmul", "fp32_conv"):
-                value = getattr(plan, what)
+                value = getattr(self._plan, what)
                 if value != "as_is":
-                    for name, backend in _backends(device_type, what):
+                    for name, backend in _backends(self._device_type, what):
                         self._take(name, backend, value, what)
         except BaseException:
             self.close()
             raise
+        return self
 
     def _take(self, name: str, backend: Any, value: str, what: str) -> None:
         with _lock:
-            held, count, before = _claims.get(name, (value, 0, backend.fp32_precision))
-            if held != value:
+            self._held.append((name, backend))
+            setting = _claimed.get(name)
+            if setting is None:
+                setting = _claimed[name] = _Setting(value, backend.fp32_precision, set())
+            elif setting.value != value:
                 raise StateError(
-                    f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {held!r}, and the "
+                    f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, and the "
                     "setting is the whole process's. Close the other Amp first, or give both plans the same value."
                 )
-            if count == 0:
-                backend.fp32_precision = value
-            _claims[name] = (held, count + 1, before)
-            self._held.append((name, backend))
+            setting.holders.add(self)
+            backend.fp32_precision = value
 
     def close(self) -> None:
-        """Give the settings up; the last holder restores what was there before."""
+        """Give the settings up; the last holder restores what was there before. An interrupted call can be made again."""
         with _lock:
-            self.closed = True
             for name, backend in self._held:
-                value, count, before = _claims.pop(name)
-                if count > 1:
-                    _claims[name] = (value, count - 1, before)
-                else:
-                    backend.fp32_precision = before
+                setting = _claimed.get(name)
+                if setting is None:
+                    continue
+                setting.holders.discard(self)
+                if not setting.holders:
+                    backend.fp32_precision = setting.before
+                    del _claimed[name]
             self._held.clear()

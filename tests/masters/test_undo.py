@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,13 +280,14 @@ def test_groups_added_to_a_fused_optimizer_are_unfused_too() -> None:
 
 
 class Interrupts:
-    """Raises at the n-th line that castwise runs."""
+    """Raises at the n-th line that these rooms of castwise run."""
 
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, rooms: Sequence[str] = ("masters", "session")) -> None:
         self.left = line
+        self.rooms = [f"castwise/{room}" for room in rooms]
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        if "castwise/masters" not in frame.f_code.co_filename and "session" not in frame.f_code.co_filename:
+        if not any(room in frame.f_code.co_filename for room in self.rooms):
             return None
         if event == "line":
             self.left -= 1
@@ -297,8 +298,8 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def interrupted(line: int) -> Iterator[Interrupts]:
-    former, tracer = sys.gettrace(), Interrupts(line)
+def interrupted(line: int, *rooms: str) -> Iterator[Interrupts]:
+    former, tracer = sys.gettrace(), Interrupts(line, rooms or ("masters", "session"))
     sys.settrace(tracer)
     try:
         with contextlib.suppress(KeyboardInterrupt):

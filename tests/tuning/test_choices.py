@@ -18,7 +18,7 @@ from castwise import Plan, Workload
 from castwise.errors import PlanError, WorkloadError
 from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
-from castwise.process import _claims
+from castwise.process import _claimed
 from castwise.tuning import fastest, search, unit_costs
 from castwise.tuning.axes import (
     check_formats,
@@ -234,7 +234,7 @@ def test_an_interruption_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt), Contest(made, CPU) as contest:
         contest.halve([Plan.preset("bf16-mixed"), Plan.parse("fp32+fp32_matmul=ieee")])
     assert not contest._runs
-    assert not _claims
+    assert not _claimed
 
 
 def test_batches_that_run_out_in_a_race_are_the_workloads_error() -> None:

@@ -291,25 +291,27 @@ def _on(device_type: str, values: Iterable[Any]) -> bool:
 
 
 _lock = threading.RLock()
-_registered: dict[tuple[str, str], tuple[list[Callable[[], None]], int]] = {}
-"""By operator and device type what undoes the registration, and how often it is held; "" for in front of transforms."""
+_registered: dict[tuple[str, str], tuple[list[Callable[[], None]], set[object]]] = {}
+"""By operator and device type what undoes the registration, and who holds it; "" for in front of transforms."""
 
 
-def _hold(key: tuple[str, str]) -> None:
-    undo, count = _registered.get(key) or (_register(*key), 0)
-    _registered[key] = (undo, count + 1)
+def _hold(key: tuple[str, str], holder: object) -> None:
+    if key in _registered:
+        _registered[key][1].add(holder)
+    else:
+        _registered[key] = _register(*key), {holder}
 
 
-def _release(held: tuple[tuple[str, str], ...]) -> None:
+def _release(held: tuple[tuple[str, str], ...], holder: object) -> None:
+    """Give up what is held; an interrupted call can be made again."""
     with _lock:
         for key in held:
-            undo, count = _registered[key]
-            if count > 1:
-                _registered[key] = (undo, count - 1)
-            else:
-                del _registered[key]
+            undo, holders = _registered.get(key, ((), set()))
+            holders.discard(holder)
+            if not holders:
                 for function in undo:
                     function()
+                _registered.pop(key, None)
 
 
 def registered(device_type: str) -> frozenset[str]:
@@ -340,8 +342,10 @@ class Lease:
         names = tuple(names)
         in_front = {*names, *_torch.NUMBERS_FOR_TENSORS}  # one kernel for all devices
         held = (*((name, device_type) for name in names), *((name, "") for name in in_front))
+        holder = object()
+        self.close = functools.partial(_release, held, holder)
+        """Give the kernels up, or nothing where that was done."""
+        weakref.finalize(self, self.close).atexit = False
         with _lock:
-            for name, device in held:
-                _hold((name, device))
-        self.close = weakref.finalize(self, _release, held)
-        self.close.atexit = False
+            for key in held:
+                _hold(key, holder)

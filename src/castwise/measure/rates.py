@@ -330,7 +330,7 @@ class _Loop:
         self._claim: Claim | None = None
 
     def before(self, steps: int) -> None:
-        self._claim = Claim(self._plan, self._device_type)
+        self._claim = Claim(self._plan, self._device_type).take()
 
     def run(self, steps: int) -> None:
         call = self._call

@@ -175,7 +175,7 @@ class TrainingRun:
                 f"workload {self._workload.name!r}: batches(seed) ended after {len(self.losses)} batches; "
                 "make it an endless iterator, or ask for fewer steps"
             ) from None
-        self._claim = Claim(self._plan, self._device.type)
+        self._claim = Claim(self._plan, self._device.type).take()
 
     def run(self, steps: int) -> None:
         """Train on the block that was fetched; never waits for the device, except where the scaler has to."""
@@ -214,7 +214,7 @@ class TrainingRun:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, without gradients, by the whole plan; in training mode again after it."""
-        claim = Claim(self._plan, self._device.type)
+        claim = Claim(self._plan, self._device.type).take()
         self._random.enter()
         try:
             with torch.inference_mode():
@@ -282,7 +282,7 @@ class InferenceRun:
     def before(self, steps: int) -> None:
         """Put the plan's process-wide settings in force."""
         self._random.enter()
-        self._claim = Claim(self._plan, self._device.type)
+        self._claim = Claim(self._plan, self._device.type).take()
 
     def run(self, steps: int) -> None:
         """Call the model."""

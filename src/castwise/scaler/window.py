@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from castwise import _torch
@@ -67,7 +66,9 @@ class Window:
         self._by_hand: dict[int, set[int]] = {}
         self._inside = False
         self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._after: dict[int, RemovableHandle] = {}  # hooks, once they have been needed
+        self._looked_after: set[int] = (
+            set()
+        )  # optimizers with a hook behind the step, put on when it is needed
         self._skipped = 0
         self._unread: torch.Tensor | None = None
 
@@ -378,13 +379,12 @@ class Window:
         alive, key = weakref.ref(optimizer), id(optimizer)
 
         def end() -> None:
-            after = self._after.pop(key, None)
-            if after is not None:
-                after.remove()
             target = alive()
+            if target is not None:
+                _torch.remove_hooks(target, self._before_step, self._after_step)
+            self._looked_after.discard(key)
             if target is None:
                 return
-            _torch.remove_hooks(target, self._before_step)
             if self._scales:
                 _scaling.pop(target, None)
                 if self._is_scaled(target):
@@ -504,8 +504,9 @@ class Window:
 
     def _look_after(self, optimizer: Optimizer) -> None:
         """Put things back when the step that is about to be made has ended."""
-        if id(optimizer) not in self._after:
-            self._after[id(optimizer)] = optimizer.register_step_post_hook(self._after_step)
+        if id(optimizer) not in self._looked_after:
+            optimizer.register_step_post_hook(self._after_step)
+            self._looked_after.add(id(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._inside:

@@ -94,7 +94,8 @@ class Amp:
         self.scaler.admit = functools.partial(give_late_masters, self.plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
-        self._claim: process.Claim | None = None
+        self._claim = process.Claim(self.plan, self.device_type)
+        weakref.finalize(self, self._claim.close).atexit = False
         self._region: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
@@ -166,10 +167,9 @@ class Amp:
         if optimizers and not self._members.models and agreement.world_size > 1:
             check_same_plan(self.plan, agreement.group)
         with self._undo.transaction() as log:
-            if self._claim is None or self._claim.closed:
-                log.callback((claim := process.Claim(self.plan, self.device_type)).close)
-                self._claim = claim
-                weakref.finalize(self, self._claim.close).atexit = False
+            if not self._claim.held:
+                log.callback(self._claim.close)
+                self._claim.take()
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
             if self.scaler.is_enabled() and not self._members.models:
                 self._window.look_at_strangers(log.callback)
@@ -599,6 +599,5 @@ def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> No
     for inner in module.modules():
         amp = _prepared.get(inner)
         if amp is not None:
-            undo = amp._ranks.join_ddp(ddp, module)
-            if undo is not None:
-                amp._undo.callback(undo)
+            amp._undo.callback(_drop, amp._ranks.leave_ddp, weakref.ref(module))
+            amp._ranks.join_ddp(ddp, module)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise import masters
+from castwise import _torch, masters
 from castwise.errors import StateError
 from castwise.parallel import pipeline, wrappers
 from castwise.parallel.agreement import Agreement, clip_by_norm
@@ -156,14 +156,8 @@ class Ranks:
         self.agreement.forget()
         return schedule
 
-    def join_ddp(
-        self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module
-    ) -> Callable[[], None] | None:
-        """DistributedDataParallel takes in a prepared model, on all ranks at once, and will share rank 0's weights.
-
-        Returns:
-            What undoes it, if anything has to be undone.
-        """
+    def join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
+        """DistributedDataParallel takes in a prepared model, on all ranks at once, and will share rank 0's weights."""
         averaged = wrappers.averaged_params(ddp, module)
         group, covered = ddp.process_group, set(averaged)
         for optimizer in self._members.optimizers:
@@ -175,7 +169,12 @@ class Ranks:
                 )
                 self._narrows.append(attachment)
         self.agreement.note_averaged(averaged, group)
-        return module.register_forward_pre_hook(self._before_forward).remove if self._narrows else None
+        if self._narrows:
+            module.register_forward_pre_hook(self._before_forward)
+
+    def leave_ddp(self, module: nn.Module) -> None:
+        """Undo :meth:`join_ddp`, or nothing."""
+        _torch.remove_hooks(module, self._before_forward)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

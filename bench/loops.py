@@ -1,0 +1,90 @@
+"""The training loops that benchmarks compare: written by hand with torch.amp, and as the README writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+import castwise
+from castwise import Plan
+from castwise.workload import Workload
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+class Loop:
+    """One way to write the loop."""
+
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        self.step = step
+        self.losses: list[float] = []
+
+    def before(self, steps: int) -> None:
+        """Nothing to fetch: the batch is fixed."""
+
+    def run(self, steps: int) -> None:
+        """Train for some steps."""
+        for _ in range(steps):
+            loss = self.step()
+        self.losses.append(float(loss.detach()))
+
+    def after(self) -> None:
+        """Nothing to clean up."""
+
+
+def start(
+    workload: Workload, device: torch.device, make_optimizer: MakeOptimizer | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]:
+    """The same weights and data for every loop; the workload's optimizer unless another is asked for."""
+    torch.manual_seed(0)
+    model = workload.model().to(device)
+    optimizer = (make_optimizer or workload.optimizer)(model.parameters())
+    return model, optimizer, tuple(tensor.to(device) for tensor in next(iter(workload.batches(0))))
+
+
+def training_by_hand(
+    workload: Workload,
+    device: torch.device,
+    dtype: torch.dtype,
+    make_optimizer: MakeOptimizer | None = None,
+) -> Loop:
+    """torch.autocast around forward and loss, GradScaler in fp16; fp32 without either."""
+    model, optimizer, batch = start(workload, device, make_optimizer)
+    low = dtype is not torch.float32
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+
+    def step() -> torch.Tensor:
+        with torch.autocast(device.type, dtype=dtype if low else torch.bfloat16, enabled=low):
+            loss = workload.loss(model, batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)
+
+
+def training_by_castwise(
+    workload: Workload,
+    plan: Plan | str,
+    device: torch.device,
+    make_optimizer: MakeOptimizer | None = None,
+    **options: Any,
+) -> Loop:
+    """The loop of the README; ``options`` are those of :class:`castwise.Amp`."""
+    model, optimizer, batch = start(workload, device, make_optimizer)
+    amp = castwise.Amp(plan, device=device, **options)
+    model, optimizer = amp.prepare(model, optimizer)
+
+    def step() -> torch.Tensor:
+        loss = workload.loss(model, batch)
+        amp.backward(loss)
+        amp.step(optimizer)
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)

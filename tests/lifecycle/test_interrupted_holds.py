@@ -1,0 +1,128 @@
+"""What is held for a whole process, settings and kernels, is given up where taking it or giving it up was interrupted."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from castwise import Amp, Plan
+from castwise.casting import kernels
+from castwise.casting.context import override_rows
+from castwise.process import Claim, _claimed
+from tests.masters.test_undo import interrupted
+
+PLAN = Plan.parse("bf16-mixed+fp32_matmul=ieee+fp32_conv=ieee+ops.exp=fp32+ops.linear=fp32")
+
+
+def settings() -> list[str]:
+    backends = torch.backends.mkldnn
+    return [backends.matmul.fp32_precision, backends.conv.fp32_precision]  # type: ignore[attr-defined]
+
+
+def held() -> tuple[Any, ...]:
+    gc.collect()
+    return (
+        settings(),
+        dict(_claimed),
+        {key: len(holders) for key, (_, holders) in kernels._registered.items()},
+    )
+
+
+class Settings:
+    def __init__(self) -> None:
+        self._claim = Claim(PLAN, "cpu")
+
+    def take(self) -> None:
+        self._claim.take()
+
+    def close(self) -> None:
+        self._claim.close()
+
+
+class Kernels:
+    def __init__(self) -> None:
+        self._lease: kernels.Lease | None = None
+
+    def take(self) -> None:
+        self._lease = kernels.Lease(override_rows(PLAN, "cpu"), "cpu")
+
+    def close(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+
+
+ROOMS = "process", "casting/kernels"
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another"])
+@pytest.mark.parametrize("what", [Settings, Kernels])
+def test_an_interrupt_while_it_is_taken_or_given_up(what: Callable[[], Any], alone: bool) -> None:
+    """At each line; what another holds stays his."""
+    other = what()
+    if not alone:
+        other.take()
+    before = held()
+    for act in ("take", "close"):
+        line = 0
+        while True:
+            line += 1
+            one = what()
+            if act == "close":
+                one.take()
+            with interrupted(line, *ROOMS) as tracer:
+                getattr(one, act)()
+            if tracer.left > 0:
+                one.close()
+                break
+            one.close()
+            del one
+            assert held() == before, (act, line)
+        assert line > 8
+    other.close()
+
+
+def test_an_interrupted_ddp_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DistributedDataParallel gives a prepared model is noted before it is there."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = Amp("bf16-master", device="cpu")
+    register = nn.Module.register_forward_pre_hook
+
+    def and_then_interrupt(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        register(module, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        amp.prepare(model, optimizer)
+        before = dict(model._forward_pre_hooks)
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.Module, "register_forward_pre_hook", and_then_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                DistributedDataParallel(model)
+        assert dict(model._forward_pre_hooks) != before
+        amp.close()
+        assert not model._forward_pre_hooks
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_claim_goes_with_its_session() -> None:
+    """Collected unclosed."""
+    before = held()
+    amp = Amp(PLAN, device="cpu")
+    amp.prepare(nn.Linear(4, 4))
+    alive = weakref.ref(amp)
+    assert held() != before
+    del amp
+    gc.collect()
+    assert alive() is None
+    assert held() == before
