@@ -149,7 +149,7 @@ def test_a_loop_that_fails_takes_nothing_from_the_others(bench: Path) -> None:
                            seconds=results.share(1), relative=0.1)
             results.add(*rows)
     """
-    script = bench / "loops.py"
+    script = bench / "bench_loops.py"
     script.write_text(textwrap.dedent(code), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
