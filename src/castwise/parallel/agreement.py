@@ -53,11 +53,12 @@ class Agreement:
         self._apart = _apart
         self.pieces = Pieces()
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._joined: bool | None = None
+        self.joined: bool | None = None
+        """What :meth:`can_differ` has found, until :meth:`forget`."""
 
     def forget(self) -> None:
         """Look at the layout again before the next agreement: something was prepared, declared or wrapped."""
-        self._joined = None
+        self.joined = None
 
     @property
     def world_size(self) -> int:
@@ -84,18 +85,18 @@ class Agreement:
         They can with several ranks, unless DistributedDataParallel has averaged all of them over all ranks. The answer
         is kept until :meth:`forget`.
         """
-        if self._joined is None:
+        if self.joined is None:
             world = self.world_size
             if world == 1:
-                self._joined = False
+                self.joined = False
             else:
                 models = [masters.model_param_of(parameter) for parameter in params()]
-                self._joined = not all(
+                self.joined = not all(
                     self._averaged.get(p) == world and self.pieces.group_of(p) is None
                     for p in models
                     if p.requires_grad
                 )
-        return self._joined
+        return self.joined
 
     def agree(self, flag: Tensor) -> Tensor:
         """Make a non-finite flag (0-dim fp32) the largest over all ranks, in place."""

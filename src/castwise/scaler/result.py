@@ -7,16 +7,22 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-__all__ = ["StepResult", "peek", "read_on_host"]
+__all__ = ["StepResult", "peek", "read_on_host", "view_on_host"]
+
+
+def view_on_host(number: torch.Tensor) -> ctypes.c_float | None:
+    """The memory of a 0-dim fp32 tensor, which must outlive it; None where it is a device's.
+
+    As cheap to read as ``item()``, and a count of ``item()`` calls, by which host synchronisation is found, stays a count of
+    what would wait on an accelerator.
+    """
+    return ctypes.c_float.from_address(number.data_ptr()) if number.is_cpu else None
 
 
 def peek(number: torch.Tensor) -> float | None:
-    """The value of a 0-dim fp32 tensor in the host's memory; None where the device must be asked, which is not done here.
-
-    Reads the memory itself: as cheap as ``item()``, and a count of ``item()`` calls, by which host synchronisation
-    is found, stays a count of what would wait on an accelerator.
-    """
-    return ctypes.c_float.from_address(number.data_ptr()).value if number.is_cpu else None
+    """The value of a 0-dim fp32 tensor in the host's memory; None where the device must be asked, which is not done here."""
+    view = view_on_host(number)
+    return None if view is None else view.value
 
 
 def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
-from castwise.scaler.result import StepResult, read_on_host
+from castwise.scaler.result import StepResult, read_on_host, view_on_host
 
 __all__ = ["UnitScaler", "decides_on_device", "hand_over", "take_back"]
 
@@ -35,6 +36,10 @@ def take_back(optimizer: Any) -> None:
     """Undo :func:`hand_over`."""
     vars(optimizer).pop("grad_scale", None)
     vars(optimizer).pop("found_inf", None)
+
+
+_Found = tuple[dict[torch.device, torch.Tensor], ctypes.c_float | None]
+"""Whether gradients are not finite: a flag per device, and where there is one in the host's memory, that memory."""
 
 
 class UnitScaler(GradScaler):
@@ -62,7 +67,7 @@ class UnitScaler(GradScaler):
         super().__init__(device, 1.0, dynamic=False, reduce=reduce, allow_fp16_grads=True, patience=patience)
         self._refuse = refuse
         self._one: torch.Tensor | None = None
-        self._clean: torch.Tensor | None = None
+        self._clean: _Found | None = None  # zero, and nobody else's
         self._streaks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._on_their_way: deque[tuple[weakref.ref[Optimizer], StepResult]] = deque(maxlen=64)
 
@@ -120,12 +125,19 @@ class UnitScaler(GradScaler):
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
         """Whether gradients of an optimizer are not finite, as all ranks that act together see it; a flag per device."""
+        return self._look(optimizer)[0]
+
+    def _look(self, optimizer: Optimizer) -> _Found:
         one = self.scale_tensor()
-        clean, self._clean = self._clean, None
-        flag = torch.zeros((), device=one.device) if clean is None else clean
+        found, self._clean = self._clean, None
+        if found is None:
+            flag = torch.zeros((), device=one.device)
+            found = {one.device: flag}, view_on_host(flag)
+        (flag,) = found[0].values()
         if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
-            return self._unscale_grads_(optimizer, one, flag, allow_fp16=True)
-        return {one.device: self._agreed(flag)}
+            return self._unscale_grads_(optimizer, one, flag, allow_fp16=True), None
+        agreed = self._agreed(flag)
+        return found if agreed is flag else ({one.device: agreed}, None)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Step, or skip where a gradient is not finite; what became of it.
@@ -136,8 +148,10 @@ class UnitScaler(GradScaler):
         if closure is not None:
             return self._take_with_closure(optimizer, closure)
         state = self._per_optimizer_states.pop(id(optimizer), None)
-        flags = self.look(optimizer) if state is None else state["found_inf_per_device"]
-        skipped = read_on_host(flags.values())
+        found = flags, value = (
+            self._look(optimizer) if state is None else (state["found_inf_per_device"], None)
+        )
+        skipped = read_on_host(flags.values()) if value is None else value.value != 0.0
         if skipped is None:
             if decides_on_device(optimizer) and not self._refuse:
                 return self._take_on_device(optimizer, flags)
@@ -146,7 +160,7 @@ class UnitScaler(GradScaler):
             self.count(optimizer, True)
             return StepResult(list(flags.values()), skipped=True)
         if state is None and len(flags) == 1:
-            (self._clean,) = flags.values()  # zero, and nobody else's
+            self._clean = found
         if self._streaks:
             self.count(optimizer, False)
         optimizer.step()

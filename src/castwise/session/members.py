@@ -20,7 +20,7 @@ class Members:
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[nn.Module]] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self.roots: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
         """The border around each model."""
         self._strays: list[torch.Tensor] | None = None
@@ -39,17 +39,18 @@ class Members:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer in."""
-        self._optimizers.append(weakref.ref(optimizer))
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._strays = None
 
     def remove_optimizer(self, optimizer: Optimizer) -> None:
         """Let an optimizer go."""
-        self._optimizers = [known for known in self._optimizers if known() is not optimizer]
+        self._optimizers.pop(id(optimizer), None)
         self._strays = None
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer was prepared, this very object."""
-        return any(known() is optimizer for known in self._optimizers)
+        known = self._optimizers.get(id(optimizer))
+        return known is not None and known() is optimizer
 
     @property
     def models(self) -> list[nn.Module]:
@@ -59,7 +60,7 @@ class Members:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Those that are alive."""
-        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+        return [optimizer for known in self._optimizers.values() if (optimizer := known()) is not None]
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Every parameter of the models once."""

@@ -73,7 +73,7 @@ class Ranks:
 
     def agree(self, flag: torch.Tensor) -> torch.Tensor:
         """A flag as all ranks see it, unless it travels with the norm, or they must see the same anyway."""
-        if self._flags_wait or not self.can_differ():
+        if self.agreement.joined is False or self._flags_wait or not self.can_differ():
             return flag
         return self.agreement.agree(flag)
 
