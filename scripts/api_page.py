@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import castwise
-from castwise import checkpoint, errors, plan, rules, scaler, workload
+from castwise import checkpoint, errors, scaler, workload
+from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
@@ -38,8 +39,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 
 FURTHER = (
     ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
-    ("castwise.plan", plan, ("as_plan",)),
-    ("castwise.rules", rules, ("base_table", "describe", "overrides")),
+    ("castwise.plans.plan", plan, ("as_plan",)),
+    ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),
     ("castwise.scaler", scaler, ("next_state", "from_apex", "to_apex", "from_colossalai", "to_colossalai")),
     ("castwise.workload", workload, ("find_workload",)),
 )

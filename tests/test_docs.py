@@ -14,8 +14,8 @@ import torch
 import typer
 
 from castwise import cli
-from castwise.plan import PRESETS, LossScale, Plan
-from castwise.rules import BASES, RULES
+from castwise.plans.plan import PRESETS, LossScale, Plan
+from castwise.plans.rules import BASES, RULES
 
 from .fresh import run_python
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from castwise.errors import PlanError, UnknownNameError
-from castwise.formats import FORMATS, LOW, Format, get_format
+from castwise.plans.formats import FORMATS, LOW, Format, get_format
 
 STORED = [name for name in FORMATS if name != "tf32"]  # tf32 has no torch dtype of its own
 

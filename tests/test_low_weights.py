@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import castwise
-from castwise import rule_tables, rules
 from castwise.casting.kernels import registered
-from castwise.plan import PRESETS
+from castwise.plans import rules, tables
+from castwise.plans.plan import PRESETS
 
 MASTERS = ["bf16-master", "fp16-master"]
 PLANS = [f"{name}{more}" for name in MASTERS for more in ("", "+rules=cuda", "+rules=apex")]
@@ -209,7 +209,7 @@ def test_rows_for_low_weights_leave_those_of_the_table(base: str, device_type: s
     assert all(op not in table or table[op].rule == "as_is" for op in extra)
     assert "matrix_exp" in extra
     if base == "none":
-        assert {op for group in rule_tables.STORED_LOW for op in group.ops.split()} == extra.keys()
+        assert {op for group in tables.STORED_LOW for op in group.ops.split()} == extra.keys()
 
 
 # --- operators without low kernels -----------------------------------------------------------------------------------

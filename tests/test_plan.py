@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castwise.errors import CastwiseError, PlanError, UnknownNameError
-from castwise.plan import PRESETS, LossScale, Plan, Region, as_plan
-from castwise.plan_parts import matches_path
-from castwise.rules import BASES, RULES
+from castwise.plans.parts import matches_path
+from castwise.plans.plan import PRESETS, LossScale, Plan, Region, as_plan
+from castwise.plans.rules import BASES, RULES
 
 # --- random plans -------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ def test_json_holds_exactly_the_fields() -> None:
 
 def test_digest_is_the_same_in_every_process() -> None:
     program = (
-        "import sys; from castwise.plan import Plan\n"
+        "import sys; from castwise.plans.plan import Plan\n"
         "for line in sys.stdin: print(Plan.from_json(line).digest)"
     )
     several = [EVERY_FIELD, *PRESETS.values()]

@@ -17,7 +17,7 @@ import castwise
 from castwise import Plan, masters
 from castwise.casting import frames, kernels
 from castwise.errors import DeviceError, PlanError, StateError
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 
 NAMES = [name for name in PRESETS if name != "tf32"]
 MASTERS = ["bf16-master", "fp16-master", "O2", "naive"]

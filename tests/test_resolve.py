@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 import castwise
 from castwise import Plan, Region
 from castwise.errors import PatternError
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 from castwise.resolve import resolve
 
 NAMES = [name for name in PRESETS if name != "tf32"]

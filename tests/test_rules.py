@@ -17,10 +17,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
-from castwise import _torch, rule_tables, rules
+from castwise import _torch
 from castwise.casting import kernels
 from castwise.errors import PlanError, UnknownNameError
-from castwise.rules import (
+from castwise.plans import rules, tables
+from castwise.plans.rules import (
     BASES,
     DEVICE_TYPES,
     RULES,
@@ -259,7 +260,7 @@ def test_cuda_table_is_the_same_on_every_device_up_to_the_kernels_of_one() -> No
     cuda = base_table("cuda", "cuda")
     for device in ("cpu", "xpu", "mps"):
         there = base_table("cuda", device)
-        assert {op for op in cuda if op not in there} == rule_tables.CUDA_ONLY
+        assert {op for op in cuda if op not in there} == tables.CUDA_ONLY
         assert {op for op in there if op not in cuda} == {
             "gru",
             "lstm",
@@ -297,8 +298,8 @@ def test_apex_table_leaves_the_rest_alone(op: str) -> None:
 
 
 def test_rows_of_operators_that_this_torch_lacks_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = rule_tables.Group("lower", "from a release to come", "mm operator_of_torch_9")
-    monkeypatch.setattr(rule_tables, "CUDA", (group,))
+    group = tables.Group("lower", "from a release to come", "mm operator_of_torch_9")
+    monkeypatch.setattr(tables, "CUDA", (group,))
     assert list(base_table.__wrapped__("native", "cuda")) == ["mm"]
 
 
@@ -426,7 +427,7 @@ def test_unknown_rule() -> None:
 
 
 def test_functions_named_in_the_help_are_no_operators_and_run_as_ones_that_are() -> None:
-    for function, runs_as in rule_tables.FUNCTIONS.items():
+    for function, runs_as in tables.FUNCTIONS.items():
         assert hasattr(torch.nn.functional, function)
         assert not hasattr(torch.ops.aten, function), function
         for word in runs_as.replace(",", " ").split():

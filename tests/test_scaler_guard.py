@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from castwise.errors import LossScaleError, NonFiniteError, PlanError
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 
 INF, NAN = float("inf"), float("nan")
 UNSCALED = ["fp32", "bf16-mixed", "bf16-master", "bf16-true", "O0"]

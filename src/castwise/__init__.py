@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
     from castwise.numerics.parity import ParityResult, parity
-    from castwise.plan import LossScale, Plan, Region
+    from castwise.plans.plan import LossScale, Plan, Region
     from castwise.scaler import GradScaler, StepResult
     from castwise.session import Amp
     from castwise.workload import Workload
@@ -53,10 +53,10 @@ _HOME = {
     "AveragedModel": "masters",
     "CastwiseError": "errors",
     "GradScaler": "scaler",
-    "LossScale": "plan",
+    "LossScale": "plans.plan",
     "ParityResult": "numerics.parity",
-    "Plan": "plan",
-    "Region": "plan",
+    "Plan": "plans.plan",
+    "Region": "plans.plan",
     "StepResult": "scaler",
     "TuneResult": "jobs.tune_result",
     "Workload": "workload",

@@ -26,17 +26,18 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from castwise import _torch, rules
+from castwise import _torch
 from castwise.casting import frames, kernels, tracing
 from castwise.casting.context import override_rows
 from castwise.casting.frames import Frame, mark_boundary, note_backward
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
 from castwise.errors import StateError
-from castwise.formats import FORMATS
 from castwise.mismatch import explain_mismatch
-from castwise.plan import Plan
-from castwise.plan_parts import shown
+from castwise.plans import rules
+from castwise.plans.formats import FORMATS
+from castwise.plans.parts import shown
+from castwise.plans.plan import Plan
 from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]

@@ -114,7 +114,7 @@ def bench(
     """Train a workload under several plans, in turns, and show what each costs."""
     with _errors(show_traceback):
         from castwise.jobs import bench as job
-        from castwise.plan import as_plan
+        from castwise.plans.plan import as_plan
 
         chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
         for plan in chosen:
@@ -233,7 +233,7 @@ def train(
     with _errors(show_traceback):
         from castwise.jobs import ranks
         from castwise.jobs import train as job
-        from castwise.plan import as_plan
+        from castwise.plans.plan import as_plan
 
         chosen = as_plan(plan)
         leads = ranks.started()[0] == 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from castwise.casting.frames import Frame
-from castwise.formats import LOW
+from castwise.plans.formats import LOW
 
 __all__ = ["explain_mismatch"]
 

@@ -14,8 +14,8 @@ import torch
 
 from castwise import _torch
 from castwise.errors import DeviceError, StateError
-from castwise.plan import Plan
-from castwise.plan_parts import shown
+from castwise.plans.parts import shown
+from castwise.plans.plan import Plan
 
 __all__ = ["Claim", "check_device", "device_type_of"]
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from castwise import _torch, rules
+from castwise import _torch
 from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
-from castwise.formats import FORMATS, LOW
-from castwise.plan import Plan, Region
-from castwise.plan_parts import matches_path, shown
+from castwise.plans import rules
+from castwise.plans.formats import FORMATS, LOW
+from castwise.plans.parts import matches_path, shown
+from castwise.plans.plan import Plan, Region
 
 __all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
 

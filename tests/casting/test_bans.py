@@ -12,7 +12,7 @@ import torch
 import castwise
 from castwise import Plan
 from castwise.errors import BannedOperatorError
-from castwise.rules import BASES, DEVICE_TYPES, base_table
+from castwise.plans.rules import BASES, DEVICE_TYPES, base_table
 
 LOW = torch.linspace(0.1, 0.9, 16).reshape(4, 4).bfloat16()
 APEX = Plan(compute="bf16", rules="apex")

@@ -12,7 +12,7 @@ from castwise.compat.colossalai.amp import AMP_TYPE
 from castwise.compat.colossalai.plans import recipe_of
 from castwise.compat.colossalai.sharding import zero_recipe
 from castwise.errors import PlanError, UnknownNameError
-from castwise.plan import PRESETS, LossScale, Plan, Region
+from castwise.plans.plan import PRESETS, LossScale, Plan, Region
 
 LOW_NORMS = (Region("type:_BatchNorm", params="fp16"),)
 """BatchNorm in fp16, statistics too, as the originals have it; castwise's own presets keep those in fp32."""

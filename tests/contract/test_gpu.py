@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 
 from .models import CASES, Case
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 
 from .module_recipes import EXCEPTIONS, RECIPES, Recipe, covered, every_name
 

@@ -12,7 +12,7 @@ from torch import nn
 import castwise
 from castwise.casting import frames
 from castwise.errors import DeviceError
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 
 from .models import CASES, Case
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence
 
 from castwise.jobs.tune_result import TuneResult
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise.errors import CastwiseError, StateError
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 from castwise.session import Amp
 
 from .kinds import KINDS, optimizers

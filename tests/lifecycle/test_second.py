@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.session import Amp
 from tests.masters.test_undo import interrupted
 

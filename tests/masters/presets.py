@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import castwise
 from castwise.errors import DeviceError
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 
 
 def _runs(name: str) -> bool:

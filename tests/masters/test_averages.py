@@ -14,7 +14,7 @@ from torch.optim import swa_utils
 
 import castwise
 from castwise.masters import is_low
-from castwise.plan import PRESETS
+from castwise.plans.plan import PRESETS
 from tests.masters.presets import ALL
 from tests.test_masters_gradients import prepared
 from tests.test_masters_optimizers import batches, train

@@ -12,7 +12,7 @@ from torch import nn
 from castwise.errors import CastwiseError
 from castwise.measure.memory import count_saved_bytes, measure_memory, peak_bytes
 from castwise.measure.steps import InferenceRun, TrainingRun
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.workload import find_workload
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import nn
 
 from castwise.errors import DeviceError, WorkloadError
 from castwise.measure.steps import InferenceRun, TrainingRun, build_model, to_device
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.workload import Workload, find_workload
 
 CPU = torch.device("cpu")

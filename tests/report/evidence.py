@@ -10,7 +10,7 @@ from castwise.jobs.tune_result import TuneResult
 from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
 from castwise.numerics.window import Histogram, ScaleWindow
-from castwise.plan import Plan, Region
+from castwise.plans.plan import Plan, Region
 from castwise.tuning.evidence import Candidate, Damage, Evidence, RegionEvidence, Stage, Verification
 
 MIB = 2**20

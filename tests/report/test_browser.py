@@ -11,7 +11,7 @@ from tests.report.browser import CHROMIUM, DRIVER, Browser, browser
 from tests.report.evidence import make_bare, make_candidate, make_evidence
 
 from castwise.jobs.tune_result import TuneResult
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.tuning.evidence import Evidence
 
 pytestmark = [

@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
 
-from castwise.formats import FORMATS
 from castwise.numerics.window import ScaleWindow
+from castwise.plans.formats import FORMATS
 from castwise.report import tune_plots, tune_text
 from castwise.report.tune_page import tune_page, write_tune_page
 from castwise.report.tune_table import tune_table

@@ -9,13 +9,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from castwise import _torch, rules
+from castwise import _torch
 from castwise.casting import frames, kernels, tracing
 from castwise.casting.kernels import frame_of
 from castwise.errors import PlanError, UnknownNameError
-from castwise.formats import get_format
-from castwise.plan import Plan, as_plan
-from castwise.plan_parts import shown
+from castwise.plans import rules
+from castwise.plans.formats import get_format
+from castwise.plans.parts import shown
+from castwise.plans.plan import Plan, as_plan
 
 __all__ = ["autocast", "default_device_type", "override_rows"]
 

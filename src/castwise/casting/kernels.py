@@ -27,7 +27,7 @@ from castwise.casting import frames, tracing
 from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
-from castwise.rules import Row, advice, operator_overloads
+from castwise.plans.rules import Row, advice, operator_overloads
 
 __all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
 
@@ -173,7 +173,7 @@ _RULES: dict[str, Action] = {
 
 
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
-    """What to do with each overridden operator, from the rows of :func:`castwise.rules.overrides`."""
+    """What to do with each overridden operator, from the rows of :func:`castwise.plans.rules.overrides`."""
     out = {}
     for name, row in rows.items():
         if row.rule == "banned":
@@ -334,7 +334,7 @@ class Lease:
     """Keeps the override kernels of some operators registered until it is closed or collected.
 
     Args:
-        names: Operator names as in :mod:`castwise.rules`.
+        names: Operator names as in :mod:`castwise.plans.rules`.
         device_type: Device type whose autocast key they go on.
     """
 

@@ -31,7 +31,7 @@ from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
 from castwise.checkpoint.undo import Before
 from castwise.errors import CheckpointError
-from castwise.plan_parts import shown
+from castwise.plans.parts import shown
 from castwise.session import Amp
 
 __all__ = ["Restore"]

@@ -21,7 +21,7 @@ from castwise.measure.environment import environment
 from castwise.measure.memory import Memory, measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, paired, race
-from castwise.plan import PRESETS, Plan, as_plan
+from castwise.plans.plan import PRESETS, Plan, as_plan
 from castwise.workload import Workload, find_workload, non_finite_parts
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]

@@ -17,7 +17,7 @@ from castwise.measure.environment import environment
 from castwise.measure.limits import Product, StepProfile, padding_gain, profile_steps
 from castwise.measure.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
 from castwise.measure.units import MatrixUnits, matrix_units
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.process import check_device
 from castwise.workload import Workload, find_workload
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from castwise.errors import CastwiseError, WorkloadError
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.workload import Workload
 
 __all__ = ["calls", "remedy", "sentence"]

@@ -14,7 +14,7 @@ from castwise.jobs.faults import calls
 from castwise.jobs.layout import Layout
 from castwise.jobs.ranks import Ranks
 from castwise.measure.steps import build_model
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 

@@ -26,7 +26,7 @@ from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult, finite
 from castwise.measure.environment import environment
 from castwise.measure.steps import to_device
-from castwise.plan import Plan, as_plan
+from castwise.plans.plan import Plan, as_plan
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss, find_workload, non_finite_parts
@@ -64,7 +64,7 @@ def train(
 
     Args:
         workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
-        plan: As :func:`castwise.plan.as_plan` takes it.
+        plan: As :func:`castwise.plans.plan.as_plan` takes it.
         steps: How many, at least 1.
         out: Folder for the results; made where there is none, and files of an earlier training in it are replaced.
         device: By default the accelerator at hand, else the CPU.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise.jobs.bench_result import _plain
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.tuning.evidence import Evidence
 
 if TYPE_CHECKING:

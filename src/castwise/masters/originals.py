@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch
-from castwise.formats import LOW, get_format
+from castwise.plans.formats import LOW, get_format
 
 __all__ = [
     "address",

@@ -30,7 +30,7 @@ from torch import nn
 from castwise.errors import CastwiseError, WorkloadError
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.workload import Workload, find_workload
 
 __all__ = ["Memory", "count_saved_bytes", "measure_here", "measure_memory", "peak_bytes"]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from castwise.errors import DeviceError
 from castwise.measure import stats
 from castwise.measure.timing import Lap, paired, race, synchronize
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import nn
 
 from castwise.casting.trees import map_tensors
 from castwise.errors import WorkloadError
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
 from castwise.scaler import StepResult
 from castwise.session import Amp

@@ -40,7 +40,7 @@ from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE, Prober, Trial
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.numerics.window import GradientRange
-from castwise.plan import Plan, as_plan
+from castwise.plans.plan import Plan, as_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from castwise.errors import NonFiniteError, WorkloadError
-from castwise.formats import FORMATS
 from castwise.measure.steps import to_device
 from castwise.numerics.damage import Grams, Matrix
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import seed_all
-from castwise.plan import Plan
+from castwise.plans.formats import FORMATS
+from castwise.plans.plan import Plan
 from castwise.session import Amp
 from castwise.workload import non_finite_parts
 

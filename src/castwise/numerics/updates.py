@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.formats import FORMATS
 from castwise.measure.steps import to_device
 from castwise.numerics.isolation import seed_all
-from castwise.plan import Plan
+from castwise.plans.formats import FORMATS
+from castwise.plans.plan import Plan
 
 __all__ = ["LOST", "lost_updates"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting.trees import map_tensors
-from castwise.formats import FORMATS
+from castwise.plans.formats import FORMATS
 
 __all__ = ["GradientRange", "Histogram", "ScaleWindow"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.errors import StateError
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, resolve
 
 __all__ = ["check_groups", "mp_policy", "shard", "shard_dtypes"]

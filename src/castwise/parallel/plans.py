@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from castwise.errors import PatternError, PlanError
-from castwise.plan import Plan
-from castwise.plan_parts import shown
+from castwise.plans.parts import shown
+from castwise.plans.plan import Plan
 
 __all__ = ["check_patterns", "check_same_plan"]
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.errors import PlanError, StateError
-from castwise.plan import LossScale
+from castwise.plans.plan import LossScale
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
 from castwise.scaler.losses import DEFAULT, NamedLosses

@@ -20,7 +20,7 @@ from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
 from castwise.parallel import fsdp, wrappers
 from castwise.parallel.plans import check_same_plan
-from castwise.plan import Plan, as_plan
+from castwise.plans.plan import Plan, as_plan
 from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Window
 from castwise.session import storage

@@ -13,8 +13,8 @@ from castwise import _torch, masters
 from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
-from castwise.plan import Plan
-from castwise.plan_parts import shown
+from castwise.plans.parts import shown
+from castwise.plans.plan import Plan
 from castwise.session.members import Members
 
 __all__ = ["check_group", "check_masters", "check_model", "check_optimizer", "check_parameters"]

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from castwise import masters
 from castwise.errors import PlanError, StateError
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.scaler import GradScaler, UnitScaler
 
 __all__ = ["give_late_masters", "scaler_for"]

@@ -16,7 +16,7 @@ from castwise.parallel import pipeline, wrappers
 from castwise.parallel.agreement import Agreement, clip_by_norm
 from castwise.parallel.pieces import is_dtensor, world_group
 from castwise.parallel.plans import check_patterns
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.scaler import GradScaler, Window
 from castwise.session.members import Members
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from castwise import masters
 from castwise.errors import PlanError, StateError
 from castwise.parallel import fsdp
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, named_tensors
 from castwise.session.undo import UndoLog
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from castwise.errors import DeviceError, PlanError
-from castwise.formats import LOW
 from castwise.fused import can_fuse
-from castwise.plan import PRESETS, Plan
+from castwise.plans.formats import LOW
+from castwise.plans.plan import PRESETS, Plan
+from castwise.plans.rules import UNFUSED, base_table
 from castwise.process import check_device
-from castwise.rules import UNFUSED, base_table
 
 __all__ = [
     "FORMATS",

@@ -20,7 +20,7 @@ from castwise.measure import ranks, stats
 from castwise.measure.failures import unfit
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap, paired, race
-from castwise.plan import PRESETS, Plan
+from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import simplicity
 from castwise.workload import Workload
 

@@ -20,7 +20,7 @@ from castwise.measure.failures import unfit
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import ParityResult, ParityTest
 from castwise.numerics.probes import Trial
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.tuning.units import Unit, exempt, only
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from castwise.numerics.parity import ParityResult
-from castwise.plan import PRESETS, Plan
+from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.state import FP32, SearchState
 from castwise.tuning.units import exempt
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from castwise.formats import LOW
 from castwise.measure import ranks
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
-from castwise.plan import Plan
+from castwise.plans.formats import LOW
+from castwise.plans.plan import Plan
 from castwise.tuning.axes import (
     FORMATS,
     name_of,

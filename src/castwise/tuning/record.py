@@ -10,7 +10,7 @@ from castwise.measure import ranks, stats
 from castwise.measure.environment import environment
 from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
 from castwise.numerics.parity import ParityResult
-from castwise.plan import PRESETS, Plan
+from castwise.plans.plan import PRESETS, Plan
 from castwise.resolve import assign
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence

@@ -25,13 +25,13 @@ import torch
 
 from castwise.casting.trees import map_tensors
 from castwise.errors import StateError
-from castwise.formats import LOW
 from castwise.measure import ranks
 from castwise.measure.steps import build_model, to_device
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, is_adam
 from castwise.numerics.probes import Prober
+from castwise.plans.formats import LOW
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.exempt import NumericsSearch
 from castwise.tuning.exemptions import find_exemptions

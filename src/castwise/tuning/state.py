@@ -13,7 +13,7 @@ from torch import nn
 from castwise.measure import ranks
 from castwise.measure.failures import unfit
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
-from castwise.plan import PRESETS, Plan
+from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification

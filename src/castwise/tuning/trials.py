@@ -18,7 +18,7 @@ from castwise.measure import ranks
 from castwise.measure.steps import TrainingRun
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import COMPARABLE, ParityResult
-from castwise.plan import PRESETS, Plan
+from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.evidence import Verification
 from castwise.workload import Workload
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from castwise.casting import autocast
 from castwise.casting.trees import cast_floating, map_tensors
-from castwise.formats import FORMATS
 from castwise.measure import ranks
 from castwise.measure.failures import unfit
 from castwise.measure.timing import synchronize
+from castwise.plans.formats import FORMATS
 from castwise.tuning.units import Unit
 
 __all__ = ["Cost", "losing_units", "measure_costs", "not_faster"]

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from castwise import _torch
 from castwise.errors import PatternError
-from castwise.plan import Plan, Region
+from castwise.plans.plan import Plan, Region
+from castwise.plans.rules import UNFUSED
 from castwise.resolve import assign
-from castwise.rules import UNFUSED
 
 __all__ = ["Unit", "exempt", "find_units", "only", "operators_used"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from castwise.errors import CastwiseError
 from castwise.measure import ranks
 from castwise.measure.memory import measure_memory
-from castwise.plan import Plan
+from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of, simplicity
 from castwise.tuning.state import SearchState
 

@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 
 from castwise.errors import PlanError, UnknownNameError
-from castwise.formats import LOW, get_format
-from castwise.plan import PRESETS, LossScale, Plan, Region
-from castwise.plan_parts import close_matches
+from castwise.plans.formats import LOW, get_format
+from castwise.plans.parts import close_matches
+from castwise.plans.plan import PRESETS, LossScale, Plan, Region
 
 __all__ = ["Recipe", "apex_recipe", "fp32_recipe", "naive_recipe", "recipe_of", "torch_recipe"]
 

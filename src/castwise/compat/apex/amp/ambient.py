@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise import _torch, rules
+from castwise import _torch
 from castwise.casting import frames, kernels, tracing
 from castwise.casting.context import override_rows
 from castwise.errors import StateError
-from castwise.plan import Plan
+from castwise.plans import rules
+from castwise.plans.plan import Plan
 
 __all__ = ["Ambient", "WeightCache"]
 

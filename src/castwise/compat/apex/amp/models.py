@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from castwise import masters
 from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.compat.apex.amp._amp_state import warn_or_err
-from castwise.plan import Plan, Region
+from castwise.plans.plan import Plan, Region
 from castwise.session import Amp
 
 __all__ = [

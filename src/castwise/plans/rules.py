@@ -19,9 +19,10 @@ from typing import Final, cast, get_args
 
 import torch
 
-from castwise import _torch, rule_tables
+from castwise import _torch
 from castwise.errors import PlanError, UnknownNameError
-from castwise.rule_tables import Rule
+from castwise.plans import tables
+from castwise.plans.tables import Rule
 
 __all__ = [
     "BASES",
@@ -106,17 +107,17 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
     if base == "none":
         table: dict[str, Row] = {}
     elif base == "native" and device_type == "cpu":
-        table = _rows(rule_tables.CPU)
+        table = _rows(tables.CPU)
     elif base == "native" and device_type == "mps":
-        table = _rows(rule_tables.CUDA)
-        table = {op: row for op, row in table.items() if op not in rule_tables.MPS_LACKS}
-        table |= _rows(rule_tables.MPS_DIFFERS)
+        table = _rows(tables.CUDA)
+        table = {op: row for op, row in table.items() if op not in tables.MPS_LACKS}
+        table |= _rows(tables.MPS_DIFFERS)
     else:
-        table = _rows(rule_tables.APEX if base == "apex" else rule_tables.CUDA)
+        table = _rows(tables.APEX if base == "apex" else tables.CUDA)
         if device_type != "cuda":
-            table = {op: row for op, row in table.items() if op not in rule_tables.CUDA_ONLY}
+            table = {op: row for op, row in table.items() if op not in tables.CUDA_ONLY}
         if device_type != "cuda" and base != "native":
-            table |= _rows(rule_tables.RNN_STAND_INS)
+            table |= _rows(tables.RNN_STAND_INS)
     # One table serves several versions of torch: operators come and go between them.
     return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
 
@@ -237,7 +238,7 @@ def _overrides(base: str, ops: tuple[tuple[str, str], ...], device_type: str) ->
         operator_overloads(name)
         op = name.removeprefix("aten::")
         table[op] = Row(op, cast("Rule", rule), _CHOSEN)
-    for op, used in rule_tables.USE_IN_PLACE.items():
+    for op, used in tables.USE_IN_PLACE.items():
         if any(table[name].rule == "banned" for name in used if name in table):
             table.setdefault(op, Row(op, "as_is", _WHOLE))
     return MappingProxyType({op: row for op, row in sorted(table.items()) if _differs(row, native.get(op))})
@@ -258,8 +259,8 @@ def meetings(device_type: str) -> Mapping[str, Row]:
     native = base_table("native", device_type)
     table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
     low = [op for op, row in native.items() if row.rule == "lower"]
-    table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *rule_tables.REFUSES.split())}
-    table |= {op: row for op, row in _rows(rule_tables.STORED_LOW).items() if row.rule == "fp32"}
+    table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *tables.REFUSES.split())}
+    table |= {op: row for op, row in _rows(tables.STORED_LOW).items() if row.rule == "fp32"}
     table["cdist"] = Row("cdist", "widest", _MEETS)  # which has no low kernel on CPUs
     return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
 
@@ -276,7 +277,7 @@ def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
         device_type: One of `DEVICE_TYPES`.
     """
     table = base_table(base, device_type)
-    rows = _rows(rule_tables.STORED_LOW)
+    rows = _rows(tables.STORED_LOW)
     listed = {op for op, row in table.items() if row.rule != "as_is"}
     return MappingProxyType({op: row for op, row in rows.items() if op not in listed and _exists(op)})
 
@@ -292,7 +293,7 @@ def _differs(row: Row, native: Row | None) -> bool:
     )
 
 
-def _rows(groups: Iterable[rule_tables.Group]) -> dict[str, Row]:
+def _rows(groups: Iterable[tables.Group]) -> dict[str, Row]:
     table: dict[str, Row] = {}
     for group in groups:
         for op in group.ops.split():
@@ -339,10 +340,8 @@ def _unknown(name: str) -> str:
     """Say what to do about an operator that the installed torch does not have."""
     namespace, base = _namespace(name), _base_name(name)
     start = f"operator {name!r}: not registered in torch {torch.__version__}"
-    if namespace == "aten" and base in rule_tables.FUNCTIONS:
-        return (
-            f"{start}. torch.nn.functional.{base} runs as {rule_tables.FUNCTIONS[base]}: name that instead."
-        )
+    if namespace == "aten" and base in tables.FUNCTIONS:
+        return f"{start}. torch.nn.functional.{base} runs as {tables.FUNCTIONS[base]}: name that instead."
     known = sorted({_base_name(op).partition(".")[0] for op in _torch.operator_names(namespace)})
     start += _close(base, known)
     if namespace == "aten":

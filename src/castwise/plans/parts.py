@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from castwise.errors import PlanError, UnknownNameError
-from castwise.formats import Format, get_format
+from castwise.plans.formats import Format, get_format
 
 __all__ = [
     "LossScale",

@@ -20,9 +20,9 @@ from typing import Any, Final, cast
 import torch
 
 from castwise.errors import PlanError, UnknownNameError
-from castwise.formats import FORMATS, LOW, get_format
-from castwise.plan_line import read_line, write_line
-from castwise.plan_parts import (
+from castwise.plans.formats import FORMATS, LOW, get_format
+from castwise.plans.line import read_line, write_line
+from castwise.plans.parts import (
     DEEPEST,
     LossScale,
     Record,
@@ -36,7 +36,7 @@ from castwise.plan_parts import (
     shown,
     to_json,
 )
-from castwise.rules import BASES, check_rule
+from castwise.plans.rules import BASES, check_rule
 
 __all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
 
@@ -64,7 +64,7 @@ class Plan:
             it works on them directly.
         regions: Parts with formats of their own; the last that matches a module wins. A list, or a mapping
             from pattern to compute format or to Region's fields, is taken too.
-        rules: Base table of operator rules, one of `castwise.rules.BASES`; ``none`` casts no operator.
+        rules: Base table of operator rules, one of `castwise.plans.rules.BASES`; ``none`` casts no operator.
         ops: Pairs of operator and rule on top of the base table, sorted. A list or a mapping is taken too.
             That the operators exist is checked where the plan is carried out, because the libraries of custom
             ones may be imported after the plan is made.
@@ -221,7 +221,7 @@ class Plan:
             ) from None
 
     def __str__(self) -> str:
-        """Write the plan as one line that :meth:`parse` reads back, as `castwise.plan_line` describes."""
+        """Write the plan as one line that :meth:`parse` reads back, as `castwise.plans.line` describes."""
         return write_line(_values(self), _preset_values(), to_json(LossScale()))
 
     @classmethod
@@ -231,7 +231,7 @@ class Plan:
         Args:
             text: A preset name and any number of ``+field=value``, such as ``bf16-mixed+ops.exp=fp32``,
                 ``fp16-mixed+loss_scale.interval=1000``, ``bf16-mixed+regions.encoder.*.norm=fp32`` or
-                ``bf16-true+regions.type:BatchNorm*=params:fp32``; `castwise.plan_line` has the grammar.
+                ``bf16-true+regions.type:BatchNorm*=params:fp32``; `castwise.plans.line` has the grammar.
                 ``bf16`` and ``fp16`` in place of the preset mean autocasting to them.
 
         Returns:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from castwise.errors import PlanError, UnknownNameError
-from castwise.plan_parts import close_matches, shown
+from castwise.plans.parts import close_matches, shown
 
 __all__ = ["read_line", "write_line"]
 

@@ -1,0 +1,1 @@
+"""The precision decision as data: formats, operator tables and rules, the plan, its parts and its line."""
