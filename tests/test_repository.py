@@ -185,7 +185,7 @@ def defines(tree: ast.Module | ast.ClassDef, name: str) -> bool:
 
 def test_the_search_for_names_that_do_not_exist_finds_them() -> None:
     bad = ["tests/test_none.py", "scaler/window.py::Windows", "scaler/window.py::Window.opens", "a/b.md"]
-    good = ["tests/test_plan.py::test_frozen", "scaler/window.py::Window.open", "plan.py", "README.md"]
+    good = ["tests/test_plan.py::test_frozen", "scaler/window.py::Window.open", "resolve.py", "README.md"]
     assert missing(" ".join(f"`{name}`" for name in (*bad, *good))) == bad
 
 
