@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -706,6 +707,83 @@ def forget_compiled(model: torch.nn.Module) -> None:
             if "type_id" not in guards or any(kind in guards for kind in kinds):
                 reset_code(code)
                 break
+
+
+# --- torch.amp.GradScaler -----------------------------------------------------------------------------------
+
+check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+"""``(grads, flag, factor)``: multiply in place, and set the flag to one where a gradient was not finite."""
+update_scale = torch._amp_update_scale_
+"""``(scale, growth_tracker, flag, growth, backoff, interval)``: move a scale in place by its rule."""
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` by names without underscores, for a subclass that works on what it keeps."""
+
+    works: bool
+    """Whether it was enabled, on a device that is there; otherwise it passes everything through."""
+    optimizer_states: dict[int, dict[str, Any]]
+    """By the optimizers' ``id`` their stage, and their flags by device."""
+    current: Any
+    """What holds ``scale`` and ``growth_tracker``, None before the first use; :meth:`allocate` makes them."""
+
+    _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
+    _per_optimizer_states = property(
+        lambda self: self.optimizer_states, lambda self, value: setattr(self, "optimizer_states", value)
+    )
+    _scale = property(
+        lambda self: self.current.scale, lambda self, value: setattr(self.current, "scale", value)
+    )
+    _growth_tracker = property(
+        lambda self: self.current.growth_tracker,
+        lambda self, value: setattr(self.current, "growth_tracker", value),
+    )
+
+    @property
+    def device_type(self) -> str:
+        """Of the gradients."""
+        return str(self._device)
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the tensors of :attr:`current`."""
+        super()._lazy_init_scale_growth_tracker(device)
+
+    def unscale_grads(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply an optimizer's gradients by ``inverse``; a flag per device."""
+        return super()._unscale_grads_(optimizer, inverse, flag, allow_fp16)
+
+    def step_or_skip(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the optimizer's step unless a flag of ``state`` is set."""
+        return super()._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+    def check_scaled(self, call: str) -> torch.Tensor:
+        """The scale; an error as torch's where nothing was ever scaled."""
+        return self._check_scale_growth_tracker(call)[0]
+
+    def start_states(self) -> None:
+        """Go on with fresh states; those that were are left as they are."""
+        self.optimizer_states = defaultdict(self.optimizer_states.default_factory)  # type: ignore[attr-defined]
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self.allocate(dev)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        return self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return self.step_or_skip(optimizer, optimizer_state, *args, **kwargs)
 
 
 # --- calls of modules ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ __all__ = [
 
 _LOW = (torch.bfloat16, torch.float16)
 _PLAIN = {torch.Tensor}
-_check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+_check_and_unscale = _torch.check_and_unscale
 _dtype = operator.attrgetter("dtype")
 
 

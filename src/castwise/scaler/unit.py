@@ -103,7 +103,7 @@ class UnitScaler(GradScaler):
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """One, as a 0-dim fp32 tensor on the device."""
         if self._one is None:
-            self._one = torch.ones((), device=self._device)
+            self._one = torch.ones((), device=self.device_type)
         return self._one
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -120,7 +120,7 @@ class UnitScaler(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's gradients before somebody clips them, which may hide an infinity."""
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self.optimizer_states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
@@ -135,7 +135,7 @@ class UnitScaler(GradScaler):
             found = {one.device: flag}, view_on_host(flag)
         (flag,) = found[0].values()
         if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
-            return self._unscale_grads_(optimizer, one, flag, allow_fp16=True), None
+            return self.unscale_grads(optimizer, one, flag, allow_fp16=True), None
         agreed = self._agreed(flag)
         return found if agreed is flag else ({one.device: agreed}, None)
 
@@ -147,7 +147,7 @@ class UnitScaler(GradScaler):
         """
         if closure is not None:
             return self._take_with_closure(optimizer, closure)
-        state = self._per_optimizer_states.pop(id(optimizer), None)
+        state = self.optimizer_states.pop(id(optimizer), None)
         found = flags, value = (
             self._look(optimizer) if state is None else (state["found_inf_per_device"], None)
         )
@@ -193,7 +193,7 @@ class UnitScaler(GradScaler):
             return not any(flag.item() for flag in flags.values())
 
         _, skipped = step_or_restore(optimizer, closure, check, (), {})
-        self._per_optimizer_states.pop(id(optimizer), None)
+        self.optimizer_states.pop(id(optimizer), None)
         self.count(optimizer, skipped)
         return StepResult(list(flags.values()), skipped=skipped)
 

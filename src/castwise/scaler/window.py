@@ -109,7 +109,7 @@ class Window:
                 of.update((id(grad), grad) for grad in grads)
         if self._stepped:
             old = scaler.scale_tensor().clone() if scaled else None
-            if scaler._per_optimizer_states:  # none where a state was loaded into the scaler since
+            if scaler.optimizer_states:  # none where a state was loaded into the scaler since
                 scaler.update()
             self._owners.clear()
         else:
@@ -175,7 +175,7 @@ class Window:
         key = id(optimizer)
         if self._marks_of(key) is not None or self._runs():
             return True
-        return self._lent and key not in self.scaler._per_optimizer_states
+        return self._lent and key not in self.scaler.optimizer_states
 
     # --- unscaling --------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Window:
         Who clips writes to gradients or puts others in their place; a reduction between ranks counts as no write, and who
         changes one gradient of several does not clip.
         """
-        known, runs = self.scaler._per_optimizer_states.get(id(optimizer)), self._runs()
+        known, runs = self.scaler.optimizer_states.get(id(optimizer)), self._runs()
         if runs and (
             call == "unscale_ by hand"
             or self.scaler._flags
@@ -296,7 +296,7 @@ class Window:
     def _take_back(self, optimizer: Optimizer, owned: tuple[_Marks, _Ends] | None) -> None:
         """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
         take_back(optimizer)
-        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        if self.scaler.optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.scaler.forget(optimizer)
             if owned is not None:
                 self._owners[id(optimizer)] = owned
@@ -304,7 +304,7 @@ class Window:
     def _get_ready(self, optimizer: Optimizer) -> None:
         if not self._check(optimizer, "step"):
             # also after a step, which left them at a scale of one
-            self.scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+            self.scaler.optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
             self._look_again(optimizer)
 
     def _look_again(self, optimizer: Optimizer) -> None:
@@ -468,11 +468,11 @@ class Window:
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
             scaler.scale_tensor()
-            unscaled = key in scaler._per_optimizer_states
+            unscaled = key in scaler.optimizer_states
             scaler.note_unscaled(optimizer)
-            flags = scaler._per_optimizer_states[key]["found_inf_per_device"]
+            flags = scaler.optimizer_states[key]["found_inf_per_device"]
             if unscaled:
-                scaler._per_optimizer_states[key]["stage"] = OptState.STEPPED
+                scaler.optimizer_states[key]["stage"] = OptState.STEPPED
                 self.settled, self._stepped = False, True
             else:
                 scaler.forget(optimizer)
