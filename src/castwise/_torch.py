@@ -342,6 +342,14 @@ def mark_constant(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def set_autocast_attributes(
+    region: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
+) -> None:
+    """Give a subclass's instance the attributes of ``torch.autocast``."""
+    region.device, region.fast_dtype = device_type, dtype
+    region._enabled, region._cache_enabled = enabled, cache_enabled
+
+
 def custom_backend_name() -> str:
     """What torch calls the device type that a library outside of it may bring; an attribute of ``torch.autocast``."""
     return str(torch._C._get_privateuse1_backend_name())
@@ -530,6 +538,11 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
     return "other"
 
 
+def argument_names(overload: OpOverload) -> list[str]:
+    """Those of an operator, in order."""
+    return [argument.name for argument in overload._schema.arguments]
+
+
 def is_composite(overload: OpOverload) -> bool:
     """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
     name: str = overload.name()
@@ -567,6 +580,11 @@ _MARKS = (
     "_step_supports_amp_scaling",
     "_need_device_dtype_check_for_fused",
 )  # torch sets the latter at a step
+
+
+def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's kernels take the non-finite flag on the device, so that the host need not know it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def mark_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -830,6 +848,17 @@ def unguard_calls(module: torch.nn.Module, owner: object) -> None:
         del module._compiled_call_impl
 
 
+def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside what ``torch.compile`` returned; any other itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The tables of a module's hooks before and after ``forward``, to look into and to change."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called on a module."""
     call = module._compiled_call_impl
@@ -942,6 +971,11 @@ class OperatorMode(TorchDispatchMode):
 
 
 # --- torch.distributed --------------------------------------------------------------------------------------
+
+
+def dense_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a sparse tensor its values, coalesced or not; any other itself."""
+    return tensor._values() if tensor.is_sparse else tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype,
         torch.is_grad_enabled(),
     )  # the entry keeps the tensor, so that its id stays its own
-    age = (tensor._version, frames.steps)
+    age = (_torch.version(tensor), frames.steps)
     entry = kept.get(key)
     if entry is not None and entry[1] == age:
         copy: torch.Tensor = entry[2]

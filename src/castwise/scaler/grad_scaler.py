@@ -440,7 +440,7 @@ class GradScaler(NamedLosses):
             )
         if closure is not None:
             value = self._step_with_closure(optimizer, closure, args, kwargs)
-        elif args or kwargs or self._overridden or getattr(optimizer, "_step_supports_amp_scaling", False):
+        elif args or kwargs or self._overridden or _torch.takes_flag(optimizer):
             first = not optimizer.state
             value = super().step(optimizer, *args, **kwargs)
             if first:

@@ -65,8 +65,9 @@ def lie_on(optimizer: Optimizer) -> bool:
 
 def values(grad: torch.Tensor) -> torch.Tensor:
     """What this process holds of a gradient as a dense tensor: of a DTensor its shard, of a sparse one its values."""
-    grad = _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
-    return grad._values() if grad.is_sparse else grad
+    return _torch.dense_values(
+        _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
+    )
 
 
 def mesh_groups(optimizer: Optimizer) -> list[Any]:

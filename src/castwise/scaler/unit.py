@@ -12,6 +12,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from castwise import _torch
 from castwise.errors import NonFiniteError
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
@@ -19,12 +20,7 @@ from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host, view_on_host
 
-__all__ = ["UnitScaler", "decides_on_device", "hand_over", "take_back"]
-
-
-def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernels take the flag on the device, so that the host need not know it."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+__all__ = ["UnitScaler", "hand_over", "take_back"]
 
 
 def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
@@ -153,7 +149,7 @@ class UnitScaler(GradScaler):
         )
         skipped = read_on_host(flags.values()) if value is None else value.value != 0.0
         if skipped is None:
-            if decides_on_device(optimizer) and not self._refuse:
+            if _torch.takes_flag(optimizer) and not self._refuse:
                 return self._take_on_device(optimizer, flags)
             skipped = any(flag.item() for flag in flags.values())
         if skipped:

@@ -17,7 +17,7 @@ from castwise.scaler import gradients
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host
-from castwise.scaler.unit import UnitScaler, decides_on_device, hand_over, take_back
+from castwise.scaler.unit import UnitScaler, hand_over, take_back
 
 __all__ = ["Window"]
 
@@ -481,7 +481,7 @@ class Window:
         else:
             return
         bad = read_on_host(flags.values())
-        if bad is None and decides_on_device(optimizer):
+        if bad is None and _torch.takes_flag(optimizer):
             if self._scales and unscaled:
                 scaler.note_outcome(optimizer, None)
             hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))

@@ -103,7 +103,7 @@ class Amp:
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
         """The session that has prepared a model, or None. It lives as long as the model does."""
-        return _prepared.get(getattr(model, "_orig_mod", model))
+        return _prepared.get(_torch.without_compiler(model))
 
     # --- preparing ----------------------------------------------------------------------------------------
 
@@ -547,7 +547,7 @@ class Amp:
 
         A checkpoint written so loads into the model under any other plan.
         """
-        return masters.fp32_state_dict(getattr(model, "_orig_mod", model))
+        return masters.fp32_state_dict(_torch.without_compiler(model))
 
     def close(self) -> None:
         """Take the plan off again: all that :meth:`prepare` has changed is as it was, and weights are what they became.
