@@ -1,7 +1,8 @@
 """The only home of private or version-dependent torch API.
 
 Every function here wraps one thing that PyTorch does not offer in public, says what it relies on, and is covered
-by a test that would fail if a release changed it. Written against torch 2.11 to 2.13.
+by a test that would fail if a release changed it. Written against the releases that :mod:`castwise.canary` names, which
+has self-checks for others.
 """
 
 from __future__ import annotations
@@ -289,6 +290,14 @@ def set_guard_code(code: int) -> None:
         torch.set_autocast_enabled(device, code > 0)
         torch.set_autocast_dtype(device, _SPARE_DTYPES[code % len(_SPARE_DTYPES)] if code else default)
         code //= len(_SPARE_DTYPES)
+
+
+def compiled_code_sees(change: Callable[[], None]) -> bool:
+    """Whether code that was compiled before a change of the process's state is compiled anew after it."""
+    guard = torch._C._dynamo.guards.GlobalStateGuard()
+    before = guard.check()
+    change()
+    return before and not guard.check()
 
 
 _skipped: set[str] = set()

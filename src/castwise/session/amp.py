@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise import _torch, borders, masters, process
+from castwise.canary import check_torch
 from castwise.casting import autocast, frames
 from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
@@ -79,6 +80,7 @@ class Amp:
         nonfinite: str = "skip",
         patience: int = 10,
     ) -> None:
+        check_torch()
         check_group(group)
         self._members = members = Members()
         self._ranks = Ranks(self._members, group)
