@@ -7,6 +7,7 @@ has self-checks for others.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import operator
@@ -349,6 +350,15 @@ def mark_constant(function: Callable[..., Any]) -> None:
     The public ``torch.compiler.assume_constant_result`` sets the same mark but imports Dynamo to do so.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+TRACES_IDENTITY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether Dynamo traces ``id`` and ``is`` of containers; that of torch 2.11 does not."""
+
+
+def object_at(address: int) -> Any:
+    """The living object whose ``id`` this is. Dynamo traces ``id``, and guards that it stays the same."""
+    return ctypes.cast(address, ctypes.py_object).value
 
 
 def set_autocast_attributes(

@@ -15,7 +15,7 @@ from castwise.casting.kernels import frame_of
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans import rules
 from castwise.plans.formats import get_format
-from castwise.plans.parts import shown
+from castwise.plans.parts import Region, shown
 from castwise.plans.plan import Plan, as_plan
 
 __all__ = ["autocast", "default_device_type", "override_rows"]
@@ -101,8 +101,16 @@ def _resolve(
 def _resolve_for_trace(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> _Resolved:
-    """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph."""
+    """As :func:`_resolve`, for Dynamo, which keeps the result as a constant of the graph.
+
+    Its arguments are constants too. For a plan they are what :func:`_for_trace` says: Dynamo of torch 2.11 takes no plan, and
+    that of 2.13 a plan that is made while it traces, before it has fields.
+    """
     tracing.get_ready_for_compile()
+    if isinstance(plan, tuple):
+        compute, rules_, ops, regions = plan
+        parts = tuple(Region("*", compute=region) for region in regions if region is not None)
+        plan = Plan(compute=compute, params="compute", regions=parts, rules=rules_, ops=ops)
     resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
     if names:
         # The graph holds the casts once it is traced; the kernels are needed until then.
@@ -111,6 +119,13 @@ def _resolve_for_trace(
 
 
 _torch.mark_constant(_resolve_for_trace)
+
+
+def _for_trace(plan: Any) -> Any:
+    """What :func:`_resolve` looks at of a plan, in strings."""
+    if not isinstance(plan, Plan):
+        return plan
+    return plan.compute, plan.rules, plan.ops, tuple([region.compute for region in plan.regions])
 
 
 class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
@@ -162,7 +177,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
             plan = as_plan(plan)  # read now: the file may change, and _resolve remembers
         if torch.compiler.is_compiling():
-            resolved = _resolve_for_trace(plan, dtype, enabled, cache_enabled, device_type)
+            resolved = _resolve_for_trace(_for_trace(plan), dtype, enabled, cache_enabled, device_type)
         else:
             resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
         self._key = resolved[0]

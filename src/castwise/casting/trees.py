@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
+
+from castwise import _torch
 
 __all__ = ["cast_floating", "map_tensors"]
 
@@ -38,40 +41,54 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     if value is None or isinstance(value, _LEAVES):
         return value
-    return _map(function, value, {})
+    new = _map(function, value, {} if _torch.TRACES_IDENTITY or not is_dynamo_compiling() else None)
+    return value if new is None else new
 
 
-def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, seen: dict[int, list[Any]]) -> Any:
-    """:func:`map_tensors`; ``seen`` has by id each container and what it became, None while that is not known."""
+def _map(
+    function: Callable[[torch.Tensor], torch.Tensor], value: Any, seen: dict[int, list[Any]] | None
+) -> Any:
+    """What :func:`map_tensors` makes of a value, None where it stays.
+
+    ``seen`` has by id each container and what it became, None while that is not known. It is None where Dynamo traces and
+    cannot tell containers apart: a shared one is then rebuilt each time, and cycles do not compile anyway.
+    """
     if isinstance(value, torch.Tensor):
-        return function(value)
+        new = function(value)
+        return None if new is value else new
     if value is None or isinstance(value, _LEAVES):
-        return value
+        return None
     if isinstance(value, PackedSequence):
         data = function(value.data)
         if data is value.data:
-            return value
+            return None
         return PackedSequence(data, value.batch_sizes, value.sorted_indices, value.unsorted_indices)
     parts = _parts(value)
     if parts is None:
-        return value
-    known = seen.get(id(value))
+        return None
+    known = None if seen is None else seen.get(id(value))
     if known is not None:
         if known[1] is None:  # a cycle: who is further in refers to what this one is going to be
             if _is_fixed(value):
-                return value
-            known[1] = _rebuilt(value, {})
-        return known[1]
-    known = seen[id(value)] = [value, None]
+                return None
+            new = _rebuilt(value, {})
+            known[1] = value if new is None else new
+        return None if known[1] is value else known[1]
+    known = [value, None]
+    if seen is not None:
+        seen[id(value)] = known
     changed = {}
     for key, item in parts:
         new = _map(function, item, seen)
-        if new is not item:
+        if new is not None:
             changed[key] = new
     if known[1] is None:
-        known[1] = _rebuilt(value, changed) if changed else value
-    elif known[1] is not value:
-        _fill(known[1], changed)
+        new = _rebuilt(value, changed) if changed else None
+        known[1] = value if new is None else new
+        return new
+    if known[1] is value:
+        return None
+    _fill(known[1], changed)
     return known[1]
 
 
@@ -87,7 +104,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
-    """A container of the same type with some of its parts replaced; the container itself where that cannot be."""
+    """A container of the same type with some of its parts replaced; None, and a warning, where that cannot be."""
     try:
         if isinstance(value, tuple):
             items = [changed.get(index, item) for index, item in enumerate(value)]
@@ -105,7 +122,7 @@ def _rebuilt(value: Any, changed: dict[Any, Any]) -> Any:
             f"format that they have. Pass or return a tuple, a list or a dict in place of the {kind}.",
             stacklevel=2,
         )
-        return value
+        return None
     return out
 
 

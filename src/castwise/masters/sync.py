@@ -59,7 +59,7 @@ def sync_first(module: nn.Module, *_: Any) -> None:
     if not is_compiling():
         sync(module)
     elif is_dynamo_compiling():
-        _sync_compiled(module)
+        _sync_compiled(id(module))
 
 
 class _Compiled:
@@ -75,9 +75,9 @@ class _Compiled:
                 sync(module)
 
 
-def _sync_compiled(module: nn.Module) -> bool:
-    """For Dynamo, which calls it while it traces the hook."""
-    callback = _Compiled(module)
+def _sync_compiled(address: int) -> bool:
+    """For Dynamo, which calls it while it traces the hook, and of torch 2.11 hands on numbers but no modules."""
+    callback = _Compiled(_torch.object_at(address))
     callback()
     _torch.before_compiled_calls(callback)
     return True
