@@ -51,8 +51,8 @@ def made_up_arguments(
 ) -> tuple[list[object], dict[str, object]]:
     """Arguments of the right types for a schema; no kernel ever computes with them."""
     values: dict[str, object] = {
-        "int": 1, "float": 1.0, "number": 1.0, "bool": False, "str": "x", "List[int]": [1], "List[bool]":
-        [True],
+        "int": 1, "float": 1.0, "number": 1.0, "bool": False, "str": "*", "List[int]": [1], "List[bool]":
+        [True], "List[str]": ["*"],
     }  # fmt: skip
     args: list[object] = []
     kwargs: dict[str, object] = {}

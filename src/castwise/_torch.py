@@ -675,6 +675,21 @@ def forget_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
         _step_watchers = tuple(other for other in _step_watchers if other != look)
 
 
+def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
+    """``module.register_forward_pre_hook(hook, prepend=True)``, which torch 2.11 can compile.
+
+    There the guards count the keys of an OrderedDict as they came in, not as ``move_to_end`` has put them.
+    """
+    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
+    table = module._forward_pre_hooks
+    if list(table) != list(dict.keys(table)):
+        hooks = list(table.items())
+        try:
+            table.clear()
+        finally:  # whatever interrupts it, the hooks stay
+            table.update(hooks)
+
+
 def remove_hooks(owner: Any, *hooks: Callable[..., Any]) -> None:
     """Undo the registrations of hooks, or nothing, by the hooks themselves: an interrupt can lose the handle.
 

@@ -75,7 +75,7 @@ def test_dropout_drops_and_rescales() -> None:
 
 def test_nothing_runs_fused_inside() -> None:
     given = tensors()
-    with torch.profiler.profile() as profiled:
+    with torch.profiler.profile(acc_events=True) as profiled:
         gradients(UNFUSED, given)
     ran = {event.key for event in profiled.key_averages()}
     assert "aten::bmm" in ran

@@ -178,7 +178,7 @@ def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object])
 
     log(remove)
     hooked.append((weakref.ref(model), first))
-    model.register_forward_pre_hook(first, prepend=True)
+    _torch.hook_first(model, first)
     for module in model.modules():
         own = next(module.parameters(recurse=False), None)
         if own is not None and not isinstance(module, torch.jit.ScriptModule):

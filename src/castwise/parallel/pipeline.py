@@ -79,5 +79,5 @@ def adapt(schedule: Any, scale: Callable[[], Tensor | None], open_window: Callab
     parts = _torch.take_gradient_division(schedule)
     _torch.replace_schedule_loss(schedule, wrap)
     for stage in stages_of(schedule):
-        stage.submod.register_forward_pre_hook(before, prepend=True)
+        _torch.hook_first(stage.submod, before)
     schedule._castwise_adapted = True
