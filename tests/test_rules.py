@@ -51,8 +51,8 @@ def made_up_arguments(
 ) -> tuple[list[object], dict[str, object]]:
     """Arguments of the right types for a schema; no kernel ever computes with them."""
     values: dict[str, object] = {
-        "int": 1, "float": 1.0, "number": 1.0, "bool": False, "str": "*", "List[int]": [1], "List[bool]":
-        [True], "List[str]": ["*"],
+        "int": 1, "float": 1.0, "number": 1.0, "bool": False, "str": "dimname::x", "List[int]": [1], "List[bool]":
+        [True], "List[str]": ["dimname::x"],
     }  # fmt: skip
     args: list[object] = []
     kwargs: dict[str, object] = {}
@@ -64,6 +64,8 @@ def made_up_arguments(
             break
         else:
             value = None if kind.startswith("Optional") else values[kind]
+            if argument.name == "weight_stride0":
+                value = 3  # weights of a recurrent layer without biases
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
@@ -147,6 +149,10 @@ def test_native_table_says_what_every_registered_kernel_does(device: str) -> Non
     wrong = {}
     with FakeTensorMode():
         for name in sorted(_torch.autocast_registrations(device)):
+            if ".names_" in name:  # torch 2.11 looks up the names of dimensions before it casts
+                continue
+            if name == "aten::_cudnn_rnn" and not torch.cuda.is_available():  # it packs weights before it casts
+                continue
             op = overload_of(name)
             observed, listed = observed_rule(op, device), table[op._schema.name.removeprefix("aten::")].rule
             if observed != listed:

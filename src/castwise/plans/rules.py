@@ -118,7 +118,11 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
             table = {op: row for op, row in table.items() if op not in tables.CUDA_ONLY}
         if device_type != "cuda" and base != "native":
             table |= _rows(tables.RNN_STAND_INS)
-    # One table serves several versions of torch: operators come and go between them.
+    # One table serves several versions of torch: operators and their autocast kernels come and go between them.
+    if base in ("native", "cuda"):
+        there = _torch.autocast_registrations("cuda")
+        missing = {op for op in tables.CUDA_SINCE_2_12 if f"aten::{op}" not in there}
+        table = {op: row for op, row in table.items() if op not in missing}
     return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "CPU",
     "CUDA",
     "CUDA_ONLY",
+    "CUDA_SINCE_2_12",
     "FUNCTIONS",
     "MPS_DIFFERS",
     "MPS_LACKS",
@@ -189,6 +190,9 @@ rnn_relu_cell rnn_tanh_cell vdot"""
 
 MPS_LACKS: Final = frozenset(" ".join((_MPS_LACKS, *(group.ops for group in _UPSAMPLE))).split())
 """Rows of CUDA's table that MPS does not have."""
+
+CUDA_SINCE_2_12: Final = frozenset({"rms_norm"})
+"""Rows of CUDA's table that torch 2.11 does not have: there rms_norm runs in the format of its input."""
 
 _NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm rms_norm"
 
