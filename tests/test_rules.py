@@ -151,7 +151,9 @@ def test_native_table_says_what_every_registered_kernel_does(device: str) -> Non
         for name in sorted(_torch.autocast_registrations(device)):
             if ".names_" in name:  # torch 2.11 looks up the names of dimensions before it casts
                 continue
-            if name == "aten::_cudnn_rnn" and not torch.cuda.is_available():  # it packs weights before it casts
+            if (
+                name == "aten::_cudnn_rnn" and not torch.cuda.is_available()
+            ):  # it packs weights before it casts
                 continue
             op = overload_of(name)
             observed, listed = observed_rule(op, device), table[op._schema.name.removeprefix("aten::")].rule

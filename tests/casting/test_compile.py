@@ -183,6 +183,16 @@ def test_guard_codes_are_dynamos_business_alone() -> None:
     assert guard.check()
 
 
+def test_a_plan_made_inside_a_compiled_function_is_carried_out() -> None:
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with castwise.autocast(Plan(compute="fp16", ops=(("exp", "fp32"),)), device_type="cpu"):
+            low = x @ x
+            return low, torch.exp(low)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert [t.dtype for t in compiled(X)] == [t.dtype for t in run(X)] == [torch.float16, torch.float32]
+
+
 def test_casts_through_containers_are_traced() -> None:
     def run(x: torch.Tensor) -> Any:
         return cast_floating({"a": [x * 2], "n": 1}, torch.float32)

@@ -54,8 +54,8 @@ def _map(
     cannot tell containers apart: a shared one is then rebuilt each time, and cycles do not compile anyway.
     """
     if isinstance(value, torch.Tensor):
-        new = function(value)
-        return None if new is value else new
+        cast = function(value)
+        return None if cast is value else cast
     if value is None or isinstance(value, _LEAVES):
         return None
     if isinstance(value, PackedSequence):
