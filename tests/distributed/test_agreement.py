@@ -14,7 +14,7 @@ from torch import nn
 import castwise
 from castwise import LossScale, Plan
 from castwise.errors import PatternError, PlanError, StateError
-from castwise.parallel import Agreement
+from castwise.ranks import Agreement
 
 from . import model
 from .model import LOSS, Options, build, mesh_of

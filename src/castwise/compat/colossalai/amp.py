@@ -17,7 +17,7 @@ from castwise.compat.colossalai.logging import get_dist_logger
 from castwise.compat.colossalai.nn.optimizer import ColossalaiOptimizer
 from castwise.compat.colossalai.plans import Recipe, recipe_of
 from castwise.errors import StateError
-from castwise.parallel.agreement import local_grad
+from castwise.ranks.agreement import local_grad
 from castwise.session import Amp
 
 __all__ = [

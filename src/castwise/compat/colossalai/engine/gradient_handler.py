@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
-from castwise.parallel.agreement import local_grad
+from castwise.ranks.agreement import local_grad
 
 __all__ = ["DataParallelGradientHandler"]
 
