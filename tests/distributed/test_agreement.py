@@ -170,7 +170,7 @@ def all_or_none(rank: int, size: int) -> None:
     assert Ranks(mine).first(lambda: rank) == rank // 2 * 2
     for error, kind in ((None, StateError), (CheckpointError, CheckpointError)):
         with pytest.raises(kind, match=rf"this rank is not in it \({rank} of all\)"):
-            Ranks(other, error).each(fail)
+            Ranks(other, error)
 
 
 def test_all_ranks_go_on_or_all_raise(four: World) -> None:

@@ -28,21 +28,26 @@ from castwise.scaler import GradScaler, Window
 __all__ = ["Agreement", "local_grad"]
 
 
-class Agreement(Ranks):
-    """The ranks of one session.
+class Agreement:
+    """What the ranks of one session agree on.
 
     Args:
-        group: As for :class:`Ranks`.
+        group: Who they are, as for :class:`Ranks`.
         params: The parameters of the session's models.
     """
 
     def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
-        super().__init__(group)
+        self.group = group
         self.pieces = Pieces()
         self._params = params
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._can_differ: bool | None = None
         self._flags_wait = False
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those of now: a session may be made before its process group."""
+        return Ranks(self.group)
 
     def forget(self) -> None:
         """Look at the layout again before the next agreement: something was prepared, declared or wrapped."""
@@ -61,7 +66,7 @@ class Agreement(Ranks):
         is kept until :meth:`forget`.
         """
         if self._can_differ is None:
-            world = self.size
+            world = self.ranks.size
             self._can_differ = world > 1 and not all(
                 self._averaged.get(p) == world and self.pieces.group_of(p) is None
                 for p in map(masters.model_param_of, self._params())
@@ -80,7 +85,7 @@ class Agreement(Ranks):
 
     def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm over whole parameters; returns it."""
-        joined = self.size > 1
+        joined = self.ranks.size > 1
         if self.can_differ() if joined else any(is_dtensor(masters.model_param_of(p)) for p in params):
             norm = self.norm(params, norm_type, joined=joined)
         else:
@@ -137,7 +142,7 @@ class Agreement(Ranks):
             0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
         """
         infinite = math.isinf(norm_type)
-        world = self.size if joined else 1
+        world = self.ranks.size if joined else 1
         by_count: dict[int, list[Tensor]] = {}
         for parameter in params:
             grad = local_grad(parameter)

@@ -51,40 +51,32 @@ class Ranks:
         group: A process group, :data:`ALONE`, or None for all ranks.
         error: What all ranks raise where one fails. Without it each raises its own exception where all have failed alike,
             and a :class:`~castwise.errors.RankError` otherwise.
+
+    Attributes:
+        size: How many there are.
+        rank: Which of them this process is.
+
+    Raises:
+        StateError: This process is none of them; or the type given as ``error``.
     """
 
     def __init__(self, group: Any = None, error: type[CastwiseError] | None = None) -> None:
-        self.group = group
-        self._error = error
-
-    @property
-    def size(self) -> int:
-        """How many there are.
-
-        Raises:
-            StateError: This process is none of them; or the type given as ``error``.
-        """
-        if self.group is ALONE or not running():
-            return 1
-        size = dist.get_world_size(self.group)
-        if size < 0:
-            raise (self._error or StateError)(
+        self.group, self._error = group, error
+        together = group is not ALONE and running()
+        self.size: int = dist.get_world_size(group) if together else 1
+        self.rank: int = dist.get_rank(group) if together else 0
+        if self.rank < 0:
+            raise (error or StateError)(
                 f"process group: this rank is not in it ({dist.get_rank()} of all); give each rank a group that it belongs to, or "
                 "none for all ranks"
             )
-        return size
-
-    @property
-    def rank(self) -> int:
-        """Which of them this process is."""
-        return 0 if self.group is ALONE or not running() else dist.get_rank(self.group)
 
     def gather(self, value: _T) -> list[_T]:
         """What each of them gives, by rank; it is pickled."""
-        heard: list[Any] = [value]
-        if self.size > 1:
-            heard = [None] * self.size
-            dist.all_gather_object(heard, value, group=self.group)
+        if self.size == 1:
+            return [value]
+        heard: list[Any] = [None] * self.size
+        dist.all_gather_object(heard, value, group=self.group)
         return heard
 
     def to_first(self, value: _T) -> list[_T]:

@@ -165,8 +165,8 @@ class Amp:
         fsdp.check_groups(resolution, target)
         dtypes = storage.dtypes_of(resolution, target)
         storage.check_range(target, dtypes)
-        if optimizers and not self._members.models and self._agreement.size > 1:
-            check_same_plan(self.plan, self._agreement)
+        if optimizers and not self._members.models and self._agreement.ranks.size > 1:
+            check_same_plan(self.plan, self._agreement.ranks)
         with self._undo.transaction() as log:
             if not self._claim.held:
                 log.callback(self._claim.close)

@@ -78,8 +78,8 @@ class Wrapping:
             if not stage.is_last:
                 root.cast_outputs = None
             self._agreement.pieces.mark_stage(inner, stage.group or world_group("pipeline"))
-        if self._agreement.size > 1:
-            check_patterns(plan, self._patterns, self._agreement)
+        if self._agreement.ranks.size > 1:
+            check_patterns(plan, self._patterns, self._agreement.ranks)
 
         def scale() -> torch.Tensor | None:
             return scaler.scale_tensor() if scaler.is_enabled() else None
