@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from castwise.errors import CastwiseError, RankError, StateError
 
-__all__ = ["ALONE", "Ranks", "first_line", "named", "running", "world_group"]
+__all__ = ["ALONE", "Ranks", "first_line", "named", "running"]
 
 _T = TypeVar("_T")
 _duplicates: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -29,17 +29,6 @@ ALONE: Final = _Alone()
 def running() -> bool:
     """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
-
-
-def world_group(call: str) -> Any:
-    """The group of all ranks.
-
-    Raises:
-        StateError: torch.distributed is not initialised; ``call`` is named.
-    """
-    if not running():
-        raise StateError(f"{call}: torch.distributed is not initialised; call init_process_group first")
-    return dist.group.WORLD
 
 
 class Ranks:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import masters
 from castwise.errors import StateError
-from castwise.ranks.group import world_group
+from castwise.ranks.group import running
 
 __all__ = ["Pieces", "is_dtensor"]
 
@@ -47,8 +47,11 @@ class Pieces:
             StateError: torch.distributed is not initialised, or it is a DTensor over these ranks, which says itself how
                 it is cut; one that FSDP2 made of a piece over other ranks is declared as the piece was.
         """
-        everyone = world_group("mark_sharded")
-        group = group if group is not None else everyone
+        if not running():
+            raise StateError(
+                "mark_sharded: torch.distributed is not initialised; call init_process_group first"
+            )
+        group = group if group is not None else dist.group.WORLD
         if is_dtensor(parameter):
             mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
             ranks = dist.get_process_group_ranks(group)

@@ -13,7 +13,6 @@ from castwise.errors import StateError
 from castwise.parallel import pipeline, wrappers
 from castwise.plans.plan import Plan
 from castwise.ranks import Agreement
-from castwise.ranks.group import world_group
 from castwise.ranks.pieces import is_dtensor
 from castwise.ranks.plans import check_patterns
 from castwise.scaler import GradScaler, Window
@@ -77,7 +76,7 @@ class Wrapping:
                 )
             if not stage.is_last:
                 root.cast_outputs = None
-            self._agreement.pieces.mark_stage(inner, stage.group or world_group("pipeline"))
+            self._agreement.pieces.mark_stage(inner, stage.group or torch.distributed.group.WORLD)
         if self._agreement.ranks.size > 1:
             check_patterns(plan, self._patterns, self._agreement.ranks)
 
