@@ -14,6 +14,7 @@ from castwise import _torch
 
 __all__ = [
     "add_up",
+    "are_finite",
     "check_and_multiply",
     "held",
     "largest",
@@ -21,6 +22,7 @@ __all__ = [
     "lift_low",
     "mesh_groups",
     "non_finite_params",
+    "number",
     "on_each",
     "set_aside",
     "unscale_plain",
@@ -64,10 +66,11 @@ def lie_on(optimizer: Optimizer) -> bool:
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a gradient as a dense tensor: of a DTensor its shard, of a sparse one its values."""
-    return _torch.dense_values(
+    """What this process holds of a gradient as dense real numbers: of a DTensor its shard, of a sparse one its values."""
+    grad = _torch.dense_values(
         _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
     )
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def mesh_groups(optimizer: Optimizer) -> list[Any]:
@@ -83,10 +86,15 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
     return list(groups.values())
 
 
+def number(value: float, device: torch.device | str) -> torch.Tensor:
+    """A flag or factor: 0-dim fp32, whatever the process's default dtype is, as the kernels want it."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The largest of some 0-dim flags, on ``device``; zero if there are none."""
     if not flags:
-        return torch.zeros((), device=device)
+        return number(0.0, device)
     here = [flag.to(device, non_blocking=True) for flag in flags]
     return here[0] if len(here) == 1 else torch.stack(here).amax(0)
 
@@ -104,14 +112,14 @@ def check_and_multiply(
     Returns:
         0-dim fp32 flag: one where a gradient was not finite before.
     """
-    factor = torch.ones((), device=device) if factor is None else factor
+    factor = number(1.0, device) if factor is None else factor
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for dense in map(values, grads):
         by_kind[dense.device, dense.dtype].append(dense)
     flags = []
     with torch.no_grad():
         for (where, _), group in by_kind.items():
-            flag = torch.zeros((), device=where)
+            flag = number(0.0, where)
             _check_and_unscale(group, flag, factor.to(where))
             flags.append(flag)
     return largest(flags, device)
@@ -149,7 +157,7 @@ def unscale_plain(
         except RuntimeError:
             return False
         return True
-    if any(grad.get_device() != device or grad.is_sparse for grad in grads):
+    if any(grad.get_device() != device or grad.is_sparse or grad.is_complex() for grad in grads):
         return False
     for dtype in set(map(_dtype, grads)):
         some = [grad for grad in grads if grad.dtype is dtype]
@@ -161,6 +169,16 @@ def _is_whole(grad: torch.Tensor) -> bool:
     """Whether a tensor of a class of its own is a DTensor without partial sums."""
     placements: Any = getattr(grad, "placements", None)
     return placements is not None and not any(placement.is_partial() for placement in placements)
+
+
+def are_finite(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """As :func:`check_and_multiply` by one, without writing: of any dtype and with any strides.
+
+    Returns:
+        0-dim fp32 flag on ``device``: one where a gradient is not finite.
+    """
+    flags = [(~torch.isfinite(values(grad.detach())).all()).float() for grad in grads]
+    return largest(flags, device)
 
 
 def forget_unwritten(optimizer: Optimizer, flags: Mapping[torch.device, torch.Tensor]) -> None:

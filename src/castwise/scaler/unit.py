@@ -64,6 +64,9 @@ class UnitScaler(GradScaler):
         self._refuse = refuse
         self._one: torch.Tensor | None = None
         self._clean: _Found | None = None  # zero, and nobody else's
+        self._start()
+
+    def _start(self) -> None:
         self._streaks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._on_their_way: deque[tuple[weakref.ref[Optimizer], StepResult]] = deque(maxlen=64)
 
@@ -99,7 +102,7 @@ class UnitScaler(GradScaler):
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """One, as a 0-dim fp32 tensor on the device."""
         if self._one is None:
-            self._one = torch.ones((), device=self.device_type)
+            self._one = gradients.number(1.0, self.device_type)
         return self._one
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -112,12 +115,32 @@ class UnitScaler(GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A scale has no place here."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {
+            "_one": None,
+            "_clean": None,
+            "_streaks": None,
+            "_on_their_way": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
     # --- the guard --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's gradients before somebody clips them, which may hide an infinity."""
         state = self.optimizer_states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
+
+    def _unscale_others(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        grads = gradients.held(optimizer)
+        if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator adds up
+            return super()._unscale_others(optimizer, inverse, flag, allow_fp16)
+        return {flag.device: gradients.are_finite(grads, flag.device)}
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
         """Whether gradients of an optimizer are not finite, as all ranks that act together see it; a flag per device."""
@@ -127,7 +150,7 @@ class UnitScaler(GradScaler):
         one = self.scale_tensor()
         found, self._clean = self._clean, None
         if found is None:
-            flag = torch.zeros((), device=one.device)
+            flag = gradients.number(0.0, one.device)
             found = {one.device: flag}, view_on_host(flag)
         (flag,) = found[0].values()
         if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
@@ -208,7 +231,9 @@ class UnitScaler(GradScaler):
         names = self.non_finite_params(optimizer)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         whose = (
-            f"those of {', '.join(names[:5])}{more}" if names else "those of another rank, or cleared since"
+            f"those of {', '.join(names[:5])}{more}"
+            if names
+            else "those of another rank, or cleared since, or finite ones whose norm is not"
         )
         cause = (
             "nonfinite='raise' allows none"

@@ -97,7 +97,7 @@ class Amp:
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
         self._claim = process.Claim(self.plan, self.device_type)
-        weakref.finalize(self, self._claim.close).atexit = False
+        weakref.finalize(self, self._claim.close_collected).atexit = False
         self._region: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
@@ -410,13 +410,17 @@ class Amp:
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
             )
         norm = None
-        if max_norm is not None:
-            norm = self._ranks.decide_and_clip(self.scaler, window, optimizers, max_norm)
-        elif closure is None:
-            for optimizer in optimizers:
-                window.unscale_(optimizer)
-            self.scaler.decide_together(optimizers)
-        results = [window.step(optimizer, closure) for optimizer in optimizers]
+        try:
+            if max_norm is not None:
+                norm = self._ranks.decide_and_clip(self.scaler, window, optimizers, max_norm)
+            elif closure is None:
+                for optimizer in optimizers:
+                    window.unscale_(optimizer)
+                self.scaler.decide_together(optimizers)
+            results = [window.step(optimizer, closure) for optimizer in optimizers]
+        except BaseException:
+            window.give_up(optimizers)
+            raise
         if closure is not None:
             attachment = masters.attachment_of(optimizers[0])
             if attachment is not None:
