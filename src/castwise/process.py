@@ -150,11 +150,10 @@ class Claim:
                     "setting is the whole process's. Close the other Amp first, or give both plans the same value."
                 )
             setting.holders.add(self)
-            if (
-                _claimed.get(name) is not setting
-            ):  # whoever held it last gave it up in between, in a signal handler
-                return self._take(name, backend, value, what)
-            backend.fp32_precision = value
+            if _claimed.get(name) is setting:
+                backend.fp32_precision = value
+            else:  # whoever held it last gave it up in between, in a signal handler
+                self._take(name, backend, value, what)
 
     def close_collected(self) -> None:
         """:meth:`close`, for who calls it once, as a finalizer does, whose exceptions Python swallows."""
