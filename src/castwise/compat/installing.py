@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from castwise.compat.coverage import absent_row
+from castwise.compat.coverage import absent_row, covered
 
 __all__ = ["install", "serving", "uninstall"]
 
@@ -49,9 +49,9 @@ def _home_of(fullname: str) -> str:
 def _instead(fullname: str) -> str:
     """What to use in the place of a module that a drop-in has not."""
     name = _home_of(fullname).removeprefix(f"{_HOME}.")
-    covered = importlib.import_module(f"{_HOME}.{name.partition('.')[0]}.coverage").COVERED
-    inside = [row for row in covered if row.status == "absent" and f"{row.name}.".startswith(f"{name}.")]
-    row = absent_row(covered, name) or next(iter(inside), None)
+    rows = covered(name.partition(".")[0])
+    inside = [row for row in rows if row.status == "absent" and f"{row.name}.".startswith(f"{name}.")]
+    row = absent_row(name) or next(iter(inside), None)
     if row is not None:
         return f"castwise, which serves it here, has no such part; {row.note.replace('`', '')}"
     return "castwise, which serves it here, has no such part; docs/compat.md lists those that it has"

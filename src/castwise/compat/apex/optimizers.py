@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from castwise.compat.apex._missing import missing
+from castwise.compat.coverage import missing_attribute
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedSGD"]
 
@@ -153,12 +153,4 @@ class FusedAdagrad(torch.optim.Adagrad):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
-INSTEAD = {
-    "FusedLAMB": "torch has no LAMB; use torch.optim.AdamW, or the Lamb of timm.optim",
-    "FusedMixedPrecisionLamb": "torch has no LAMB; use torch.optim.AdamW, or the Lamb of timm.optim",
-    "FusedNovoGrad": "torch has no NovoGrad; use torch.optim.AdamW, or the NvNovoGrad of timm.optim",
-    "FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2'), which keeps fp32 masters",
-}
-"""What to use in the place of optimizers that torch has not."""
-
-__getattr__ = missing(__name__, INSTEAD)
+__getattr__ = missing_attribute("apex.optimizers")

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from castwise.casting.context import default_device_type
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
-from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.compat.coverage import missing_attribute
 from castwise.errors import StateError
 
 __all__ = [

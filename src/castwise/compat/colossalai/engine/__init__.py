@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.compat.coverage import missing_attribute
 from castwise.compat.colossalai.engine.gradient_handler import DataParallelGradientHandler
 from castwise.compat.colossalai.engine.schedule import NonPipelineSchedule, PipelineSchedule
 from castwise.session import Amp

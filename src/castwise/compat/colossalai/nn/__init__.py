@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.compat.coverage import missing_attribute
 from castwise.compat.colossalai.nn import lr_scheduler, metric, optimizer
 from castwise.compat.colossalai.nn.metric import Accuracy
 

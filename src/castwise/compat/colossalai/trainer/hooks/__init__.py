@@ -6,7 +6,7 @@ and ``LoadCheckpointHook`` 0, ``LRSchedulerHook`` 1, all others 10.
 
 from __future__ import annotations
 
-from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.compat.coverage import missing_attribute
 from castwise.compat.colossalai.trainer.hooks.base import BaseHook
 from castwise.compat.colossalai.trainer.hooks.checkpoints import LoadCheckpointHook, SaveCheckpointHook
 from castwise.compat.colossalai.trainer.hooks.logs import (
