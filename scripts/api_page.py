@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise
-from castwise import checkpoint, errors, scaler, workload
+from castwise import casting, checkpoint, errors, masters, scaler, workload
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -38,13 +38,28 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 """Sections and the names of ``castwise.__all__`` in them."""
 
 FURTHER = (
+    ("castwise.casting", casting, ("AmbientAutocast",)),
     ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
+    ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     ("castwise.plans.plan", plan, ("as_plan",)),
     ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),
-    ("castwise.scaler", scaler, ("next_state", "from_apex", "to_apex", "from_colossalai", "to_colossalai")),
+    (
+        "castwise.scaler",
+        scaler,
+        (
+            "check_and_multiply",
+            "set_aside",
+            "add_up",
+            "next_state",
+            "from_apex",
+            "to_apex",
+            "from_colossalai",
+            "to_colossalai",
+        ),
+    ),
     ("castwise.workload", workload, ("find_workload",)),
 )
-"""Functions of single modules that a user may want: what to import them from, the module, their names."""
+"""What a user may want of single modules: what to import it from, the module, names. Drop-ins may use no more than this."""
 
 
 def page() -> str:
@@ -56,7 +71,7 @@ def page() -> str:
         parts += (_entry(name, getattr(castwise, name)) for name in names)
         if title == "Errors":
             parts.append(_errors())
-    parts.append("## Further functions\n\n| call | |\n|---|---|\n")
+    parts.append("## Further names\n\n| call | |\n|---|---|\n")
     for where, module, names in FURTHER:
         parts += (f"| `{where}.{_call(name, getattr(module, name))}` | {_summary(getattr(module, name))} |\n"
                   for name in names)  # fmt: skip

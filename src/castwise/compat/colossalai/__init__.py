@@ -16,7 +16,6 @@ besides.
 from __future__ import annotations
 
 from castwise.compat.colossalai import amp, builder, context, core, engine, logging, nn, trainer, utils
-from castwise.compat.coverage import missing_attribute
 from castwise.compat.colossalai.initialize import (
     get_default_parser,
     initialize,
@@ -25,6 +24,7 @@ from castwise.compat.colossalai.initialize import (
     launch_from_slurm,
     launch_from_torch,
 )
+from castwise.compat.coverage import missing_attribute
 
 __all__ = [
     "amp",
