@@ -117,9 +117,13 @@ def uninstall() -> None:
     """Undo :func:`install`: modules that were imported meanwhile are forgotten under their short names."""
     finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
     for finder in finders:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
-            del sys.modules[name]
+        _remove(finder)
+
+
+def _remove(finder: _Finder) -> None:
+    sys.meta_path.remove(finder)
+    for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
+        del sys.modules[name]
 
 
 @contextlib.contextmanager
@@ -133,6 +137,4 @@ def serving(package: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            del sys.modules[name]
+        _remove(finder)

@@ -15,7 +15,17 @@ def _refuse(what: str, instead: str) -> None:
     raise RuntimeError(f"{what} has no equivalent in torch; {instead}")
 
 
-class FusedAdam(torch.optim.Adam):
+class _ClearsAsSaid(torch.optim.Optimizer):
+    """An optimizer that was told once how ``zero_grad`` clears."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients, by default as ``set_grad_none`` said."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_ClearsAsSaid, torch.optim.Adam):
     """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``. States that Apex saved load.
 
     Args:
@@ -60,10 +70,6 @@ class FusedAdam(torch.optim.Adam):
             params, lr, betas, eps, weight_decay, capturable=capturable, decoupled_weight_decay=adam_w_mode
         )
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` said."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of this class or of Apex's, which counts steps by group."""
         state = {index: dict(entry) for index, entry in state_dict["state"].items()}
@@ -79,7 +85,7 @@ class FusedAdam(torch.optim.Adam):
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
 
-class FusedSGD(torch.optim.SGD):
+class FusedSGD(_ClearsAsSaid, torch.optim.SGD):
     """``torch.optim.SGD``.
 
     Args:
@@ -114,12 +120,8 @@ class FusedSGD(torch.optim.SGD):
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` said."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-
-class FusedAdagrad(torch.optim.Adagrad):
+class FusedAdagrad(_ClearsAsSaid, torch.optim.Adagrad):
     """``torch.optim.Adagrad``.
 
     Args:
@@ -147,10 +149,6 @@ class FusedAdagrad(torch.optim.Adagrad):
             _refuse("FusedAdagrad(adagrad_w_mode=True)", "leave it out, or decay the weights by hand")
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, weight_decay=weight_decay, eps=eps)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` said."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 __getattr__ = missing_attribute("apex.optimizers")

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from castwise import LossScale, Plan, Region
+from castwise.compat.apex.amp.properties import LEVELS, Properties
 from castwise.errors import PlanError, UnknownNameError
 
 __all__ = ["Recipe", "apex_recipe", "fp32_recipe", "naive_recipe", "recipe_of", "torch_recipe"]
@@ -103,7 +102,7 @@ class _Options:
 
 
 def _format(option: str, value: Any, *allowed: str) -> str:
-    """Castwise's name for a format that is given by that, by torch's name or by dtype."""
+    """A plan's name for a format that is given by that, by torch's name or by dtype."""
     with contextlib.suppress(PlanError):
         name = Plan(compute=value).compute
         if name in allowed:
@@ -168,22 +167,7 @@ def naive_recipe(options: dict[str, Any]) -> Recipe:
     return recipe
 
 
-_LEVELS: Final[dict[str, dict[str, Any]]] = {
-    "O0": {"cast_model_type": torch.float32, "patch_torch_functions": False, "loss_scale": 1.0},
-    "O1": {"patch_torch_functions": True, "loss_scale": "dynamic"},
-    "O2": {
-        "cast_model_type": torch.float16, "patch_torch_functions": False, "keep_batchnorm_fp32": True,
-        "master_weights": True, "loss_scale": "dynamic",
-    },
-    "O3": {
-        "cast_model_type": torch.float16, "patch_torch_functions": False, "keep_batchnorm_fp32": False,
-        "master_weights": False, "loss_scale": 1.0,
-    },
-}  # fmt: skip
 _CASTS: Final = ("fp32", "fp16", "bf16")
-_PROPERTIES: Final = (
-    "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale"
-)  # fmt: skip
 
 
 def apex_recipe(options: dict[str, Any]) -> Recipe:
@@ -196,16 +180,17 @@ def apex_recipe(options: dict[str, Any]) -> Recipe:
     """
     given = _Options("APEX", options)
     level = given.take("opt_level", default="O1")
-    if level not in _LEVELS:
+    if level not in LEVELS:
         raise PlanError(
-            f"AMP_TYPE.APEX: opt_level={level!r} is not allowed. Allowed: {', '.join(_LEVELS)}, with the letter O and not "
+            f"AMP_TYPE.APEX: opt_level={level!r} is not allowed. Allowed: {', '.join(sorted(LEVELS))}, with the letter O and not "
             "the digit zero."
         )
     enabled = given.take("enabled", default=True)
-    chosen = dict(_LEVELS[level])
-    for name in _PROPERTIES:
-        value = given.take(name)
-        chosen[name] = chosen.get(name) if value is None else value
+    chosen = LEVELS[level](Properties()).options
+    for name, default in chosen.items():
+        if name not in ("enabled", "opt_level"):
+            value = given.take(name)
+            chosen[name] = default if value is None else value
     outputs = given.take("cast_model_outputs")
     given.take("num_losses")
     verbose = given.take("verbosity", default=1) > 0

@@ -25,6 +25,7 @@ class Stash:
     """``optimizer._amp_stash``: named as in Apex, since scripts look into it.
 
     Attributes:
+        has_masters: Whether the options ask for fp32 masters.
         params_have_scaled_gradients: A backward pass with ``delay_unscale`` has left scaled gradients.
         already_patched: The next step will be skipped.
         lazy_init_called: True; masters are made by ``initialize``.
@@ -32,7 +33,7 @@ class Stash:
 
     def __init__(self, optimizer: Any, has_masters: bool) -> None:
         self._optimizer = optimizer
-        self._has_masters = has_masters
+        self.has_masters = has_masters
         self._overflow: tuple[int, LossScaler] | None = None
         self.params_have_scaled_gradients = False
         self.lazy_init_called = True
@@ -41,11 +42,6 @@ class Stash:
     def already_patched(self) -> bool:
         """Whether the next step will be skipped."""
         return self._overflow is not None
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether the options ask for fp32 masters."""
-        return self._has_masters
 
     def _params(self) -> Iterable[torch.Tensor]:
         for group in self._optimizer.param_groups:
@@ -66,10 +62,7 @@ class Stash:
         """Parameters stored in fp32."""
         return [p for p in self._params() if model_param_of(p) is p and p.dtype not in FORMATS]
 
-    @property
-    def all_fp32_params(self) -> list[torch.Tensor]:
-        """Parameters stored in fp32."""
-        return self.all_fp32_from_fp32_params
+    all_fp32_params = all_fp32_from_fp32_params
 
     def skip(self, loss_id: int, scaler: LossScaler) -> None:
         """Skip the next step, once, whatever number of losses ask for it."""
