@@ -35,7 +35,7 @@ class FusedAdam(_ClearsAsSaid, torch.optim.Adam):
         betas: Decay of the two moments.
         eps: Added to the denominator.
         adam_w_mode: Decoupled weight decay.
-        weight_decay: As said.
+        weight_decay: As in torch.
         amsgrad: True is refused, as in Apex.
         set_grad_none: False has ``zero_grad`` fill with zeros.
         capturable: As in torch.

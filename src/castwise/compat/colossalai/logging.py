@@ -82,7 +82,7 @@ class DistributedLogger:
         parallel_mode: ParallelMode = ParallelMode.GLOBAL,
         ranks: Iterable[int] | None = None,
     ) -> None:
-        """Log on the ranks of a group, by default on all of all."""
+        """Log on the ranks of a group, by default on all ranks."""
         is_global = parallel_mode is ParallelMode.GLOBAL
         rank = gpc.get_global_rank() if is_global else gpc.get_local_rank(parallel_mode)
         if ranks is None or rank in ranks:

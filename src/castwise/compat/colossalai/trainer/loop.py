@@ -97,7 +97,7 @@ class Trainer:
             epochs: The number of the last epoch; those before ``cur_epoch`` have been made.
             max_steps: Stop after so many batches.
             test_dataloader: Evaluate on it.
-            test_interval: After every so manieth epoch, the first included.
+            test_interval: After every n-th epoch, the first included.
             hooks: Called in the order of their priorities.
             display_progress: Show a bar, on one rank.
             return_output_label: Keep each batch's outputs and targets for the hooks.

@@ -24,7 +24,7 @@ class SaveCheckpointHook(BaseHook):
     """Saves the training, from all ranks, as a checkpoint of castwise.
 
     Args:
-        interval: Every so manieth epoch, or batch.
+        interval: Every n-th epoch, or batch.
         checkpoint_dir: Folder of this training alone; the last two checkpoints are kept in it.
         model: Instead of the engine's.
         save_by_iter: Count batches instead of epochs.

@@ -59,7 +59,7 @@ class LogMetricByStepHook(BaseHook):
 
 
 class _ByEpoch(BaseHook):
-    """Logs on one rank, every so manieth epoch."""
+    """Logs on one rank, every n-th epoch."""
 
     def __init__(self, logger: Any, interval: int = 1, priority: int = 10, log_eval: bool = True) -> None:
         super().__init__(priority)
@@ -81,7 +81,7 @@ class LogMetricByEpochHook(_ByEpoch):
 
     Args:
         logger: Where to.
-        interval: Every so manieth epoch.
+        interval: Every n-th epoch.
     """
 
     def _say(self, trainer: Any, mode: str) -> None:
@@ -108,7 +108,7 @@ class LogTimingByEpochHook(_ByEpoch):
     Args:
         timer: The trainer's.
         logger: Where to.
-        interval: Every so manieth epoch.
+        interval: Every n-th epoch.
         log_eval: Of evaluations too.
         ignore_num_train_steps: The first batches that do not count.
     """
@@ -152,7 +152,7 @@ class LogMemoryByEpochHook(_ByEpoch):
 
     Args:
         logger: Where to.
-        interval: Every so manieth epoch.
+        interval: Every n-th epoch.
         log_eval: After evaluations too.
         report_cpu: The process's size as well.
     """
