@@ -37,6 +37,10 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Sections and the names of ``castwise.__all__`` in them."""
 
+FURTHER_TEXT = """\
+For single questions, and for libraries on top of castwise: the drop-ins for Apex and Colossal-AI use nothing that is not
+on this page."""
+
 FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast",)),
     ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
@@ -71,7 +75,7 @@ def page() -> str:
         parts += (_entry(name, getattr(castwise, name)) for name in names)
         if title == "Errors":
             parts.append(_errors())
-    parts.append("## Further names\n\n| call | |\n|---|---|\n")
+    parts.append(f"## Further names\n\n{FURTHER_TEXT}\n\n| call | |\n|---|---|\n")
     for where, module, names in FURTHER:
         parts += (f"| `{where}.{_call(name, getattr(module, name))}` | {_summary(getattr(module, name))} |\n"
                   for name in names)  # fmt: skip

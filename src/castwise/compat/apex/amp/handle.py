@@ -163,8 +163,8 @@ class AmpHandle:
         self.device_type = ambient.device_type
         self.dtype = dtype
         self._ambient = ambient
-        self._enable_caching = enable_caching
-        self._verbose = verbose
+        self.has_cache = enable_caching
+        self.verbose = verbose
         self._default_scaler: LossScaler | None = LossScaler(loss_scale)
         self._undo: list[Callable[[], None]] = []
 
@@ -234,11 +234,6 @@ class AmpHandle:
     deactivate = _deactivate
 
     @property
-    def has_cache(self) -> bool:
-        """Whether weights are cast once in each call of an initialised model."""
-        return self._enable_caching
-
-    @property
     def cache(self) -> dict[Any, Any]:
         """Empty: the copies are torch's."""
         return {}
@@ -246,11 +241,6 @@ class AmpHandle:
     def remove_cache(self, param: torch.Tensor) -> None:
         """Forget the copies of weights."""
         self._clear_cache()
-
-    @property
-    def verbose(self) -> bool:
-        """As it was given."""
-        return self._verbose
 
 
 class NoOpHandle:

@@ -115,8 +115,7 @@ class LearningRateMetric(Metric):
     def get_last_step_value(self) -> float:
         return self.lr
 
-    def get_accumulated_value(self) -> float:
-        return self.lr
+    get_accumulated_value = get_last_step_value
 
 
 class AccuracyMetric(Metric):
