@@ -23,6 +23,8 @@ def test_all_code_is_cast_until_it_is_left() -> None:
         assert (X @ X).dtype is torch.float32
         casts.enter()
         assert casts.entered
+        with pytest.raises(StateError, match="are in force on 'cpu' already; leave them first"):
+            AmbientAutocast(O1, "cpu").enter()
         assert (X @ X).dtype is torch.bfloat16
         with casts.suspended():
             assert (X @ X).dtype is torch.float32

@@ -33,7 +33,7 @@ class AmbientAutocast:
         messages: What the error says where the plan bans an operator, by the operator's name, in place of castwise's words.
 
     Raises:
-        PlanError: The plan casts nothing.
+        PlanError: The plan casts nothing, or there is no such device type.
     """
 
     def __init__(self, plan: Plan, device_type: str, *, messages: Mapping[str, str] | None = None) -> None:
@@ -67,7 +67,15 @@ class AmbientAutocast:
         frames.clear_weight_cache()
 
     def enter(self) -> None:
-        """Put the casts in force; again after :meth:`leave`."""
+        """Put the casts in force; again after :meth:`leave`.
+
+        Raises:
+            StateError: Such casts are in force on the device type already.
+        """
+        if self.device_type in frames.ambient:
+            raise StateError(
+                f"AmbientAutocast.enter(): casts of all code are in force on {self.device_type!r} already; leave them first"
+            )
         tracing.get_ready_for_compile()
         _forget_in_children()
         self._lease = kernels.Lease(self._frame.rows, self.device_type)
