@@ -63,7 +63,7 @@ FURTHER = (
     ),
     ("castwise.workload", workload, ("find_workload",)),
 )
-"""What a user may want of single modules: what to import it from, the module, names. Drop-ins may use no more than this."""
+"""What a user may want of single modules: what to import it from, the module, names. Drop-ins may use no more."""
 
 
 def page() -> str:

@@ -22,15 +22,17 @@ __all__ = ["AmbientAutocast"]
 class AmbientAutocast:
     """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for a library whose users write no region.
 
-    Beyond what ``castwise.autocast`` does, threads that torch hands the state of autocast on to are cast by the plan as
-    well (DataParallel, a device's thread that recomputes a forward), and so is the backward of autograd Functions written
-    in Python. A forked worker of a DataLoader is not. Weights are cast at each use, unless somebody switches torch's cache
-    on for a while (``torch.set_autocast_cache_enabled``) and calls :meth:`clear_cache` after it.
+    Beyond what ``castwise.autocast`` does, threads that torch hands the state of autocast on to are cast by the
+    plan as well (DataParallel, a device's thread that recomputes a forward), and so is the backward of autograd
+    Functions written in Python. A forked worker of a DataLoader is not. Weights are cast at each use, unless
+    somebody switches torch's cache on for a while (``torch.set_autocast_cache_enabled``) and calls
+    :meth:`clear_cache` after it.
 
     Args:
         plan: Its compute format, rules and operators count.
         device_type: Whose tensors are cast.
-        messages: What the error says where the plan bans an operator, by the operator's name, in place of castwise's words.
+        messages: What the error says where the plan bans an operator, in place of castwise's words; by the
+            operator's name.
 
     Raises:
         PlanError: The plan casts nothing, or there is no such device type.
@@ -39,8 +41,8 @@ class AmbientAutocast:
     def __init__(self, plan: Plan, device_type: str, *, messages: Mapping[str, str] | None = None) -> None:
         if not plan.autocasts:
             raise PlanError(
-                f"AmbientAutocast({str(plan)!r}): this plan casts no operators; give one whose compute is bf16 or fp16 and "
-                "whose rules are not 'none'"
+                f"AmbientAutocast({str(plan)!r}): this plan casts no operators; give one whose compute is bf16 or "
+                "fp16 and whose rules are not 'none'"
             )
         rows = dict(override_rows(plan, device_type))
         for name, message in (messages or {}).items():
@@ -74,7 +76,8 @@ class AmbientAutocast:
         """
         if self.device_type in frames.ambient:
             raise StateError(
-                f"AmbientAutocast.enter(): casts of all code are in force on {self.device_type!r} already; leave them first"
+                f"AmbientAutocast.enter(): casts of all code are in force on {self.device_type!r} already; leave "
+                "them first"
             )
         tracing.get_ready_for_compile()
         _forget_in_children()
@@ -94,8 +97,8 @@ class AmbientAutocast:
             return
         if self._thread != threading.get_ident() or frames.depth() != self._depth + 1:
             raise StateError(
-                "ambient casts end on the thread that they began on, and outside of any castwise.autocast or forward that was "
-                "entered after them; leave those first"
+                "ambient casts end on the thread that they began on, and outside of any castwise.autocast or "
+                "forward that was entered after them; leave those first"
             )
         frames.pop_region()
         frames.ambient.pop(self.device_type, None)
