@@ -102,7 +102,7 @@ def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 def check_and_multiply(
     grads: Sequence[torch.Tensor], factor: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Multiply gradients in place, each in its own dtype.
+    """Multiply gradients in place, each in its own dtype, and say whether one was not finite: unscaling, in one pass.
 
     Args:
         grads: On any devices, of any floating dtypes, sparse ones coalesced or not.
@@ -192,10 +192,16 @@ def forget_unwritten(optimizer: Optimizer, flags: Mapping[torch.device, torch.Te
 
 
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take the gradients off parameters.
+    """Take the gradients off parameters, so that the next backward leaves its own alone; :func:`add_up` puts them back.
 
     Where torch.distributed is in use a gradient may lie in a bucket that the next backward writes to again
     (``gradient_as_bucket_view`` of DistributedDataParallel): there they are copied.
+
+    Args:
+        params: Each once.
+
+    Returns:
+        Those that had a gradient, with it.
     """
     shared = torch.distributed.is_available() and torch.distributed.is_initialized()
     aside = []
@@ -208,7 +214,11 @@ def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 
 
 def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Put gradients back onto parameters, on top of those that have come meanwhile."""
+    """Put gradients back onto parameters, on top of those that have come meanwhile.
+
+    Args:
+        aside: From :func:`set_aside`; the tensors in it may be written to.
+    """
     with torch.no_grad():
         for parameter, grad in aside:
             fresh = parameter.grad
