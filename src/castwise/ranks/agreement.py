@@ -185,7 +185,7 @@ def local_grad(parameter: Tensor) -> Tensor | None:
             sharded = sharded.redistribute(sharded.device_mesh, owner.placements)
             parameter.grad = sharded
         return _torch.local_tensor(sharded)
-    return grad._values() if grad.is_sparse else grad
+    return _torch.dense_values(grad)
 
 
 def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
