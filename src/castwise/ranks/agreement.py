@@ -11,6 +11,7 @@ Gradients that DistributedDataParallel has averaged over all ranks agree already
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -53,11 +54,22 @@ class Agreement:
         """Look at the layout again before the next agreement: something was prepared, declared or wrapped."""
         self._can_differ = None
 
-    def note_averaged(self, params: Iterable[Tensor], group: Any) -> None:
-        """Take note that DistributedDataParallel averages the gradients of these parameters over ``group``."""
+    def note_averaged(self, params: Iterable[Tensor], ddp: Any) -> None:
+        """Take note that a DistributedDataParallel, which is being made, will average the gradients of these parameters."""
+        by = weakref.ref(ddp), dist.get_world_size(ddp.process_group)
         for parameter in params:
-            self._averaged[parameter] = dist.get_world_size(group)
+            self._averaged[parameter] = by
         self.forget()
+
+    def forget_averaged(self, params: Iterable[Tensor]) -> None:
+        """Undo :meth:`note_averaged`, or nothing."""
+        for parameter in params:
+            self._averaged.pop(parameter, None)
+        self.forget()
+
+    def _is_averaged(self, parameter: Tensor, world: int) -> bool:
+        by: tuple[Callable[[], Any], int] = self._averaged.get(parameter, (lambda: None, 0))
+        return by[1] == world and hasattr(by[0](), "reducer")  # what it makes last: its construction can fail
 
     def can_differ(self) -> bool:
         """Whether ranks can find different gradients on some parameters, and so must be asked.
@@ -68,7 +80,7 @@ class Agreement:
         if self._can_differ is None:
             world = self.ranks.size
             self._can_differ = world > 1 and not all(
-                self._averaged.get(p) == world and self.pieces.group_of(p) is None
+                self._is_averaged(p, world) and self.pieces.group_of(p) is None
                 for p in map(masters.model_param_of, self._params())
                 if p.requires_grad
             )

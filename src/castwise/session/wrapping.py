@@ -104,13 +104,14 @@ class Wrapping:
                     lambda master: torch.distributed.broadcast(master, group=group, group_src=0), covered
                 )
                 self._narrows.append(attachment)
-        self._agreement.note_averaged(averaged, group)
+        self._agreement.note_averaged(averaged, ddp)
         if self._narrows:
             module.register_forward_pre_hook(self._before_forward)
 
     def leave_ddp(self, module: nn.Module) -> None:
         """Undo :meth:`join_ddp`, or nothing."""
         _torch.remove_hooks(module, self._before_forward)
+        self._agreement.forget_averaged(module.parameters())
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
