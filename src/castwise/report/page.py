@@ -3,59 +3,26 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from castwise.report import plots, text
+from castwise.report import plots, words
 
-__all__ = ["bench_page", "render", "write_bench_page"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-_CAPTIONS = {
-    "time": "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is longer.",
-    "memory": "Most that was allocated at once, each plan in a process of its own.",
-    "loss": "Every plan started from the same weights and saw the same batches.",
-    "prediction": "The target, and what each plan's model makes of it after training.",
-}
+__all__ = ["pictures", "render", "write"]
 
 
-def bench_page(record: Mapping[str, Any]) -> str:
-    """The page of a bench.
-
-    Args:
-        record: As ``BenchResult.to_dict`` gives it.
-
-    Returns:
-        HTML with its style and pictures inside, for wide and narrow screens, light and dark.
-    """
-    figures = [
-        {
-            "svg": plots.to_svg(partial(_draw, record, name), f"{name} of each plan"),
-            "caption": _CAPTIONS[name],
-            "name": name,
-        }
-        for name in plots.bench_figures(record)
-    ]
-    return render(
-        "bench.html.j2",
-        record=record,
-        headline=text.headline(record),
-        grids=text.grids(record),
-        notes=text.notes(record),
-        interval_note=text.interval_note(record),
-        where=text.where(record),
-        figures=figures,
-        parts=_parts,
-    )
-
-
-def render(template: str, **values: Any) -> str:
+def render(template: str, record: Mapping[str, Any], figures: list[dict[str, str]], **values: Any) -> str:
     """Fill a template of this room.
 
     Args:
-        template: Its file name; it may extend ``base.html.j2``, which holds what all pages share.
-        values: What it names; a name that is missing is an error.
+        template: Its file name; it extends ``base.html.j2``, which holds what all pages share.
+        record: As a result's ``to_dict`` gives it.
+        figures: As :func:`pictures` gives them.
+        values: What the template names besides; a name that is missing is an error.
 
     Returns:
         HTML.
@@ -70,33 +37,36 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(**values)
+    filled = environment.get_template(template)
+    return filled.render(record=record, figures=figures, where=words.where(record), **values)
 
 
-def _parts(cell: str) -> list[str]:
-    """A cell cut where a narrow screen may break it: before its brackets, or anywhere in a sentence."""
-    if "(" in cell:
-        return [cell[: cell.index("(")].strip(), cell[cell.index("(") :]]
-    return cell.split() if cell.count(" ") > 2 else [cell]
-
-
-def _draw(record: Mapping[str, Any], name: str, ink: str) -> Any:
-    return plots.bench_figures(record, ink)[name]
-
-
-def write_bench_page(record: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the page and its pictures.
+def pictures(
+    draw: Callable[[Mapping[str, Any], str], Mapping[str, Figure]],
+    record: Mapping[str, Any],
+    words: Mapping[str, tuple[str, str]],
+) -> list[dict[str, str]]:
+    """Pictures for a page, their letters in its own colour.
 
     Args:
-        record: As ``BenchResult.to_dict`` gives it.
-        folder: An existing folder.
+        draw: Makes figures by name of a record, with letters of a given colour.
+        record: What to draw.
+        words: By name: what a screen reader says of a picture, and what stands below it.
+    """
+    return [
+        {"name": name, "svg": plots.to_svg(figure, words[name][0]), "caption": words[name][1]}
+        for name, figure in draw(record, plots.SENTINEL).items()
+    ]
+
+
+def write(path: Path, page: str, figures: Mapping[str, Figure]) -> list[Path]:
+    """Write a page, and its figures as PNG files beside it.
 
     Returns:
-        Paths: ``bench.html`` first, then the PNG files.
+        Their paths, the page's first.
     """
-    page = folder / "bench.html"
-    page.write_text(bench_page(record), encoding="utf-8")
-    pictures = [
-        plots.save_png(figure, folder / f"{name}.png") for name, figure in plots.bench_figures(record).items()
+    path.write_text(page, encoding="utf-8")
+    return [
+        path,
+        *(plots.save_png(figure, path.with_name(f"{name}.png")) for name, figure in figures.items()),
     ]
-    return [page, *pictures]
