@@ -14,7 +14,7 @@ from rich.console import Console
 
 from castwise.jobs.bench_result import PlanResult
 from castwise.report import bench, words
-from castwise.report.bench import bench_table
+from castwise.report.show import table
 
 Make = Callable[..., dict[str, Any]]
 Row = Callable[..., PlanResult]
@@ -22,7 +22,7 @@ Row = Callable[..., PlanResult]
 
 def test_imports_no_torch() -> None:
     code = (
-        "import sys, castwise.report.bench, castwise.report.tune, castwise.report.doctor, castwise.report.parity; "
+        "import sys, castwise.report.show; "
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules or 'rich' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -169,7 +169,7 @@ def test_the_terminal_keeps_square_brackets(record: Make, row: Row, lost: Row) -
     made = record(row("bf16-mixed; a[0].*: fp32", 0.05, 0.2), lost("x", "failed", "E: shape [2, 3]"))
     with open("/dev/null", "w", encoding="utf-8") as nowhere:
         console = Console(width=160, record=True, file=nowhere)
-        console.print(bench_table(made))
+        console.print(table(made))
         said = console.export_text()
     assert "bf16-mixed; a[0].*: fp32" in said
     assert "shape [2, 3]" in said

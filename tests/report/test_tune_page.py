@@ -18,9 +18,10 @@ from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage
 
 from castwise.numerics.window import ScaleWindow
 from castwise.plans.formats import FORMATS
-from castwise.report import tune, tune_plots
+from castwise.report import show, tune, tune_plots
 from castwise.report.grids import Grid
-from castwise.report.tune import tune_page, tune_table, write_tune_page
+from castwise.report.plots import draw
+from castwise.report.show import table, write
 
 VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
@@ -59,9 +60,13 @@ def read(page: str) -> str:
     return " ".join("".join(reader.text).split())
 
 
+def drawn(record: dict[str, Any]) -> dict[str, Any]:
+    return draw(tune.PICTURES, record)
+
+
 def test_opens_with_the_answer_and_holds_what_decides() -> None:
     record = make_record()
-    page = tune_page(record)
+    page = show.page(record)
     said = read(page)
     places = [
         said.index(words)
@@ -82,15 +87,15 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
 
 
 def test_rejected_plans_stand_below_and_are_folded_when_many() -> None:
-    page = tune_page(make_record())
+    page = show.page(make_record())
     assert "<details><summary>6 rejected" in page
     assert page.index("fp16-true") > page.index("<details>")
     few = make_evidence(candidates=make_evidence().candidates[:6])
-    assert "<details open><summary>2 rejected" in tune_page(make_record(few))
+    assert "<details open><summary>2 rejected" in show.page(make_record(few))
 
 
 def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
-    page = tune_page(make_record())
+    page = show.page(make_record())
     assert re.findall(r'<figure id="(\w+)">', page) == FIGURES
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(pictures) == len(FIGURES)
@@ -104,11 +109,11 @@ def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
 
 
 def test_same_record_same_page() -> None:
-    assert tune_page(make_record()) == tune_page(make_record())
+    assert show.page(make_record()) == show.page(make_record())
 
 
 def test_writes_the_page_and_a_png_per_picture(tmp_path: Path) -> None:
-    paths = write_tune_page(make_record(), tmp_path)
+    paths = write(make_record(), tmp_path / "report.html")
     assert [path.name for path in paths] == ["report.html", *(f"{name}.png" for name in FIGURES)]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
@@ -119,7 +124,7 @@ def test_writes_the_page_and_a_png_per_picture(tmp_path: Path) -> None:
 
 def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
     record = make_record(make_bare())
-    page = tune_page(record)
+    page = show.page(record)
     said = read(page)
     assert "The search ended before it could compare plans on m, so the plan is fp32." in said
     assert "interrupted or ran out of its budget" in said
@@ -138,7 +143,7 @@ def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
     ],
 )  # fmt: skip
 def test_every_part_may_be_missing(field: str, empty: object) -> None:
-    read(tune_page(make_record(make_evidence(**{field: empty}))))
+    read(show.page(make_record(make_evidence(**{field: empty}))))
 
 
 def test_rows_may_hold_nothing_but_names() -> None:
@@ -146,7 +151,7 @@ def test_rows_may_hold_nothing_but_names() -> None:
     bare = [dataclasses.replace(make_candidate(c.name, None, c.status), plan=c.plan) for c in full.candidates]
     regions = [type(r)(r.pattern, r.kind, r.modules, r.parameters, r.format) for r in full.regions]
     record = make_record(make_evidence(candidates=tuple(bare), regions=tuple(regions), histograms=()))
-    page = tune_page(record)
+    page = show.page(record)
     assert "None" not in read(page)
     assert "<svg" not in page
     assert tune.facts(record) == []
@@ -155,7 +160,7 @@ def test_rows_may_hold_nothing_but_names() -> None:
 def test_a_search_for_numerics_alone_has_damage_and_no_times() -> None:
     one = dataclasses.replace(make_candidate("bf16-mixed", None, "chosen"), parity=make_damage(0.004))
     record = make_record(make_evidence(goal="numerics", candidates=(one,)))
-    assert list(tune_plots.tune_figures(record)) == ["gradients", "gradients_by_region", "regions"]
+    assert list(drawn(record)) == ["gradients", "gradients_by_region", "regions"]
     assert tune.facts(record) == [
         ("gradients", "pass", "damage 0.004 (0.0024-0.0068), the relative error of an update")
     ]
@@ -178,7 +183,7 @@ SAID = "relative error of an update"
 def terminal(record: dict[str, Any]) -> str:
     """What the terminal shows, in one line."""
     console = Console(width=100, file=io.StringIO())
-    console.print(tune_table(record))
+    console.print(table(record))
     return " ".join(console.file.getvalue().split())
 
 
@@ -196,12 +201,12 @@ def terminal(record: dict[str, Any]) -> str:
 def test_damage_is_introduced_where_it_is_printed(changes: dict[str, Any]) -> None:
     """Nobody need open the docs to learn what the number is."""
     record = make_record(make_evidence(**changes))
-    for said in (read(tune_page(record)), terminal(record)):
+    for said in (read(show.page(record)), terminal(record)):
         assert SAID in said or "damage" not in said.lower()
 
 
 def test_pictures_of_damage_say_what_it_is() -> None:
-    figures = tune_plots.tune_figures(make_record())
+    figures = drawn(make_record())
     assert SAID in figures["scatter"].axes[0].get_ylabel()
     assert SAID in figures["regions"].axes[0].get_title() + figures["regions"].axes[0].get_xlabel()
 
@@ -251,7 +256,7 @@ def test_an_empty_window_of_loss_scales_is_said() -> None:
 
 
 def test_drawn_ranges_are_those_of_the_formats() -> None:
-    below = tune_plots.tune_figures(make_record(make_evidence(scale=None)))["gradients"].axes[1]
+    below = drawn(make_record(make_evidence(scale=None)))["gradients"].axes[1]
     bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in below.patches]
     known = FORMATS["fp8_e4m3"]
     ends = (known.smallest_normal, known.max), (known.smallest_subnormal, known.smallest_normal)
@@ -259,7 +264,7 @@ def test_drawn_ranges_are_those_of_the_formats() -> None:
 
 
 def test_the_scatter_marks_the_chosen_plan_and_the_lines() -> None:
-    (axes,) = tune_plots.tune_figures(make_record())["scatter"].axes
+    (axes,) = drawn(make_record())["scatter"].axes
     points = {
         c.get_label(): c.get_offsets().tolist() for c in axes.collections if not c.get_label().startswith("_")
     }
@@ -273,7 +278,7 @@ def test_the_scatter_marks_the_chosen_plan_and_the_lines() -> None:
 
 
 def test_the_histogram_sums_regions_and_the_loss_scale_moves_fp16() -> None:
-    figure = tune_plots.tune_figures(make_record())["gradients"]
+    figure = drawn(make_record())["gradients"]
     top, below = figure.axes
     assert sum(bar.get_height() for bar in top.patches) == pytest.approx(100)
     assert [text.get_text() for text in below.texts] == [
@@ -287,7 +292,7 @@ def test_the_histogram_sums_regions_and_the_loss_scale_moves_fp16() -> None:
     assert sorted(line.get_xdata()[0] for line in top.lines) == [edge - 14 for edge in edges]
     starts = [bar.get_x() for bar in below.patches if bar.get_alpha() == 0.45]
     assert starts[1:3] == [-14, -28]
-    plain = tune_plots.tune_figures(make_record(make_evidence(scale=None)))["gradients"]
+    plain = drawn(make_record(make_evidence(scale=None)))["gradients"]
     assert [text.get_text() for text in plain.axes[1].texts] == ["bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
     assert not plain.axes[0].lines
 
@@ -300,7 +305,7 @@ def test_pictures_of_many_regions_keep_the_extremes() -> None:
     regions = tuple(
         dataclasses.replace(full.regions[0], pattern=f"r{i}", bias=1e-6 * (i + 1)) for i in range(40)
     )
-    figures = tune_plots.tune_figures(make_record(make_evidence(histograms=many, regions=regions)))
+    figures = drawn(make_record(make_evidence(histograms=many, regions=regions)))
     shown = [label.get_text() for label in figures["gradients_by_region"].axes[0].get_yticklabels()]
     assert shown == [f"blocks.{i}" for i in (*range(8), *range(32, 40))]
     assert len(figures["regions"].axes[0].get_yticklabels()) == tune_plots.REGIONS
@@ -312,7 +317,7 @@ def test_words_of_the_record_cannot_become_markup() -> None:
     region = dataclasses.replace(full.regions[0], pattern=evil, reason=evil, bias=0.5)
     candidate = dataclasses.replace(full.candidates[0], name=evil, reason=evil)
     histogram = dataclasses.replace(full.histograms[0], pattern=evil)
-    page = tune_page(
+    page = show.page(
         make_record(
             make_evidence(
                 workload=evil, description=evil, answer=evil, notes=(evil,), command=evil, regions=(region,),

@@ -8,15 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from castwise.jobs.result import Result
 from castwise.measure import stats
 from castwise.measure.environment import Environment
 from castwise.measure.memory import Memory
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["BenchResult", "PlanResult", "Timing"]
 
@@ -147,12 +144,6 @@ class BenchResult(Result):
             **dataclasses.asdict(self), "behind": self.behind, "best": self.best, "level_with_best": self.level_with_best
         }  # fmt: skip
 
-    def table(self) -> RenderableType:
-        """The rows as a table for ``rich.print``."""
-        from castwise.report.bench import bench_table
-
-        return bench_table(self.to_dict())
-
     def headline(self) -> str:
         """The answer in a sentence or two."""
         from castwise.report.bench import headline
@@ -168,14 +159,7 @@ class BenchResult(Result):
         Returns:
             Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures.
         """
-        from castwise.report.bench import write_bench_page
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        data = folder / "bench.json"
-        data.write_text(self.to_json() + "\n", encoding="utf-8")
-        page, *pictures = write_bench_page(self.to_dict(), folder)
-        return (page, data, *pictures)
+        return self._save(Path(folder) / "bench.html", Path(folder) / "bench.json")
 
 
 def _learned_less(losses: Sequence[float], base: Sequence[float]) -> bool:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from castwise.jobs.result import Result
 from castwise.measure.environment import Environment
 from castwise.measure.limits import StepProfile
 from castwise.measure.rates import Bandwidth, Judgement, Rate
 from castwise.measure.units import MatrixUnits
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["DoctorResult", "Finding", "WorkloadReport"]
 
@@ -84,9 +81,3 @@ class DoctorResult(Result):
             }
             record["workload"]["profile"] |= shares
         return record
-
-    def table(self) -> RenderableType:
-        """The result for ``rich.print``; readable from 80 columns on."""
-        from castwise.report.doctor import doctor_table
-
-        return doctor_table(self.to_dict())

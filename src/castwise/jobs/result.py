@@ -6,7 +6,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["Result", "finite"]
 
@@ -32,6 +36,21 @@ class Result:
     def to_json(self) -> str:
         """The record as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def table(self) -> RenderableType:
+        """What was found as text and tables for ``rich.print``."""
+        from castwise.report.show import table
+
+        return table(self.to_dict())
+
+    def _save(self, page: Path, data: Path) -> tuple[Path, ...]:
+        """Write the page with its pictures and the record; folders are made where there are none."""
+        from castwise.report.show import write
+
+        page.parent.mkdir(parents=True, exist_ok=True)
+        data.write_text(self.to_json() + "\n", encoding="utf-8")
+        path, *pictures = write(self.to_dict(), page)
+        return (path, data, *pictures)
 
 
 def finite(value: float) -> float | None:

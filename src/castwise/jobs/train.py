@@ -349,7 +349,7 @@ class _Run:
     def _finish(self, status: str, reason: str) -> TrainResult:
         leads = self.ranks.leads
         if self.history and leads:
-            from castwise.report.curves import plot_curves
+            from castwise.report.train import plot_curves
 
             self.files.append(plot_curves([*self.earlier, *self.history], self.out / "curves.png").name)
         last = [{}, *self.earlier, *self.history][-1]

@@ -82,10 +82,6 @@ class TrainResult(Result):
 
     def summary(self) -> str:
         """The outcome in a sentence."""
-        loss = "not finite" if self.final_loss is None else f"{self.final_loss:.4g}"
-        where = f" on {self.layout}" if self.world_size > 1 else ""
-        said = f"{self.workload} under {self.plan}{where}: loss {loss} after {self.steps_done} steps"
-        said += f" ({self.steps_per_s:.3g} steps/s"
-        said += f", {self.steps_before} of them before" if self.steps_before else ""
-        said += f", {self.skipped_steps} skipped)" if self.skipped_steps else ")"
-        return "; ".join([said, *(f"{key} {value:.4g}" for key, value in self.metrics.items())])
+        from castwise.report.train import summary
+
+        return summary(self.to_dict())

@@ -6,14 +6,11 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from castwise.jobs.result import Result
 from castwise.plans.plan import Plan
 from castwise.tuning.evidence import Evidence
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["TuneResult"]
 
@@ -39,12 +36,6 @@ class TuneResult(Result):
     def _fields(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self.evidence), "passes": self.evidence.passes}
 
-    def table(self) -> RenderableType:
-        """The answer and the plans as a table for ``rich.print``."""
-        from castwise.report.tune import tune_table
-
-        return tune_table(self.to_dict())
-
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         """Write the page, the plan, the evidence and the plots.
 
@@ -54,13 +45,7 @@ class TuneResult(Result):
         Returns:
             Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures.
         """
-        from castwise.report.tune import write_tune_page
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        plan = folder / "plan.json"
+        page, data, *pictures = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
+        plan = Path(folder) / "plan.json"
         self.plan.save(plan)
-        data = folder / "evidence.json"
-        data.write_text(self.to_json() + "\n", encoding="utf-8")
-        page, *pictures = write_tune_page(self.to_dict(), folder)
         return (page, plan, data, *pictures)

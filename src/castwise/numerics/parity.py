@@ -135,10 +135,14 @@ class ParityResult:
 
     def table(self) -> RenderableType:
         """The finding and the worst modules, for ``rich.print``."""
-        from castwise.report.parity import parity_table
+        from castwise.report.show import table
 
-        answer = f"{self.plan}: {self.verdict}. {self.reason}"
-        return parity_table(answer, [dataclasses.asdict(region) for region in self.worst()])
+        said = {"plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
+        return table({
+            "kind": "parity",
+            **said,
+            "modules": [dataclasses.asdict(region) for region in self.worst()],
+        })
 
 
 @dataclass

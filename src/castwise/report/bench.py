@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from castwise.report import bench_plots, page, words
-from castwise.report.grids import Grid, Row, terminal
+from castwise.report import words
+from castwise.report.bench_plots import PICTURES, baseline
+from castwise.report.grids import Columns, Grid, Line, Row
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-__all__ = ["bench_page", "bench_table", "grids", "headline", "interval_note", "notes", "write_bench_page"]
+__all__ = ["PICTURES", "grids", "headline", "interval_note", "lines", "notes", "values"]
 
 Record = Mapping[str, Any]
 
@@ -21,18 +18,22 @@ _MEMORY = {
     "inference peak": "inference_peak_bytes",
     "kept for backward": "saved_bytes",
 }
-_FIGURES = {
-    "time": (
-        "time of each plan",
-        "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is longer.",
-    ),
-    "memory": ("memory of each plan", "Most that was allocated at once, each plan in a process of its own."),
-    "loss": ("loss of each plan", "Every plan started from the same weights and saw the same batches."),
-    "prediction": (
-        "prediction of each plan", "The target, and what each plan's model makes of it after training."
-    ),
-}  # fmt: skip
-"""What a screen reader says of each picture, and what stands below it."""
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """A bench's answer, its tables and remarks, for the terminal."""
+    small = (interval_note(record), words.where(record))
+    return [
+        Line(headline(record), "bold"), Line(), *grids(record), *(Line(note, "yellow") for note in notes(record)),
+        *(Line(said, "dim") for said in small),
+    ]  # fmt: skip
+
+
+def values(record: Record) -> dict[str, Any]:
+    """The same for the page."""
+    return {
+        "answer": headline(record), "grids": grids(record), "notes": notes(record), "interval_note": interval_note(record)
+    }  # fmt: skip
 
 
 # --- in words -----------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def headline(record: Record) -> str:
     Returns:
         Plain text.
     """
-    base = bench_plots.baseline(record)
+    base = baseline(record)
     name, workload = base["name"], record["workload"]
     others = [row for row in record["plans"] if row is not base]
     if base["status"] != "ok":
@@ -138,41 +139,39 @@ def grids(record: Record) -> list[Grid]:
     Returns:
         Speed, memory where it was measured, and learning.
     """
-    base, rows = bench_plots.baseline(record), record["plans"]
+    base, rows = baseline(record), record["plans"]
     versus = f"vs {base['name']}"
     stages = ["training", *(["inference"] if any(row["inference"] for row in rows) else [])]
-    heads = [("training step" if stage == "training" else stage, versus) for stage in stages]
-    speed = [[cell for stage in stages for cell in _timed(row, stage)] for row in rows]
-    out = [_grid("Speed", sum(heads, ()), rows, speed)]
-    kinds = {k: v for k, v in _MEMORY.items() if any(_bytes(row, v) is not None for row in rows)}
-    if kinds:
-        out.append(
-            _grid(
-                "Memory", tuple(kinds), rows, [[_held(r, base, key) for key in kinds.values()] for r in rows]
-            )
-        )
-    metrics = sorted({key for row in rows for key in row["metrics"]})
-    learned = []
-    for row in rows:
-        values = [f"{v:.4g}" if (v := row["metrics"].get(m)) is not None else "-" for m in metrics]
-        if row["status"] == "ok":
-            delta = "" if row is base else _difference(row, base)
-            learned.append([words.loss(row["final_loss"]), delta, str(row["skipped_steps"]), *values])
-        else:
-            learned.append(["-", "", "-", *values])
-    return [*out, _grid("Learning", ("final loss", versus, "skipped steps", *metrics), rows, learned)]
+    speed = [("plan", *(c for stage in stages for c in (stage.replace("training", "training step"), versus)))]
+    speed += [(row["name"], *(c for stage in stages for c in _timed(row, stage))) for row in rows]
+    header, *cells = speed
+    timed = (Row(line, row["status"]) for line, row in zip(cells, rows, strict=True))
+    out = [Grid("Speed", header, tuple(timed))]
 
+    def held(key: str) -> Callable[[Record], str]:
+        return lambda row: words.against(_bytes(row, key), None if row is base else _bytes(base, key))
 
-def _grid(title: str, header: tuple[str, ...], plans: list[Record], cells: list[list[str]]) -> Grid:
-    rows = (Row((plan["name"], *row), plan["status"]) for plan, row in zip(plans, cells, strict=True))
-    return Grid(title, ("plan", *header), tuple(rows))
+    def metric(key: str) -> Callable[[Record], str | None]:
+        return lambda row: None if key not in row["metrics"] else words.loss(row["metrics"][key])
+
+    memory = {name: held(key) for name, key in _MEMORY.items() if any(_bytes(row, key) for row in rows)}
+    if memory:
+        out.append(Grid.of("Memory", rows, {"plan": "name", **memory}, "status"))
+    learning: Columns = {
+        "plan": "name",
+        "final loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else None,
+        versus: lambda row: "" if row is base or row["status"] != "ok" else _difference(row, base),
+        "skipped steps": lambda row: row["skipped_steps"] if row["status"] == "ok" else None,
+    }
+    metrics = {key: metric(key) for key in sorted({key for row in rows for key in row["metrics"]})}
+    return [*out, Grid.of("Learning", rows, {**learning, **metrics}, "status")]
 
 
 def _timed(row: Record, stage: str) -> tuple[str, str]:
     """The time, and the speed against the baseline; in place of them what kept a plan from being timed."""
     timing = row[stage]
     if timing is not None:
-        return words.step(timing["step"]), words.speed(timing["speedup"]) if timing["speedup"] else ""
+        return words.step(timing["step"]) or "-", words.speed(timing["speedup"]) or ""
     if row["status"] == "ok" or stage != "training":
         return "-", ""
     return row["status"], row["reason"].removeprefix("stopped: ") if row["status"] == "stopped" else ""
@@ -182,11 +181,6 @@ def _bytes(row: Record, key: str) -> Any:
     return (row["memory"] or {}).get(key)
 
 
-def _held(row: Record, base: Record, key: str) -> str:
-    mine, other = (_bytes(r, key) for r in (row, base))
-    return "-" if mine is None else words.against(mine, None if row is base else other)
-
-
 def _difference(row: Record, base: Record) -> str:
     """A plan's final loss against the baseline's, with sign and percentage."""
     delta, reference = row["final_loss_difference"], base["final_loss"]
@@ -194,61 +188,3 @@ def _difference(row: Record, base: Record) -> str:
         return "" if delta is None else "the same"
     relative = f" ({delta / abs(reference):+.1%})" if reference else ""
     return f"{delta:+.3g}{relative}".replace("%", " %")
-
-
-def bench_table(record: Record) -> RenderableType:
-    """A bench's answer, its tables and remarks, for ``rich.print``; readable from 80 columns on.
-
-    Args:
-        record: As ``BenchResult.to_dict`` gives it.
-
-    Returns:
-        Something rich can print.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(
-        Text(headline(record), style="bold"),
-        Text(),
-        *map(terminal, grids(record)),
-        *(Text(note, style="yellow") for note in notes(record)),
-        Text(interval_note(record), style="dim"),
-        Text(words.where(record), style="dim"),
-    )
-
-
-# --- as a page ----------------------------------------------------------------------------------------------
-
-
-def bench_page(record: Record) -> str:
-    """The page of a bench.
-
-    Args:
-        record: As ``BenchResult.to_dict`` gives it.
-
-    Returns:
-        HTML with its style and pictures inside, for wide and narrow screens, light and dark.
-    """
-    return page.render(
-        "bench.html.j2",
-        record,
-        page.pictures(bench_plots.bench_figures, record, _FIGURES),
-        answer=headline(record),
-        grids=grids(record),
-        notes=notes(record),
-        interval_note=interval_note(record),
-    )
-
-
-def write_bench_page(record: Record, folder: Path) -> list[Path]:
-    """Write the page and its pictures.
-
-    Args:
-        record: As ``BenchResult.to_dict`` gives it.
-        folder: An existing folder.
-
-    Returns:
-        Paths: ``bench.html`` first, then the PNG files.
-    """
-    return page.write(folder / "bench.html", bench_page(record), bench_plots.bench_figures(record))

@@ -6,30 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from castwise.report import words
-from castwise.report.curves import draw_curves
-from castwise.report.plots import COLOURS, GREY, INK, WIDTH, Record, cut, draw, name_rows, new_figure
+from castwise.report.plots import (
+    COLOURS,
+    GREY,
+    WIDTH,
+    Picture,
+    Record,
+    cut,
+    draw_curves,
+    name_rows,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["baseline", "bench_figures"]
+__all__ = ["PICTURES", "baseline"]
 
 CUT = 3.0
 """Bars longer than this many times the baseline's are cut."""
-
-
-def bench_figures(record: Record, ink: str = INK) -> dict[str, Figure]:
-    """Every picture that a bench's record has numbers for.
-
-    Args:
-        record: As ``BenchResult.to_dict`` gives it.
-        ink: Colour of letters.
-
-    Returns:
-        Figures by name: ``time``, ``memory``, ``loss``, ``prediction``.
-    """
-    return draw({"time": _times, "memory": _memory, "loss": _losses, "prediction": _images}, record, ink)
 
 
 def baseline(record: Record) -> Record:
@@ -185,3 +181,20 @@ def _images(record: Record) -> Figure | None:
         axes.imshow(rows, vmin=low, vmax=high, cmap="viridis", interpolation="nearest")
         axes.set_title(cut(name), fontsize=8.5, fontweight="normal")
     return figure
+
+
+PICTURES = {
+    "time": Picture(
+        _times, "time of each plan",
+        "Medians, whiskers from the first to the third quartile; shorter is faster. A bar with // is longer.",
+    ),
+    "memory": Picture(
+        _memory, "memory of each plan", "Most that was allocated at once, each plan in a process of its own."
+    ),
+    "loss": Picture(
+        _losses, "loss of each plan", "Every plan started from the same weights and saw the same batches."
+    ),
+    "prediction": Picture(
+        _images, "prediction of each plan", "The target, and what each plan's model makes of it after training."
+    ),
+}  # fmt: skip

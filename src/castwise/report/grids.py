@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
-__all__ = ["Grid", "Row", "terminal"]
+__all__ = ["Columns", "Grid", "Line", "Row", "terminal"]
+
+Said = str | Callable[[Any], Any]
+Columns = Mapping[str, Said]
 
 _STYLES = {
     "chosen": "bold green", "fast": "green", "no gain": "dim", "avoid": "yellow", "stopped": "yellow",
@@ -18,6 +22,13 @@ _STYLES = {
 """Colours of rows in the terminal, by status."""
 _WORDS = ("plan", "region", "modules", "module", "format", "operator", "verdict", "why")
 """Columns that hold words; the others hold numbers, which stand to the right."""
+
+
+class Line(NamedTuple):
+    """A paragraph of text, and rich's name of its style."""
+
+    text: str = ""
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,43 +59,79 @@ class Grid:
         title: What it is about.
         header: Column names; the first column holds what rows are about.
         rows: From the top down.
+        wraps: Whether numbers may wrap where the terminal is narrow, or only words.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[Row, ...]
+    wraps: bool = True
 
-    def where(self, keep: Callable[[Row], bool]) -> Grid:
-        """The table with some of its rows."""
-        return Grid(self.title, self.header, tuple(row for row in self.rows if keep(row)))
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        records: Iterable[Mapping[str, Any]],
+        columns: Columns,
+        status: Said = "",
+        why: Said = "",
+    ) -> Grid:
+        """Make a table of records, one per row.
 
-    def first(self, count: int) -> Grid:
-        """The table with at most so many rows."""
-        return Grid(self.title, self.header, self.rows[:count])
+        Args:
+            title: What it is about.
+            records: The rows, from the top down.
+            columns: By name what each says of a record: one of its values, named, or a function of it; ``-`` for None.
+            status: What gives a row's status, in the same way; empty for none.
+            why: What gives the reason of it.
+        """
+
+        def cell(said: Said, record: Mapping[str, Any]) -> str:
+            value = said(record) if callable(said) else record[said] if said else ""
+            return "-" if value is None else str(value)
+
+        rows = (
+            Row(
+                tuple(cell(said, record) for said in columns.values()),
+                cell(status, record),
+                cell(why, record),
+            )
+            for record in records
+        )
+        return cls(title, tuple(columns), tuple(rows))
+
+    def where(self, status: str, has: bool = True) -> Grid:
+        """The table with the rows that have a status, or with the others."""
+        return replace(self, rows=tuple(row for row in self.rows if (row.status == status) is has))
 
     def only(self, title: str, *columns: str) -> Grid:
-        """A narrower table.
+        """A narrower table, whose numbers do not wrap.
 
         Args:
             title: Of it.
             columns: Names in the header, or ``why``.
         """
-        places = [self.header.index(name) if name in self.header else -1 for name in columns]
-        cells = (tuple(row.why if at < 0 else row.cells[at] for at in places) for row in self.rows)
-        made = (Row(new, row.status, row.why) for new, row in zip(cells, self.rows, strict=True))
-        return Grid(title, columns, tuple(made))
+        places = [(*self.header, "why").index(name) for name in columns]
+        rows = (replace(row, cells=tuple((*row.cells, row.why)[at] for at in places)) for row in self.rows)
+        return Grid(title, columns, tuple(rows), wraps=False)
 
 
-def terminal(grid: Grid, wrap: bool = True) -> Table:
-    """The table for ``rich.print``; a chosen row is marked.
+def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
+    """Tables and lines for ``rich.print``.
 
     Args:
-        grid: The table.
-        wrap: Whether numbers may wrap where space is short, or only words.
+        lines: From the top down.
 
     Returns:
         Something rich can print.
     """
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(*(_table(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines))
+
+
+def _table(grid: Grid) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -98,7 +145,7 @@ def terminal(grid: Grid, wrap: bool = True) -> Table:
     for name in grid.header:
         words = name in _WORDS
         table.add_column(
-            Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not (words or wrap),
+            Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
             min_width=12 if name == "plan" else None,
         )  # fmt: skip
     for row in grid.rows:

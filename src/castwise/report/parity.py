@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from castwise.report import words
-from castwise.report.grids import Grid, Row, terminal
+from castwise.report.grids import Columns, Grid, Line
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-__all__ = ["parity_table"]
+__all__ = ["lines"]
 
 
-def parity_table(answer: str, modules: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The finding and the worst modules, for ``rich.print``.
+def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
+    """A plan's verdict and the worst modules, for the terminal."""
 
-    Args:
-        answer: Plan, verdict and reason.
-        modules: As ``dataclasses.asdict`` makes them of :class:`~castwise.numerics.parity.RegionParity`.
+    def two_digits(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda module: "" if module[key] is None else f"{module[key]:.2g}"
 
-    Returns:
-        Something rich can print.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    rows = []
-    for module in modules:
-        numbers = (module[key] for key in ("bias", "noise", "data_noise", "adam"))
-        rows.append(Row((module["path"] or "(model)", *("" if n is None else f"{n:.2g}" for n in numbers))))
-    header = ("module", "bias", "noise", "data's noise", "in Adam's steps")
-    return Group(Text(answer), "", terminal(Grid("", header, tuple(rows))), "", f"Damage is {words.MEANING}.")
+    names = {"bias": "bias", "noise": "noise", "data's noise": "data_noise", "in Adam's steps": "adam"}
+    columns: Columns = {"module": lambda module: module["path"] or "(model)"} | {
+        name: two_digits(key) for name, key in names.items()
+    }
+    grid = Grid.of("", record["modules"], columns)
+    answer = f"{record['plan']}: {record['verdict']}. {record['reason']}"
+    return [Line(answer), Line(), grid, Line(), Line(f"Damage is {words.MEANING}.")]

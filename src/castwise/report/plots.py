@@ -12,33 +12,22 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 __all__ = [
-    "COLOURS",
-    "GREY",
-    "INK",
-    "SENTINEL",
-    "WIDTH",
-    "Record",
-    "cut",
-    "draw",
-    "name_rows",
-    "new_figure",
-    "save_png",
-    "style",
-    "to_svg",
-]
+    "COLOURS", "GREY", "SENTINEL", "WIDTH", "Picture", "Record", "cut", "draw", "draw_curves", "name_rows", "new_figure",
+    "save_png", "style", "to_svg",
+]  # fmt: skip
 
 Record = Mapping[str, Any]
 
 WIDTH = 4.2
 """Inches; at 100 units per inch about the width of a phone."""
-INK = "#1b1f24"
+_INK = "#1b1f24"
 SENTINEL = "#010203"
 """Stands for the page's own text colour in figures that become SVG."""
 GREY = "#8a8f98"
@@ -46,7 +35,7 @@ COLOURS = ("#2f6fde", "#e0872b", "#2a9d74", "#c2479c", "#7a5bd6", "#b8a01f", "#d
 
 
 @contextlib.contextmanager
-def style(ink: str = INK) -> Iterator[None]:
+def style(ink: str = _INK) -> Iterator[None]:
     """Matplotlib's settings for figures.
 
     Args:
@@ -81,21 +70,33 @@ def new_figure(height: float) -> Figure:
     return figure
 
 
-def draw(
-    makers: Mapping[str, Callable[[Record], Figure | None]], record: Record, ink: str
-) -> dict[str, Figure]:
+class Picture(NamedTuple):
+    """A picture of a kind of record.
+
+    Attributes:
+        draw: Makes the figure; None where a record has no numbers for it.
+        label: What a screen reader says of it.
+        caption: What stands below it.
+    """
+
+    draw: Callable[[Record], Figure | None]
+    label: str
+    caption: str
+
+
+def draw(pictures: Mapping[str, Picture], record: Record, ink: str = _INK) -> dict[str, Figure]:
     """Every picture that a record has numbers for.
 
     Args:
-        makers: A function per picture, which returns None where there is nothing to draw.
-        record: What they draw.
+        pictures: By name.
+        record: What they show.
         ink: Colour of letters.
 
     Returns:
         Figures by name.
     """
     with style(ink):
-        drawn = {name: make(record) for name, make in makers.items()}
+        drawn = {name: picture.draw(record) for name, picture in pictures.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -111,6 +112,45 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), list(names))
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
+
+
+def draw_curves(
+    figure: Figure | SubFigure,
+    curves: Mapping[str, Sequence[float | None]],
+    colours: Mapping[str, str],
+    steps: Sequence[float] | None = None,
+) -> None:
+    """Draw losses over training steps, on a logarithmic axis where they span more than a decade.
+
+    Args:
+        figure: Where to.
+        curves: A name and a loss per step each; None leaves a gap.
+        colours: Per name.
+        steps: Step numbers of the losses; by default 1, 2, 3 ...
+    """
+    axes = figure.subplots()
+    known = [v for values in curves.values() for v in values if v is not None]
+    dashes = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
+    for index, (name, values) in enumerate(curves.items()):
+        x = list(steps) if steps is not None else list(range(1, len(values) + 1))
+        y = [float("nan") if v is None else v for v in values]
+        axes.plot(
+            x[: len(y)], y, color=colours[name], lw=1.8, ls=dashes[index % len(dashes)], label=cut(name)
+        )
+    if known and min(known) > 0 and max(known) > 10 * min(known):
+        from matplotlib.ticker import LogLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set_title("Training loss")
+    axes.set_xlabel("step")
+    axes.grid(visible=True)
+    if 1 < len(curves) <= 3:
+        axes.legend(loc="upper right", fontsize=9)
+    elif len(curves) > 3:
+        figure.legend(loc="outside lower center", fontsize=9, ncols=2)
 
 
 def to_svg(figure: Figure, label: str) -> str:

@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from castwise.report import page, words
-from castwise.report.grids import Grid, Row, terminal
-from castwise.report.tune_plots import tune_figures
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from castwise.report import words
+from castwise.report.grids import Columns, Grid, Line
+from castwise.report.tune_plots import PICTURES
 
 __all__ = [
-    "answer", "facts", "interval_note", "plan_grid", "region_grid", "remarks", "scale_sentences", "settings", "stage_grid",
-    "tune_page", "tune_table", "verification_sentence", "write_tune_page",
+    "PICTURES", "answer", "facts", "interval_note", "lines", "plan_grid", "region_grid", "remarks", "scale_sentences",
+    "settings", "stage_grid", "values", "verification_sentence",
 ]  # fmt: skip
 
 Record = Mapping[str, Any]
 
 _MOST = 12
 """Rows of a list in the terminal."""
-_FIGURES = {
-    "scatter": (
-        "Speed over fp32 against the damage of each plan",
-        "Every plan whose speed and gradients were both measured, with 95 % intervals; right and down is better. Plans "
-        "without both are in the table alone.",
-    ),
-    "gradients": (
-        "Histogram of gradient magnitudes with the ranges of formats",
-        "Gradients of the model's modules in fp32, per power of two, above what formats hold: pale where a format has "
-        "fewer digits left, nothing where it has none. A loss scale moves fp16's range (dashed) down.",
-    ),
-    "gradients_by_region": (
-        "Gradient magnitudes of each region",
-        "Where each region's gradients lie; width grows with the root of their number.",
-    ),
-    "regions": (
-        "Bias and noise of each region",
-        "Parts of the plan's damage, the relative error of an update, against the lines (dashed) that judge the whole of "
-        "it.",
-    ),
-}
-"""What a screen reader says of each picture, and what stands below it."""
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """A search's answer, the plans that it compared and why others were rejected, for the terminal."""
+    plans, apart = plan_grid(record), region_grid(record).where("apart")
+    kept, lost = plans.where("rejected", False), plans.where("rejected")
+    grids = (
+        kept.only("Speed", "plan", "training step", "vs fp32", "vs autocast"),
+        kept.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
+        replace(apart, rows=apart.rows[:_MOST]).only(
+            "Kept in another format", "region", "modules", "format", "why"
+        ),
+        replace(lost, rows=lost.rows[:_MOST]).only("Rejected", "plan", "why"),
+    )
+    more = len(lost.rows) - _MOST
+    said = verification_sentence(record)
+    return [
+        Line(answer(record), "bold"),
+        Line(),
+        *(grid for grid in grids if grid.rows),
+        *([Line(f"and {more} more in evidence.json", "dim")] if more > 0 else ()),
+        *(Line(note, "yellow") for note in remarks(record)),
+        *([Line(said)] if said else ()),
+        Line(f"The plan: {record['plan']}"),
+        *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
+    ]
+
+
+def values(record: Record) -> dict[str, Any]:
+    """All of it, for the page."""
+    plans = plan_grid(record)
+    return {
+        "answer": answer(record), "remarks": remarks(record), "facts": facts(record),
+        "kept": plans.where("rejected", False), "rejected": plans.where("rejected"),
+        "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
+        "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
+        "command": record["command"] or record["environment"]["command"],
+    }  # fmt: skip
 
 
 # --- in tables ----------------------------------------------------------------------------------------------
@@ -51,78 +64,69 @@ _FIGURES = {
 
 def plan_grid(record: Record) -> Grid:
     """The plans that were considered, in the record's order, each with its status and why."""
-    reference = (_baseline(record) or {}).get("peak_bytes")
-    rows = []
-    for row in record["candidates"]:
-        parity, is_base = row["parity"], row["status"] == "baseline"
-        cells = (
-            row["name"],
-            words.step(row["time"]),
-            "1" if is_base and row["time"] else words.speed(row["speedup"]),
-            words.speed(row["versus_autocast"]),
-            "-"
-            if row["peak_bytes"] is None
-            else words.against(row["peak_bytes"], None if is_base else reference),
-            parity["verdict"] if parity else "-",
-            _damage(parity) if parity else "-",
-            "-" if row["loss"] is None else words.loss(row["loss"]),
-        )
-        rows.append(Row(cells, row["status"], row["reason"] or (parity["reason"] if parity else "")))
-    columns = ("training step", "vs fp32", "vs autocast", "peak memory", "parity", "damage", "loss")
-    return Grid("Plans compared", ("plan", *columns), tuple(rows))
+    base = _baseline(record)
+    peak = base["peak_bytes"] if base is not None else None
+    columns: Columns = {
+        "plan": "name",
+        "training step": lambda row: words.step(row["time"]),
+        "vs fp32": lambda row: (
+            "1" if row["status"] == "baseline" and row["time"] else words.speed(row["speedup"])
+        ),
+        "vs autocast": lambda row: words.speed(row["versus_autocast"]),
+        "peak memory": lambda row: words.against(row["peak_bytes"], None if row is base else peak),
+        "parity": lambda row: row["parity"] and row["parity"]["verdict"],
+        "damage": lambda row: row["parity"] and _damage(row["parity"]),
+        "loss": lambda row: None if row["loss"] is None else words.loss(row["loss"]),
+    }
+
+    def why(row: Record) -> Any:
+        return row["reason"] or (row["parity"] or row)["reason"]
+
+    return Grid.of("Plans compared", record["candidates"], columns, "status", why)
 
 
 def region_grid(record: Record) -> Grid:
     """The model's regions, in the model's order; ``apart`` are those kept out of the plan's own format, with why."""
-    rows = []
-    for row in record["regions"]:
-        parts, ends, own = (
-            (row["bias"], row["noise"]),
-            (row["grad_smallest"], row["grad_largest"]),
-            row["damage"],
-        )
-        cells = (
-            row["pattern"] or "(the model itself)",
-            row["kind"] + (f" x{row['modules']}" if row["modules"] != 1 else ""),
-            row["format"],
-            _gained(row["time_fp32_s"], row["time_low_s"]),
-            "-" if None in parts else " / ".join(map(words.damage, parts)),
-            "-" if row["data_noise"] is None else words.damage(row["data_noise"]),
-            f"{words.damage(own['value'])} ({own['verdict']})" if own else "-",
-            "-" if None in ends else " to ".join(f"{v:.1e}" for v in ends),
-        )
-        rows.append(Row(cells, "apart" if row["format"] != record["compute"] else "", row["reason"]))
-    columns = ("modules", "format", "time gained", "bias / noise", "data's noise", "alone", "gradients")
-    return Grid("Regions", ("region", *columns), tuple(rows))
+
+    def apart(row: Record) -> str:
+        return "apart" if row["format"] != record["compute"] else ""
+
+    columns: Columns = {
+        "region": lambda row: row["pattern"] or "(the model itself)",
+        "modules": lambda row: row["kind"] + (f" x{row['modules']}" if row["modules"] != 1 else ""),
+        "format": "format",
+        "time gained": lambda row: _gained(row["time_fp32_s"], row["time_low_s"]),
+        "bias / noise": lambda row: _joined(" / ", words.damage, row["bias"], row["noise"]),
+        "data's noise": lambda row: _joined("", words.damage, row["data_noise"]),
+        "alone": lambda row: (own := row["damage"]) and f"{words.damage(own['value'])} ({own['verdict']})",
+        "gradients": lambda row: _joined(" to ", "{:.1e}".format, row["grad_smallest"], row["grad_largest"]),
+    }
+    return Grid.of("Regions", record["regions"], columns, apart, "reason")
 
 
 def stage_grid(record: Record) -> Grid:
     """What the search did: stage, time, forward/backwards on numerics, timed steps; the sum last."""
     stages = record["stages"]
-    keys = ("time_s", "passes", "steps")
-    sums = {"name": "in all", **{key: sum(stage[key] for stage in stages) for key in keys}}
-    rows = tuple(
-        Row((
-            stage["name"],
-            words.time(stage["time_s"]),
-            *(f"{stage[key]:,}" if stage[key] else "-" for key in keys[1:]),
-        ))
-        for stage in [*stages, sums]
-    )
-    return Grid(
-        "What the search did", ("stage", "time", "forward/backwards", "timed steps"), rows if stages else ()
-    )
+    sums = {key: sum(stage[key] for stage in stages) for key in ("time_s", "passes", "steps")}
+    columns: Columns = {
+        "stage": "name",
+        "time": lambda row: words.time(row["time_s"]),
+        "forward/backwards": lambda row: f"{row['passes']:,}" if row["passes"] else None,
+        "timed steps": lambda row: f"{row['steps']:,}" if row["steps"] else None,
+    }
+    return Grid.of("What the search did", [*stages, {"name": "in all", **sums}] if stages else [], columns)
 
 
-def _gained(slow: float | None, fast: float | None) -> str:
-    if slow is None or fast is None:
-        return "-"
-    if slow == fast:
-        return "0"
-    sign = "-" if slow < fast else ""
-    return f"{sign}{words.time(abs(slow - fast))}" + (
-        f" ({words.factor(slow / fast)})" if slow and fast else ""
-    )
+def _joined(between: str, said: Callable[[float], str], *values: float | None) -> str | None:
+    known = [said(value) for value in values if value is not None]
+    return between.join(known) if len(known) == len(values) else None
+
+
+def _gained(slow: float | None, fast: float | None) -> str | None:
+    if slow is None or fast is None or slow == fast:
+        return None if slow is None or fast is None else "0"
+    factor = f" ({words.factor(slow / fast)})" if slow and fast else ""
+    return f"{'-' if slow < fast else ''}{words.time(abs(slow - fast))}{factor}"
 
 
 def _damage(parity: Record) -> str:
@@ -132,94 +136,6 @@ def _damage(parity: Record) -> str:
         return words.damage(parity["value"])
     said = [words.damage(end) for end in ends]
     return f"{words.damage(parity['value'])} ({(' to ' if 'e' in ''.join(said) else '-').join(said)})"
-
-
-def tune_table(record: Record) -> RenderableType:
-    """A search's answer, the plans that it compared and why others were rejected, for ``rich.print``.
-
-    Readable from 80 columns on; the chosen plan is marked.
-
-    Args:
-        record: As ``TuneResult.to_dict`` gives it.
-
-    Returns:
-        Something rich can print.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    plans = plan_grid(record)
-    kept, lost = _kept(plans), _rejected(plans)
-    apart = region_grid(record).where(lambda row: row.status == "apart")
-    grids = []
-    if kept.rows:
-        grids.append(kept.only("Speed", "plan", "training step", "vs fp32", "vs autocast"))
-        grids.append(kept.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"))
-    if apart.rows:
-        grids.append(apart.only("Kept in another format", "region", "modules", "format", "why").first(_MOST))
-    if lost.rows:
-        grids.append(lost.only("Rejected", "plan", "why").first(_MOST))
-    parts: list[RenderableType] = [Text(answer(record), style="bold"), Text()]
-    parts += (terminal(grid, wrap=False) for grid in grids)
-    if len(lost.rows) > _MOST:
-        parts.append(Text(f"and {len(lost.rows) - _MOST} more in evidence.json", style="dim"))
-    parts += [Text(note, style="yellow") for note in remarks(record)]
-    parts += [Text(said) for said in (verification_sentence(record),) if said]
-    parts += [Text(f"The plan: {record['plan']}"), Text(interval_note(record), style="dim")]
-    return Group(*parts, Text(words.where(record), style="dim"))
-
-
-def _kept(plans: Grid) -> Grid:
-    return plans.where(lambda row: row.status != "rejected")
-
-
-def _rejected(plans: Grid) -> Grid:
-    return plans.where(lambda row: row.status == "rejected")
-
-
-# --- as a page ----------------------------------------------------------------------------------------------
-
-
-def tune_page(record: Record) -> str:
-    """The page of a search.
-
-    Args:
-        record: As ``TuneResult.to_dict`` gives it; what was not measured is None or empty and is left out.
-
-    Returns:
-        HTML with its style and pictures inside, for wide and narrow screens, light and dark.
-    """
-    plans = plan_grid(record)
-    return page.render(
-        "tune.html.j2",
-        record,
-        page.pictures(tune_figures, record, _FIGURES),
-        answer=answer(record),
-        remarks=remarks(record),
-        facts=facts(record),
-        kept=_kept(plans),
-        rejected=_rejected(plans),
-        interval_note=interval_note(record),
-        regions=region_grid(record),
-        scale=scale_sentences(record),
-        verification=verification_sentence(record),
-        stages=stage_grid(record),
-        settings=settings(record),
-        command=record["command"] or record["environment"]["command"],
-    )
-
-
-def write_tune_page(record: Record, folder: Path) -> list[Path]:
-    """Write the page and its pictures.
-
-    Args:
-        record: As ``TuneResult.to_dict`` gives it.
-        folder: An existing folder.
-
-    Returns:
-        Paths: ``report.html`` first, then the PNG files.
-    """
-    return page.write(folder / "report.html", tune_page(record), tune_figures(record))
 
 
 # --- in words -----------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from castwise.plans.formats import FORMATS
 from castwise.report import words
-from castwise.report.plots import COLOURS, GREY, INK, Record, cut, draw, name_rows, new_figure
+from castwise.report.plots import COLOURS, GREY, Picture, Record, cut, name_rows, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["tune_figures"]
+__all__ = ["PICTURES"]
 
 _PALETTE = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8_e4m3": COLOURS[3]}
 _STATUS = {
@@ -31,25 +31,6 @@ SLOWEST = 0.4
 """Plans that are slower, as parts of fp32's speed, are drawn here and labelled."""
 _LEAST = 1e-9
 """Damage that is smaller is drawn here."""
-
-
-def tune_figures(record: Record, ink: str = INK) -> dict[str, Figure]:
-    """Every picture that a search's record has numbers for.
-
-    Args:
-        record: As ``TuneResult.to_dict`` gives it.
-        ink: Colour of letters.
-
-    Returns:
-        Figures by name: ``scatter``, ``gradients``, ``gradients_by_region``, ``regions``.
-    """
-    makers = {
-        "scatter": _scatter,
-        "gradients": _gradients,
-        "gradients_by_region": _by_region,
-        "regions": _regions,
-    }
-    return draw(makers, record, ink)
 
 
 # --- speed against damage -----------------------------------------------------------------------------------
@@ -287,3 +268,25 @@ def _regions(record: Record) -> Figure | None:
     axes.set_xlabel("relative error of an update")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, handletextpad=0.2, columnspacing=1.2)
     return figure
+
+
+PICTURES = {
+    "scatter": Picture(
+        _scatter, "Speed over fp32 against the damage of each plan",
+        "Every plan whose speed and gradients were both measured, with 95 % intervals; right and down is better. Plans "
+        "without both are in the table alone.",
+    ),
+    "gradients": Picture(
+        _gradients, "Histogram of gradient magnitudes with the ranges of formats",
+        "Gradients of the model's modules in fp32, per power of two, above what formats hold: pale where a format has "
+        "fewer digits left, nothing where it has none. A loss scale moves fp16's range (dashed) down.",
+    ),
+    "gradients_by_region": Picture(
+        _by_region, "Gradient magnitudes of each region",
+        "Where each region's gradients lie; width grows with the root of their number.",
+    ),
+    "regions": Picture(
+        _regions, "Bias and noise of each region",
+        "Parts of the plan's damage, the relative error of an update, against the lines (dashed) that judge the whole of it.",
+    ),
+}  # fmt: skip

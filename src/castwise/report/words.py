@@ -27,10 +27,10 @@ def time(seconds: float) -> str:
     return f"{_digits(seconds / size)} {unit}"
 
 
-def step(summary: Record | None) -> str:
+def step(summary: Record | None) -> str | None:
     """Median and half the interquartile range, as ``12.5 ±0.3 ms``."""
     if summary is None:
-        return "-"
+        return None
     unit, size = _unit(summary["median_s"])
     median = _digits(summary["median_s"] / size)
     places = len(median.partition(".")[2])
@@ -45,8 +45,10 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def against(count: float, reference: float | None) -> str:
+def against(count: float | None, reference: float | None) -> str:
     """Bytes, and how many more or fewer than a reference, as ``7.46 MiB (-20 %)``."""
+    if count is None:
+        return "-"
     change = f" ({count / reference - 1:+.0%})".replace("%", " %") if reference else ""
     return size(count) + change
 
@@ -56,10 +58,10 @@ def factor(value: float) -> str:
     return f"{_digits(value)}x"
 
 
-def speed(ratio: Record | None) -> str:
+def speed(ratio: Record | None) -> str | None:
     """A ratio with its interval, as ``1.96x (1.81-2.02)``."""
     if ratio is None:
-        return "-"
+        return None
     return f"{factor(ratio['value'])} ({interval(ratio).replace(' to ', '-')})"
 
 
