@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from castwise.casting.context import default_device_type
-from castwise.errors import NonFiniteError, PlanError, WorkloadError
+from castwise.errors import NonFiniteError, PlanError, WorkloadError, sentence
 from castwise.jobs import Event, Progress
-from castwise.jobs.faults import calls, remedy, sentence
+from castwise.jobs.faults import calls, remedy
 from castwise.jobs.journal import Journal
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
