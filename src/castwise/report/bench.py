@@ -43,9 +43,6 @@ def headline(record: Record) -> str:
     """The answer that a person came for, in a few sentences.
 
     A difference inside its interval is called a tie, and a plan that did not learn as well is never the answer.
-
-    Returns:
-        Plain text.
     """
     base = baseline(record)
     name, workload = base["name"], record["workload"]
@@ -134,19 +131,16 @@ def notes(record: Record) -> list[str]:
 
 
 def grids(record: Record) -> list[Grid]:
-    """A bench's results as small tables, each narrow enough for a terminal and a phone.
-
-    Returns:
-        Speed, memory where it was measured, and learning.
-    """
+    """Speed, memory where it was measured, and learning: each narrow enough for a terminal and a phone."""
     base, rows = baseline(record), record["plans"]
     versus = f"vs {base['name']}"
-    stages = ["training", *(["inference"] if any(row["inference"] for row in rows) else [])]
-    speed = [("plan", *(c for stage in stages for c in (stage.replace("training", "training step"), versus)))]
-    speed += [(row["name"], *(c for stage in stages for c in _timed(row, stage))) for row in rows]
-    header, *cells = speed
-    timed = (Row(line, row["status"]) for line, row in zip(cells, rows, strict=True))
-    out = [Grid("Speed", header, tuple(timed))]
+    stages = {"training": "training step"}
+    if any(row["inference"] for row in rows):
+        stages["inference"] = "inference"
+    header = ("plan", *(name for title in stages.values() for name in (title, versus)))
+    timed = ((row["name"], *(cell for stage in stages for cell in _timed(row, stage))) for row in rows)
+    speed = tuple(Row(cells, row["status"]) for cells, row in zip(timed, rows, strict=True))
+    out = [Grid("Speed", header, speed)]
 
     def held(key: str) -> Callable[[Record], str]:
         return lambda row: words.against(_bytes(row, key), None if row is base else _bytes(base, key))
@@ -154,7 +148,9 @@ def grids(record: Record) -> list[Grid]:
     def metric(key: str) -> Callable[[Record], str | None]:
         return lambda row: None if key not in row["metrics"] else words.loss(row["metrics"][key])
 
-    memory = {name: held(key) for name, key in _MEMORY.items() if any(_bytes(row, key) for row in rows)}
+    memory = {
+        name: held(key) for name, key in _MEMORY.items() if any(_bytes(row, key) is not None for row in rows)
+    }
     if memory:
         out.append(Grid.of("Memory", rows, {"plan": "name", **memory}, "status"))
     learning: Columns = {

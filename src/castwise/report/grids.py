@@ -80,10 +80,10 @@ class Grid:
 
         Args:
             title: What it is about.
-            records: The rows, from the top down.
-            columns: By name what each says of a record: one of its values, named, or a function of it; ``-`` for None.
-            status: What gives a row's status, in the same way; empty for none.
-            why: What gives the reason of it.
+            records: From the top down.
+            columns: By name what each says of a record: the name of a value, or a function of it; ``-`` for None.
+            status: The row's status, said in the same way; empty for none.
+            why: The reason of it.
         """
 
         def cell(said: Said, record: Mapping[str, Any]) -> str:
@@ -105,26 +105,14 @@ class Grid:
         return replace(self, rows=tuple(row for row in self.rows if (row.status == status) is has))
 
     def only(self, title: str, *columns: str) -> Grid:
-        """A narrower table, whose numbers do not wrap.
-
-        Args:
-            title: Of it.
-            columns: Names in the header, or ``why``.
-        """
+        """A table of some of the columns, or of ``why``, whose numbers do not wrap."""
         places = [(*self.header, "why").index(name) for name in columns]
         rows = (replace(row, cells=tuple((*row.cells, row.why)[at] for at in places)) for row in self.rows)
         return Grid(title, columns, tuple(rows), wraps=False)
 
 
 def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
-    """Tables and lines for ``rich.print``.
-
-    Args:
-        lines: From the top down.
-
-    Returns:
-        Something rich can print.
-    """
+    """Tables and lines, from the top down, for ``rich.print``."""
     from rich.console import Group
     from rich.text import Text
 

@@ -36,11 +36,7 @@ COLOURS = ("#2f6fde", "#e0872b", "#2a9d74", "#c2479c", "#7a5bd6", "#b8a01f", "#d
 
 @contextlib.contextmanager
 def style(ink: str = _INK) -> Iterator[None]:
-    """Matplotlib's settings for figures.
-
-    Args:
-        ink: Colour of letters.
-    """
+    """Matplotlib's settings for figures whose letters have a colour."""
     import matplotlib
 
     settings: dict[Any, Any] = {
@@ -57,11 +53,7 @@ def style(ink: str = _INK) -> Iterator[None]:
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure.
-
-    Args:
-        height: Inches.
-    """
+    """An empty figure, its height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -85,16 +77,7 @@ class Picture(NamedTuple):
 
 
 def draw(pictures: Mapping[str, Picture], record: Record, ink: str = _INK) -> dict[str, Figure]:
-    """Every picture that a record has numbers for.
-
-    Args:
-        pictures: By name.
-        record: What they show.
-        ink: Colour of letters.
-
-    Returns:
-        Figures by name.
-    """
+    """Figures by name: every picture that a record has numbers for, with letters of a colour."""
     with style(ink):
         drawn = {name: picture.draw(record) for name, picture in pictures.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}
@@ -124,8 +107,8 @@ def draw_curves(
 
     Args:
         figure: Where to.
-        curves: A name and a loss per step each; None leaves a gap.
-        colours: Per name.
+        curves: By name a loss per step; None leaves a gap.
+        colours: By name.
         steps: Step numbers of the losses; by default 1, 2, 3 ...
     """
     axes = figure.subplots()
@@ -154,14 +137,9 @@ def draw_curves(
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """An SVG to stand in a page, its letters in the page's own colour and font.
+    """The ``<svg>`` element of a figure drawn in ``SENTINEL``, its letters in the page's own colour and font.
 
-    Args:
-        figure: Drawn with letters in ``SENTINEL``.
-        label: What a screen reader says of it.
-
-    Returns:
-        The ``<svg>`` element; the same for the same figure.
+    It is the same for the same figure; a screen reader says ``label``.
     """
     buffer = io.StringIO()
     with style(SENTINEL):
@@ -176,10 +154,6 @@ def to_svg(figure: Figure, label: str) -> str:
 
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure on white, at twice its nominal resolution.
-
-    Returns:
-        The path.
-    """
+    """Write a figure on white, at twice its nominal resolution; returns the path."""
     figure.savefig(path, dpi=200, facecolor="white", metadata={"Software": None})
     return Path(path)

@@ -20,25 +20,14 @@ _KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "tra
 
 
 def table(record: Mapping[str, Any]) -> RenderableType:
-    """What a record says, for ``rich.print``; readable from 80 columns on.
-
-    Args:
-        record: As a result's ``to_dict`` gives it.
-
-    Returns:
-        Something rich can print.
-    """
+    """What a result's record says, for ``rich.print``; readable from 80 columns on."""
     return terminal(_KINDS[record["kind"]].lines(record))
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page of a bench or of a search.
+    """The page of a bench's or a search's record: HTML with its style and pictures inside.
 
-    Args:
-        record: As a result's ``to_dict`` gives it; what was not measured is None or empty and is left out.
-
-    Returns:
-        HTML with its style and pictures inside, for wide and narrow screens, light and dark.
+    It fits wide and narrow screens, light and dark; what was not measured is None or empty in the record, and left out.
     """
     import jinja2
 
@@ -60,15 +49,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def write(record: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write the page, and its pictures as PNG files beside it.
-
-    Args:
-        record: As a result's ``to_dict`` gives it.
-        path: Of the page, in an existing folder.
-
-    Returns:
-        Paths, the page's first.
-    """
+    """Write the page to ``path`` and its pictures as PNG files beside it; returns their paths, the page's first."""
     path.write_text(page(record), encoding="utf-8")
     figures = plots.draw(_KINDS[record["kind"]].PICTURES, record)
     return [

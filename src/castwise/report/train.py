@@ -30,14 +30,11 @@ def summary(record: Mapping[str, Any]) -> str:
 
 
 def plot_curves(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
-    """Draw a training: its loss, and its loss scale below where there is one.
+    """Draw a training's loss, and below it its loss scale where there is one, to a PNG file; returns its path.
 
     Args:
         records: One mapping per step with ``step`` and ``loss``, perhaps ``loss_scale``; other keys are ignored.
-        path: Of the PNG to write.
-
-    Returns:
-        The path.
+        path: Of the file.
     """
     steps = [record.get("step", index + 1) for index, record in enumerate(records)]
     scales = [

@@ -26,15 +26,7 @@ _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "rejected")
 
 
 def evidence(search: Search, command: str) -> Evidence:
-    """All that a search has found so far.
-
-    Args:
-        search: Ended or interrupted.
-        command: What repeats it.
-
-    Returns:
-        The record.
-    """
+    """All that a search, ended or interrupted, has found so far; ``command`` repeats it."""
     asked, test, plan = dataclasses.asdict(search.settings), search.test, search.chosen
     return Evidence(
         workload=search.workload.name,
