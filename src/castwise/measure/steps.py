@@ -14,6 +14,7 @@ from castwise.casting.trees import map_tensors
 from castwise.errors import WorkloadError
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
+from castwise.ranks import ALONE
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
@@ -150,7 +151,7 @@ class TrainingRun:
         with self._random.in_force():
             self.model = build_model(workload, device, seed, state)
             self.optimizer = workload.optimizer(self.model.parameters())
-            self.amp = Amp(split, device=device)
+            self.amp = Amp(split, device=device, group=ALONE)
             self.amp.prepare(self.model, self.optimizer)
             if compile:
                 self.model.compile()
@@ -276,7 +277,7 @@ class InferenceRun:
             self._call: Callable[[], Any] = lambda: self.model(*args, **kwargs)
         else:
             self._call = lambda: workload.loss(self.model, batch)
-        self.amp = Amp(split, device=device)
+        self.amp = Amp(split, device=device, group=ALONE)
         self.amp.prepare(self.model, inference=True)
 
     def before(self, steps: int) -> None:
