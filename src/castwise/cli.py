@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from castwise.errors import CastwiseError
+from castwise.errors import CastwiseError, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -341,7 +341,7 @@ def _errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback:
             traceback.print_exc(file=sys.stderr)
-        _fault(f"{_sentence(error)}{_notes(error)}")
+        _fault(f"{_said(error)}{_notes(error)}")
         raise typer.Exit(1) from None
 
 
@@ -357,13 +357,10 @@ def _fault(text: str) -> None:
     typer.echo(f"castwise: {text}", err=True)
 
 
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, CastwiseError):
-        return text
-    if isinstance(error, OSError) and error.strerror:
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, CastwiseError):
         return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {text} (--traceback shows where)"
+    return sentence(error) + ("" if isinstance(error, CastwiseError) else " (--traceback shows where)")
 
 
 def _notes(error: BaseException) -> str:

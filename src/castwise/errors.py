@@ -86,3 +86,16 @@ class MigrateError(CastwiseError, ValueError):
 
 class CheckpointError(CastwiseError, ValueError):
     """A saved state that is not what it claims to be or does not fit."""
+
+
+def sentence(error: BaseException, whole: bool = True) -> str:
+    """An exception on one line: castwise's own are sentences already, others get the name of their type.
+
+    Args:
+        error: Any.
+        whole: All that it says, or its first line alone.
+    """
+    said = str(error).strip()
+    text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()
+    name = "" if isinstance(error, CastwiseError) else type(error).__name__
+    return ": ".join(part for part in (name, text) if part)

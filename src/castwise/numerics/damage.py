@@ -28,7 +28,6 @@ __all__ = [
     "ADAM_FAIL",
     "ADAM_PASS",
     "FAIL",
-    "MEANING",
     "PASS",
     "Estimate",
     "Grams",
@@ -44,11 +43,6 @@ PASS = 0.01
 """Damage below this cannot be told from the noise of data in training runs (docs/numerics.md)."""
 FAIL = 0.1
 """Damage above this shows in training runs."""
-MEANING = (
-    "the relative error of an update: the square of the error that a plan adds to one update, over the update's own "
-    "expected square"
-)
-"""What damage is, for whoever prints one."""
 ADAM_PASS = 0.03
 """The same in the units of Adam's steps."""
 ADAM_FAIL = 0.3

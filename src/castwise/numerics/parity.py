@@ -28,7 +28,6 @@ from castwise.numerics.damage import (
     ADAM_FAIL,
     ADAM_PASS,
     FAIL,
-    MEANING,
     PASS,
     Estimate,
     Grams,
@@ -136,16 +135,14 @@ class ParityResult:
 
     def table(self) -> RenderableType:
         """The finding and the worst modules, for ``rich.print``."""
-        from rich.console import Group
-        from rich.table import Table
+        from castwise.report.show import table
 
-        table = Table(box=None, pad_edge=False)
-        for name in ("module", "bias", "noise", "data's noise", "in Adam's steps"):
-            table.add_column(name, justify="left" if name == "module" else "right")
-        for r in self.worst():
-            adam = "" if r.adam is None else f"{r.adam:.2g}"
-            table.add_row(r.path or "(model)", f"{r.bias:.2g}", f"{r.noise:.2g}", f"{r.data_noise:.2g}", adam)
-        return Group(f"{self.plan}: {self.verdict}. {self.reason}", "", table, "", f"Damage is {MEANING}.")
+        said = {"plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
+        return table({
+            "kind": "parity",
+            **said,
+            "modules": [dataclasses.asdict(region) for region in self.worst()],
+        })
 
 
 @dataclass

@@ -10,11 +10,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from castwise.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FORMATS", "LOW", "Format", "get_format"]
 
@@ -53,6 +54,8 @@ class Format:
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype that stores values of this format (``torch.float32`` for tf32)."""
+        import torch  # here, since reports need the numbers alone, and do without torch
+
         dtype = getattr(torch, self.torch_name)
         assert isinstance(dtype, torch.dtype)
         return dtype
