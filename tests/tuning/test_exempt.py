@@ -13,7 +13,7 @@ from castwise import Plan
 from castwise.numerics.parity import ParityTest
 from castwise.numerics.probes import Prober
 from castwise.tuning.exempt import NumericsSearch
-from castwise.tuning.units import find_units
+from castwise.tuning.parts import find_parts
 
 
 class Offset(nn.Module):
@@ -70,8 +70,8 @@ def model(depth: int, *places: nn.Module) -> nn.Sequential:
 def search(made: nn.Module) -> NumericsSearch:
     test = ParityTest(Prober(made, loss, batches(), torch.device("cpu")), 1, True)
     test.reference(8)
-    units = find_units(made, lambda: loss(made, test.prober.micros[0].batch))
-    return NumericsSearch(test, units)
+    parts = find_parts(made, lambda: loss(made, test.prober.micros[0].batch))
+    return NumericsSearch(test, parts)
 
 
 @pytest.mark.parametrize("depth", [2, 12, 48])

@@ -15,8 +15,8 @@ from castwise.jobs.doctor_result import DoctorResult, Finding, WorkloadReport
 from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.measure.limits import Product, StepProfile, padding_gain, profile_steps
+from castwise.measure.matrix_units import MatrixUnits, matrix_units
 from castwise.measure.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
-from castwise.measure.units import MatrixUnits, matrix_units
 from castwise.plans.plan import Plan
 from castwise.process import check_device
 from castwise.workload import Workload, find_workload

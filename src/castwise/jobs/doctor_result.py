@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from castwise.measure.environment import Environment
 from castwise.measure.limits import StepProfile
+from castwise.measure.matrix_units import MatrixUnits
 from castwise.measure.rates import Bandwidth, Judgement, Rate
-from castwise.measure.units import MatrixUnits
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -36,10 +36,10 @@ from castwise.numerics.damage import (
     quick_estimate,
     share,
 )
+from castwise.numerics.gradient_range import GradientRange
 from castwise.numerics.isolation import undisturbed, unspoilt
-from castwise.numerics.probes import REFERENCE, Prober, Trial
+from castwise.numerics.probes import REFERENCE, Probe, Prober
 from castwise.numerics.updates import LOST, lost_updates
-from castwise.numerics.window import GradientRange
 from castwise.plans.plan import Plan, as_plan
 
 if TYPE_CHECKING:
@@ -209,17 +209,17 @@ class ParityTest:
         """Damage of fp32 against itself, repeated."""
         return self._repeat
 
-    def quick(self, trial: Trial) -> tuple[float, float | None]:
+    def quick(self, probe: Probe) -> tuple[float, float | None]:
         """The damage of a plan from a few microbatches, two at least, held against the reference's whole update.
 
         Returns:
             Plain, and in the units of Adam's steps or None.
         """
         whole, adam_whole = self._denominators()
-        plain = quick_estimate(Grams.total(self.prober.grams(trial).values()), whole, self.per_update)
+        plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
         if adam_whole is None:
             return plain, None
-        grams = self.prober.grams(trial, self._weights)
+        grams = self.prober.grams(probe, self._weights)
         live = [g for name, g in grams.items() if name not in self._dead]
         return plain, quick_estimate(Grams.total(live), adam_whole, self.per_update)
 
@@ -227,7 +227,7 @@ class ParityTest:
         """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
         if self._below is None:
             count = range(self._count)
-            everything = Trial(
+            everything = Probe(
                 REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
             )
             plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
@@ -239,19 +239,19 @@ class ParityTest:
             self._below = (plain, adam)
         return self._below
 
-    def judge(self, trial: Trial) -> ParityResult:
+    def judge(self, probe: Probe) -> ParityResult:
         """Judge a plan by the microbatches it has run on.
 
         Returns:
             The finding; ``undecided`` where more microbatches may decide.
         """
-        grams = self.prober.grams(trial)
+        grams = self.prober.grams(probe)
         whole = Grams.total(grams.values())
         damage = estimate(whole, self.per_update) if whole.count > 1 else _broken(whole)
         adam, adam_grams = None, {}
-        if self.adam and self._weights is not None and trial.finite:
+        if self.adam and self._weights is not None and probe.finite:
             adam_grams = {
-                n: g for n, g in self.prober.grams(trial, self._weights).items() if n not in self._dead
+                n: g for n, g in self.prober.grams(probe, self._weights).items() if n not in self._dead
             }
             if adam_grams:
                 adam = estimate(Grams.total(adam_grams.values()), self.per_update)
@@ -264,11 +264,11 @@ class ParityTest:
                 bias, noise, _ = share(Grams.total(live), adam.denominator, self.per_update)
                 in_steps = bias + noise
             regions.append(RegionParity(path, *share(part, damage.denominator, self.per_update), in_steps))
-        verdict, reason = self._verdict(trial, damage, adam, regions)
+        verdict, reason = self._verdict(probe, damage, adam, regions)
         return ParityResult(
-            plan=trial.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
-            floor=self._floor, repeat=self._repeat, loss_scale=trial.scale, microbatches=len(trial.indices),
-            per_update=self.per_update, passes=self.prober.passes, strayed=trial.strayed,
+            plan=probe.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
+            floor=self._floor, repeat=self._repeat, loss_scale=probe.scale, microbatches=len(probe.indices),
+            per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed,
         )  # fmt: skip
 
     def _modules(self) -> dict[str, list[str]]:
@@ -278,11 +278,11 @@ class ParityTest:
         return modules
 
     def _verdict(
-        self, trial: Trial, damage: Estimate, adam: Estimate | None, regions: Sequence[RegionParity]
+        self, probe: Probe, damage: Estimate, adam: Estimate | None, regions: Sequence[RegionParity]
     ) -> tuple[Verdict, str]:
-        if not trial.finite:
-            where = ", ".join(trial.blame[:3])
-            scale = " at any loss scale" if trial.plan.loss_scale is not None else ""
+        if not probe.finite:
+            where = ", ".join(probe.blame[:3])
+            scale = " at any loss scale" if probe.plan.loss_scale is not None else ""
             return "fail", f"the gradient of {where} is not finite{scale}"
         judged = [(damage, PASS, FAIL, "")]
         if adam is not None:
@@ -291,10 +291,10 @@ class ParityTest:
         value = f"damage {worst.value:.2g} (95 % interval {worst.low:.2g} to {worst.high:.2g}){units}"
         if all(e.value < below and e.high < above for e, below, above, _ in judged):
             return "pass", f"{value} is below {low:g}: not to be told from the noise of the data"
-        if trial.strayed:
+        if probe.strayed:
             return (
                 "undecided",
-                f"{trial.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
+                f"{probe.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
                 f"{value}",
             )
         own = max(self._floor, self._repeat)
@@ -392,15 +392,15 @@ def parity(
         test = ParityTest(prober, accumulate * world_size, adam)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)
-        trial = prober.trial(chosen, range(microbatches))
-        result = test.judge(trial)
-        while result.verdict != "pass" and trial.finite and len(prober.micros) < MOST:
-            if result.verdict == "fail" and len(trial.indices) > microbatches:
+        probe = prober.probe(chosen, range(microbatches))
+        result = test.judge(probe)
+        while result.verdict != "pass" and probe.finite and len(prober.micros) < MOST:
+            if result.verdict == "fail" and len(probe.indices) > microbatches:
                 break  # failed on the first ones and with the fresh ones
             fresh = range(len(prober.micros), len(prober.micros) + microbatches)
             prober.extend(microbatches)
-            trial = prober.trial(chosen, fresh, onto=trial)
-            result = test.judge(trial)
+            probe = prober.probe(chosen, fresh, onto=probe)
+            result = test.judge(probe)
         lost = None
         if optimizer is not None:
             lost = lost_updates(model, loss, make(seed), optimizer, chosen, where, seed)
@@ -425,17 +425,17 @@ def _with_updates(result: ParityResult, lost: float | None, passes: int) -> Pari
 
 
 def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
-    """A plan whose loss scale starts inside the window that was measured; other plans as they are.
+    """A plan whose loss scale starts inside the measured range of loss scales; other plans as they are.
 
     Args:
         plan: Changed only where its loss scale is dynamic.
         seen: Gradients of the reference.
     """
-    window = seen.window()
-    if plan.loss_scale is None or not plan.loss_scale.dynamic or window is None:
+    scales = seen.scales()
+    if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
     scale = plan.loss_scale
-    init = window.init
+    init = scales.init
     if scale.ceiling is not None:
         init = min(init, scale.ceiling)
     if scale.floor is not None:

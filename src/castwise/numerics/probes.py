@@ -31,7 +31,7 @@ from castwise.plans.plan import Plan
 from castwise.session import Amp
 from castwise.workload import non_finite_parts
 
-__all__ = ["REFERENCE", "Micro", "Prober", "Trial"]
+__all__ = ["REFERENCE", "Micro", "Probe", "Prober"]
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
@@ -63,7 +63,7 @@ class Micro:
 
 
 @dataclass
-class Trial:
+class Probe:
     """The gradients of a plan on some microbatches, as errors against the reference.
 
     Attributes:
@@ -235,7 +235,7 @@ class Prober:
                 f"{self.call}: {what} of batch {number} is not finite in fp32 already, so no plan can be compared: {why}"
             )
 
-    def floor(self, indices: Sequence[int]) -> Trial:
+    def floor(self, indices: Sequence[int]) -> Probe:
         """fp32 against itself, rounding differently: the weights moved by up to one unit of fp32's last place.
 
         Repeating a pass on a CPU gives the same bits and says nothing about what rounding does; a permuted batch does,
@@ -244,26 +244,26 @@ class Prober:
         Returns:
             The errors.
         """
-        return self.trial(REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps)  # less would round away
+        return self.probe(REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps)  # less would round away
 
-    def repeat(self, index: int = 0) -> Trial:
+    def repeat(self, index: int = 0) -> Probe:
         """fp32 against itself, repeated exactly.
 
         Returns:
             The errors; zero, but for a loss that is not deterministic.
         """
-        return self.trial(REFERENCE, [index])
+        return self.probe(REFERENCE, [index])
 
-    def trial(
-        self, plan: Plan, indices: Sequence[int], jitter: float = 0.0, onto: Trial | None = None
-    ) -> Trial:
+    def probe(
+        self, plan: Plan, indices: Sequence[int], jitter: float = 0.0, onto: Probe | None = None
+    ) -> Probe:
         """Run a plan on microbatches of the reference.
 
         Args:
             plan: What the model runs by. Its loss scale is lowered where gradients overflow, as training would.
             indices: Positions in ``micros``.
             jitter: Relative size of one more dither of this run's weights alone.
-            onto: A trial of the same plan on other microbatches, to go on with.
+            onto: A probe of the same plan on other microbatches, to go on with.
 
         Returns:
             The errors.
@@ -271,7 +271,7 @@ class Prober:
         Raises:
             CastwiseError: The plan does not fit the model or the device.
         """
-        trial = onto if onto is not None else Trial(plan)
+        probe = onto if onto is not None else Probe(plan)
         scale = self._scales.get(plan) or (plan.loss_scale.init if plan.loss_scale is not None else None)
         rest = list(indices)
         for attempt in range(RESCALES + 1):
@@ -282,17 +282,17 @@ class Prober:
                     loss_scale=dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None),
                 )
             last = attempt == RESCALES or scale is None
-            rest = self._run(running, rest, jitter, trial, last)
+            rest = self._run(running, rest, jitter, probe, last)
             if not rest or last:
                 break
             assert scale is not None
             scale *= RESCALE
-        trial.scale = scale
+        probe.scale = scale
         if scale is not None:
             self._scales[plan] = scale
-        return trial
+        return probe
 
-    def _run(self, plan: Plan, indices: list[int], jitter: float, trial: Trial, last: bool) -> list[int]:
+    def _run(self, plan: Plan, indices: list[int], jitter: float, probe: Probe, last: bool) -> list[int]:
         """Run until the first overflow that another loss scale might cure; return what is left."""
         with self._under(plan) as (model, amp):
             for at, index in enumerate(indices):
@@ -310,12 +310,12 @@ class Prober:
                 ]
                 if blame and not last:
                     return indices[at:]
-                trial.indices.append(index)
-                trial.losses.append(loss)
-                trial.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
-                trial.strayed += replayer.strayed
+                probe.indices.append(index)
+                probe.losses.append(loss)
+                probe.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
+                probe.strayed += replayer.strayed
                 if blame:
-                    trial.finite, trial.blame = False, tuple(blame)
+                    probe.finite, probe.blame = False, tuple(blame)
                     return []
         return []
 
@@ -394,11 +394,11 @@ class Prober:
 
     # --- inner products -----------------------------------------------------------------------------------
 
-    def grams(self, trial: Trial, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
+    def grams(self, probe: Probe, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
         """Inner products per parameter.
 
         Args:
-            trial: Whose errors are multiplied with each other and with the reference's gradients.
+            probe: Whose errors are multiplied with each other and with the reference's gradients.
             weighting: Factors per parameter and element, such as :meth:`preconditioner`'s.
 
         Returns:
@@ -407,8 +407,8 @@ class Prober:
         out = {}
         for at, name in enumerate(self._trained):
             factors = None if weighting is None else weighting[at]
-            signal = _gram([self.micros[i].gradients[at] for i in trial.indices], factors)
-            error = _gram([errors[at] for errors in trial.errors], factors)
+            signal = _gram([self.micros[i].gradients[at] for i in probe.indices], factors)
+            error = _gram([errors[at] for errors in probe.errors], factors)
             pick = self._picks[name]
             stretch = 1.0 if pick is None else self._weights[name].numel() / pick.numel()
             out[name] = Grams(signal * stretch, error * stretch)

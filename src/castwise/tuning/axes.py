@@ -84,7 +84,7 @@ def whole_step_plans(
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
         goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
-        used: Operators that the model runs, as ``units.operators_used`` names them.
+        used: Operators that the model runs, as ``parts.operators_used`` names them.
 
     Returns:
         The plans, the simplest first, and by format why it is not among them.

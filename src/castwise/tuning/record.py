@@ -35,7 +35,7 @@ def evidence(search: Search, command: str) -> Evidence:
         The record.
     """
     settings = search.settings
-    window = search.test.range.window() if search.test is not None else None
+    scales = search.test.range.scales() if search.test is not None else None
     low = "fp16" in settings.formats
     return Evidence(
         workload=search.workload.name,
@@ -57,7 +57,7 @@ def evidence(search: Search, command: str) -> Evidence:
         candidates=_candidates(search),
         regions=_regions(search),
         histograms=_histograms(search),
-        scale=window if low else None,
+        scale=scales if low else None,
         floor=_finite(search.test.floor) if search.test is not None else None,
         repeat=_finite(search.test.repeat) if search.test is not None else None,
         lines={"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_FAIL},
@@ -208,24 +208,24 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
     assigned = {}
     if search.test is not None and plan.regions:
         assigned = assign(search.test.prober.model, [r for r in plan.regions if r.compute is not None])
-    for unit in search.units:
-        cost = search.costs.get(unit.pattern)
-        alone = search.numerics.alone.get(unit.pattern) if search.numerics is not None else None
-        own = [shares[path] for path in unit.paths if path in shares]
+    for part in search.parts:
+        cost = search.costs.get(part.pattern)
+        alone = search.numerics.alone.get(part.pattern) if search.numerics is not None else None
+        own = [shares[path] for path in part.paths if path in shares]
         bias, noise, data = (
             sum(getattr(r, name) for r in own) if own else None for name in ("bias", "noise", "data_noise")
         )
-        seen = search.test.range.histogram(unit.pattern, unit.paths) if search.test is not None else None
+        seen = search.test.range.histogram(part.pattern, part.paths) if search.test is not None else None
         largest = (
-            [search.test.range.largest.get(path, 0.0) for path in unit.paths]
+            [search.test.range.largest.get(path, 0.0) for path in part.paths]
             if search.test is not None
             else []
         )
-        region = _format_of(unit.paths[0], assigned) or plan.compute
+        region = _format_of(part.paths[0], assigned) or plan.compute
         share = None if bias is None or noise is None else _finite(bias + noise)
         out.append(RegionEvidence(
-            pattern=unit.pattern, kind=unit.kind, modules=len(unit.paths), parameters=unit.parameters,
-            format=region, reason=search.kept.get(unit.pattern, "") or _slower(search, unit.pattern, region, low),
+            pattern=part.pattern, kind=part.kind, modules=len(part.paths), parameters=part.parameters,
+            format=region, reason=search.kept.get(part.pattern, "") or _slower(search, part.pattern, region, low),
             time_fp32_s=cost.times_s.get("fp32") if cost is not None else None,
             time_low_s=cost.times_s.get(low) if cost is not None else None,
             damage=None if alone is None else Damage(
@@ -259,5 +259,5 @@ def _slower(search: Search, pattern: str, region: str, low: str) -> str:
 def _histograms(search: Search) -> tuple[Histogram, ...]:
     if search.test is None:
         return ()
-    found = (search.test.range.histogram(unit.pattern, unit.paths) for unit in search.units)
+    found = (search.test.range.histogram(part.pattern, part.paths) for part in search.parts)
     return tuple(h for h in found if h is not None and h.counts)

@@ -18,8 +18,8 @@ from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.exempt import NumericsSearch, Repair
-from castwise.tuning.unit_costs import Cost
-from castwise.tuning.units import Unit
+from castwise.tuning.part_costs import Cost
+from castwise.tuning.parts import Part
 from castwise.workload import Workload
 
 __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
@@ -75,14 +75,14 @@ class SearchState:
         model: The model in fp32, as the search found it; set by the first stage, as are the next four.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
-        units: The model's regions.
+        parts: The model's regions.
         used: ATen operators that a training step's forward runs.
         images: Whether a memory format means anything.
         costs: Of them, by pattern.
         contest: The race; None for ``goal="numerics"``.
         findings: Parity per plan's numerics.
         reasons: Why a plan was rejected, where the race does not say.
-        kept: Why the chosen plan keeps units in fp32.
+        kept: Why the chosen plan keeps parts in fp32.
         peaks: Peak bytes per plan.
         stages: What was done.
         notes: What a reader should know.
@@ -99,7 +99,7 @@ class SearchState:
     spec: str | None = None
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
-    units: tuple[Unit, ...] = ()
+    parts: tuple[Part, ...] = ()
     used: frozenset[str] = frozenset()
     images: bool = False
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class SearchState:
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Plan:
-        """Keep as few units in fp32 as make a plan pass; ``kept`` says which and why.
+        """Keep as few parts in fp32 as make a plan pass; ``kept`` says which and why.
 
         Args:
             plan: One that failed, or cannot run.
@@ -219,6 +219,6 @@ class SearchState:
         Args:
             plan: What the search recommends from now on.
             result: Its gradients on fresh batches; None for fp32, which needs none.
-            kept: Why it keeps units in fp32.
+            kept: Why it keeps parts in fp32.
         """
         self.chosen, self.verified, self.kept = plan, result, dict(kept or {})

@@ -22,7 +22,7 @@ from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.evidence import Verification
 from castwise.workload import Workload
 
-__all__ = ["affordable_steps", "is_doubtful", "judge_losses", "training_trials"]
+__all__ = ["affordable_steps", "is_doubtful", "judge_losses", "train_pairs"]
 
 FEWEST, MOST = 20, 100
 """Steps of training runs that decide what gradients leave in doubt."""
@@ -41,7 +41,7 @@ _POWER = 0.842
 """The normal distribution's 80 % point."""
 
 
-def training_trials(
+def train_pairs(
     workload: Workload,
     plan: Plan,
     device: torch.device,

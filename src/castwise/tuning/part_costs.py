@@ -24,9 +24,9 @@ from castwise.measure import ranks
 from castwise.measure.failures import unfit
 from castwise.measure.timing import synchronize
 from castwise.plans.formats import FORMATS
-from castwise.tuning.units import Unit
+from castwise.tuning.parts import Part
 
-__all__ = ["Cost", "losing_units", "measure_costs", "not_faster"]
+__all__ = ["Cost", "losing_parts", "measure_costs", "not_faster"]
 
 HOPELESS = 10.0
 """A format that takes this many times fp32's time on a small piece of the input is not tried on all of it."""
@@ -44,7 +44,7 @@ WORTH = 0.004
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that one training step spends in a unit, all its modules together.
+    """Seconds that one training step spends in a part, all its modules together.
 
     Attributes:
         times_s: Per format, among regions of the same format; ``fp32`` is always there.
@@ -71,7 +71,7 @@ def measure_costs(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
     batch: Any,
-    units: Sequence[Unit],
+    parts: Sequence[Part],
     formats: Sequence[str],
     device: torch.device,
     *,
@@ -79,13 +79,13 @@ def measure_costs(
     budget_s: float = 12.0,
     on_progress: Callable[[str], None] = lambda _what: None,
 ) -> dict[str, Cost]:
-    """Time every unit that has no other inside.
+    """Time every part that has no other inside.
 
     Args:
         model: In fp32, on the device; its modules are copied.
         loss: Called with the model and the batch, to see with which inputs each module is called.
         batch: One of the workload's, on the device.
-        units: As :func:`~castwise.tuning.units.find_units` gives them.
+        parts: As :func:`~castwise.tuning.parts.find_parts` gives them.
         formats: Low formats to time beside fp32.
         device: Device that the model is on.
         channels_last: Time modules over images in this memory format.
@@ -93,10 +93,10 @@ def measure_costs(
         on_progress: Told what is timed.
 
     Returns:
-        Costs by the unit's pattern; units that could not be timed alone are missing.
+        Costs by the part's pattern; parts that could not be timed alone are missing.
     """
-    calls = _calls(model, loss, batch, [unit for unit in units if not unit.inner])
-    parts: dict[str, list[tuple[int, Cost]]] = {}
+    calls = _calls(model, loss, batch, [part for part in parts if not part.inner])
+    sums: dict[str, list[tuple[int, Cost]]] = {}
     spent: set[str] = set()
     start = ranks.now()
     ordered = sorted(
@@ -113,8 +113,8 @@ def measure_costs(
             spent.update(call.counts)
             continue
         for pattern, count in call.counts.items():
-            parts.setdefault(pattern, []).append((count, cost))
-    return {pattern: _sum(costs) for pattern, costs in parts.items() if pattern not in spent}
+            sums.setdefault(pattern, []).append((count, cost))
+    return {pattern: _sum(costs) for pattern, costs in sums.items() if pattern not in spent}
 
 
 def _sum(costs: list[tuple[int, Cost]]) -> Cost:
@@ -128,8 +128,8 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
     return Cost(times, bordered, reasons)
 
 
-def losing_units(low: str, costs: dict[str, Cost]) -> list[str]:
-    """Units that take less time in fp32, casts at their borders included, than in a low format.
+def losing_parts(low: str, costs: dict[str, Cost]) -> list[str]:
+    """Parts that take less time in fp32, casts at their borders included, than in a low format.
 
     Returns:
         Patterns, the largest gain first.
@@ -145,17 +145,17 @@ def losing_units(low: str, costs: dict[str, Cost]) -> list[str]:
 
 
 def _calls(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, units: Sequence[Unit]
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, parts: Sequence[Part]
 ) -> list[_Call]:
-    """One call per unique module and input, with how often each unit makes it."""
+    """One call per unique module and input, with how often each part makes it."""
     modules = dict(model.named_modules())
     found: dict[str, _Call] = {}
     handles = []
-    for unit in units:
-        for path in unit.paths:
+    for part in parts:
+        for path in part.paths:
 
             def hook(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = unit.pattern
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = part.pattern
             ) -> None:
                 key = _key(module, args, kwargs)
                 if key not in found:
@@ -208,9 +208,9 @@ def _size(value: Any) -> int:
 def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool) -> Cost:
     def copied() -> tuple[nn.Module, Any, Any]:
         module = copy.deepcopy(call.module)
-        for part in module.modules():  # its inputs are leaves here, which nothing may write to
-            if getattr(part, "inplace", False) is True:
-                part.inplace = False  # type: ignore[assignment]
+        for inner in module.modules():  # its inputs are leaves here, which nothing may write to
+            if getattr(inner, "inplace", False) is True:
+                inner.inplace = False  # type: ignore[assignment]
         if not channels_last:
             return module, call.args, call.kwargs
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -370,7 +370,7 @@ def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
 
 
 def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
-    """Why a low format cannot be part of the fastest plan, by the costs of units alone.
+    """Why a low format cannot be part of the fastest plan, by the costs of parts alone.
 
     Args:
         name: Format that may be dropped from the search.

@@ -1,7 +1,7 @@
 """Magnitudes of gradients, and the loss scales under which fp16 holds them.
 
 What underflows in an fp16 backward pass are the gradients of activations; what overflows are these, and those of weights,
-which sum over the batch before they are cast to fp32. Both are observed in an fp32 pass, module by module; the window of
+which sum over the batch before they are cast to fp32. Both are observed in an fp32 pass, module by module; the range of
 scales follows from them and training can start inside it.
 
 Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with the factor measured.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from castwise.casting.trees import map_tensors
 from castwise.plans.formats import FORMATS
 
-__all__ = ["GradientRange", "Histogram", "ScaleWindow"]
+__all__ = ["GradientRange", "Histogram", "ScaleRange"]
 
 LOWEST = -80
 BINS = 144
@@ -30,7 +30,7 @@ LOST = 1e-4
 HEADROOM = 8.0
 """The scale starts this far below overflow: other batches and later steps have larger gradients."""
 NEGLIGIBLE = 1e-10
-"""Modules whose squared gradient is below this share of the largest module's do not hold the window down."""
+"""Modules whose squared gradient is below this share of the largest module's do not narrow the range of scales."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class ScaleWindow:
+class ScaleRange:
     """The loss scales under which fp16 holds the gradients.
 
     Attributes:
@@ -179,7 +179,7 @@ class GradientRange:
             return Histogram(pattern, 0, (), zeros)
         return Histogram(pattern, LOWEST + used[0], tuple(counts[used[0] : used[-1] + 1]), zeros)
 
-    def window(self) -> ScaleWindow | None:
+    def scales(self) -> ScaleRange | None:
         """The loss scales for fp16, over all modules, or None where nothing was seen."""
         finite = {path: value for path, value in self.largest.items() if 0.0 < value < math.inf}
         if not finite:
@@ -192,4 +192,4 @@ class GradientRange:
         highest = fp16.max / largest
         lowest = fp16.smallest_subnormal / smallest
         init = 2.0 ** math.floor(math.log2(highest / HEADROOM))
-        return ScaleWindow(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))
+        return ScaleRange(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))
