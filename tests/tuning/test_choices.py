@@ -168,6 +168,55 @@ def test_a_part_that_cannot_run_low_says_why() -> None:
     assert losing_parts("bf16", costs)[0] == "1"
 
 
+class Faulty(nn.Module):
+    """Has a fault that shows in bf16, which is not that it cannot run there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.bfloat16:
+            raise LookupError("a key is missing")
+        return x * 2
+
+
+def test_a_fault_of_the_code_is_no_word_on_a_format() -> None:
+    model = workload(Faulty).model()
+    batch = next(batches(0))
+    parts = find_parts(model, lambda: loss(model, batch))
+    with pytest.raises(LookupError, match="a key is missing"):
+        measure_costs(model, loss, batch, parts, ["bf16"], CPU)
+    made = search.Search(workload(Faulty), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    made._refer()
+    with pytest.raises(LookupError, match="a key is missing"):
+        made.find(Plan.preset("bf16-mixed"))
+    assert made.numerics is not None
+    with pytest.raises(LookupError, match="a key is missing"):
+        made.numerics.repair(Plan.preset("bf16-mixed"), None)
+    with Contest(workload(Faulty), CPU) as contest:  # a candidate that fails is one that failed
+        contest.halve([Plan.preset("bf16-mixed")])
+        assert contest.entries[Plan.preset("bf16-mixed")].reason == "LookupError: a key is missing"
+
+
+class Remembers(nn.Module):
+    """Keeps a graph from call to call, so that it can neither be copied nor run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is not None:
+            x = x + self.last
+        self.last = x * 2
+        return self.last
+
+
+def test_a_module_that_does_not_run_by_itself_is_left_out() -> None:
+    model = workload(Remembers).model()
+    batch = next(batches(0))
+    parts = find_parts(model, lambda: loss(model, batch))
+    costs = measure_costs(model, loss, batch, parts, ["bf16"], CPU)
+    assert set(costs) == {"0", "2"}
+
+
 def test_buffers_and_gradients_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = {k: v.clone() for k, v in model.state_dict().items()}

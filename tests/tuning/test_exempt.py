@@ -24,12 +24,10 @@ class Offset(nn.Module):
 
 
 class NoKernel(nn.Module):
-    """Runs in fp32 alone."""
+    """Runs in fp32 alone: torch has no such operator for a low format."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype is torch.bfloat16:
-            raise RuntimeError("no kernel in bf16")
-        return x * 2
+        return x + 0 * torch.special.airy_ai(x.detach()).sum()
 
 
 def batches(seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,7 +98,7 @@ def test_what_cannot_run_low_is_kept_for_that_reason() -> None:
     found = search(model(2, NoKernel()))
     repair = found.repair(Plan.preset("bf16-mixed"), None, reserve=16)
     assert set(repair.kept) == {"2"}
-    assert "no kernel in bf16" in repair.kept["2"]
+    assert repair.kept["2"] == "not supported by this device: \"airy_ai_cpu\" not implemented for 'BFloat16'"
     assert repair.result is not None
     assert repair.result.verdict == "pass"
 

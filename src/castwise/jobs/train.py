@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from castwise.casting.context import default_device_type
+from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, PlanError, WorkloadError
 from castwise.jobs import Event, Progress
 from castwise.jobs.faults import calls, remedy, sentence
@@ -25,7 +26,6 @@ from castwise.jobs.ranks import Ranks, first_fault, join, started
 from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult, finite
 from castwise.measure.environment import environment
-from castwise.measure.steps import to_device
 from castwise.plans.plan import Plan, as_plan
 from castwise.scaler import StepResult
 from castwise.session import Amp

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
 from castwise.measure import stats
-from castwise.measure.steps import build_model, to_device
+from castwise.measure.steps import build_model
 from castwise.measure.timing import paired, race, synchronize
 from castwise.workload import Workload, check_loss
 

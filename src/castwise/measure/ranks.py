@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from castwise.errors import RankError, StateError
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, first_line, unfit
 from castwise.parallel.agreement import apart
 
 __all__ = ["alike", "count", "each", "lockstep", "now", "rank", "same", "slowest", "together", "worst"]
@@ -40,7 +40,7 @@ class _Meeting:
             self._group: Any = dist.new_group(backend="gloo")
         except RuntimeError as error:
             raise StateError(
-                f"{call}: not all {self.count} ranks came ({_first(error)}); call it on every rank of the process group, "
+                f"{call}: not all {self.count} ranks came ({first_line(error)}); call it on every rank of the process group, "
                 "or before init_process_group"
             ) from error
 
@@ -71,13 +71,13 @@ class _Meeting:
                     return _Gone(f"rank {at} ended it: {said['words']}")
         except RuntimeError:  # the store has gone with the rank that kept it
             pass
-        return _Gone(f"another rank has gone without a word ({_first(error)})")
+        return _Gone(f"another rank has gone without a word ({first_line(error)})")
 
     def leave(self, error: BaseException) -> None:
         """Say why this rank leaves before the end."""
         said = {
             "interrupted": isinstance(error, KeyboardInterrupt),
-            "words": f"{type(error).__name__}: {_first(error)}",
+            "words": f"{type(error).__name__}: {first_line(error)}",
         }
         with contextlib.suppress(RuntimeError):
             self._group.get_group_store().set(f"left/{self.rank}", json.dumps(said))
@@ -156,15 +156,19 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
         value = work()
     except Exception as error:  # the other ranks have to hear of it first
         failure = error
-    said = None if failure is None else (unfit(failure), f"{type(failure).__name__}: {_first(failure)}")
+    said = None
+    if failure is not None:
+        said = (unfit(failure), f"{type(failure).__name__}: {first_line(failure)}", cannot_run(failure))
     heard = _meeting.exchange(what, (value, said))
     failed = {at: words for at, (_, words) in enumerate(heard) if words is not None}
     if not failed:
         return [got for got, _ in heard]
-    if failure is not None and len(failed) == len(heard) and len({why for why, _ in failed.values()}) == 1:
+    if failure is not None and len(failed) == len(heard) and len({why for why, *_ in failed.values()}) == 1:
         raise failure
-    reasons, texts = ([words[part] for words in failed.values()] for part in (0, 1))
-    raise RankError(_by_rank(failed, texts), reason=_by_rank(failed, reasons)) from failure
+    reasons, texts, lacking = zip(*failed.values(), strict=True)
+    raise RankError(
+        _by_rank(failed, texts), reason=_by_rank(failed, reasons), cannot_run=all(lacking)
+    ) from failure
 
 
 def each(what: str, work: Callable[[], T]) -> T:
@@ -246,7 +250,3 @@ def _by_rank(ranks: Sequence[int] | dict[int, Any], texts: Sequence[str]) -> str
     for at, text in zip(ranks, texts, strict=True):
         grouped.setdefault(text, []).append(str(at))
     return "; ".join(f"on rank{'s' * (len(at) > 1)} {', '.join(at)}: {text}" for text, at in grouped.items())
-
-
-def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

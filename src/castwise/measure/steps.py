@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
@@ -18,16 +18,7 @@ from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
-__all__ = ["InferenceRun", "TrainingRun", "build_model", "to_device"]
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors in a batch to a device, whatever containers they lie in.
-
-    Returns:
-        The batch, itself where nothing had to be moved.
-    """
-    return map_tensors(lambda tensor: tensor.to(device), value)
+__all__ = ["InferenceRun", "TrainingRun", "build_model"]
 
 
 def build_model(

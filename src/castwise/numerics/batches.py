@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import tensors_in
 from castwise.errors import WorkloadError
 
 __all__ = ["endless", "same_batch"]
@@ -73,13 +73,8 @@ def _iterator(make: Callable[[int], Any], seed: int, call: str) -> Iterator[Any]
 
 
 def same_batch(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same values. Synchronises with the device.
-
-    Args:
-        one: Tensors in containers.
-        other: Likewise.
-    """
-    mine, theirs = _tensors(one), _tensors(other)
+    """Whether two batches hold the same values. Synchronises with the device."""
+    mine, theirs = tensors_in(one), tensors_in(other)
     if one is other:
         return True
     return (
@@ -90,14 +85,3 @@ def same_batch(one: Any, other: Any) -> bool:
             for a, b in zip(mine, theirs, strict=True)
         )
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(keep, value)
-    return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import tensors_in
 from castwise.plans.formats import FORMATS
 
 __all__ = ["GradientRange", "Histogram", "ScaleRange"]
@@ -133,12 +133,9 @@ class GradientRange:
         for path, module in model.named_modules():
 
             def hook(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
-                def watch(tensor: Tensor) -> Tensor:
+                for tensor in tensors_in(output):
                     if tensor.requires_grad and tensor.is_floating_point():
                         tensor.register_hook(lambda gradient: self._see(path, gradient))
-                    return tensor
-
-                map_tensors(watch, output)
 
             handles.append(module.register_forward_hook(hook))
         try:

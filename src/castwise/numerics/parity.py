@@ -40,6 +40,7 @@ from castwise.numerics.gradient_range import GradientRange
 from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE, Probe, Prober
 from castwise.numerics.updates import LOST, lost_updates
+from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan, as_plan
 
 if TYPE_CHECKING:
@@ -449,9 +450,8 @@ def coarsest(plans: Iterable[Plan]) -> str:
     Args:
         plans: Any; fp32 plans count as bf16, whose dither does no harm.
     """
-    return (
-        "fp16" if {low for p in plans for low in p.formats if low in ("bf16", "fp16")} == {"fp16"} else "bf16"
-    )
+    low = {name for plan in plans for name in plan.formats if name in LOW}
+    return "fp16" if low == {"fp16"} else "bf16"
 
 
 def _device_of(model: nn.Module) -> torch.device:

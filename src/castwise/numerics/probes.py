@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, WorkloadError
-from castwise.measure.steps import to_device
 from castwise.numerics.damage import Grams, Matrix
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import seed_all
-from castwise.plans.formats import FORMATS
+from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.session import Amp
 from castwise.workload import non_finite_parts
@@ -126,9 +126,7 @@ class Prober:
         self._seed = seed
         self._eps = FORMATS[dither].eps
         self._model = self._copy(model).to(device)
-        low = [
-            name for name, p in self._model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)
-        ]
+        low = [name for name, p in self._model.named_parameters() if p.dtype in LOW_DTYPES]
         if low:
             raise WorkloadError(
                 f"{call}: the model is the fp32 reference, but {', '.join(low[:3])} "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.measure.steps import to_device
+from castwise.casting.trees import to_device
 from castwise.numerics.isolation import seed_all
 from castwise.plans.formats import FORMATS
 from castwise.plans.plan import Plan

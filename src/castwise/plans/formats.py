@@ -16,7 +16,7 @@ import torch
 
 from castwise.errors import UnknownNameError
 
-__all__ = ["FORMATS", "LOW", "Format", "get_format"]
+__all__ = ["FORMATS", "LOW", "LOW_DTYPES", "Format", "get_format"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,9 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType({
 
 LOW: Final = ("bf16", "fp16")
 """The formats that a model can compute in and store its parameters in instead of fp32."""
+
+LOW_DTYPES: Final = tuple(FORMATS[name].dtype for name in LOW)
+"""The torch dtypes of these."""
 
 
 def get_format(name_or_dtype: str | torch.dtype | Format) -> Format:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from castwise.measure import ranks
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import ParityResult, ParityTest
 from castwise.numerics.probes import Probe
@@ -209,8 +209,10 @@ class NumericsSearch:
         self._say(f"gradients under {plan}")
         try:
             return self._judged(plan, range(min(JOINT, self._first)))
-        except Exception:  # it cannot run: more has to be kept
-            return None
+        except Exception as error:
+            if not cannot_run(error):
+                raise
+            return None  # more has to be kept
 
     def _severity_of(self, found: ParityResult) -> float:
         return severity(found.damage.value, None if found.adam is None else found.adam.value)
@@ -229,7 +231,9 @@ class NumericsSearch:
                 lambda: self._blame(patterns, self._test.prober.probe(alone, range(QUICK))),
                 lambda found: math.inf if math.isnan(found.severity) else found.severity,
             )
-        except Exception as error:  # a region that cannot run low is to be kept
+        except Exception as error:
+            if not cannot_run(error):
+                raise
             blame = Blame(patterns, math.inf, math.inf, unfit(error))
         self._probes[key] = blame
         if len(patterns) == 1:

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import tensors_in, to_device
 from castwise.errors import StateError
 from castwise.measure import ranks
-from castwise.measure.steps import build_model, to_device
+from castwise.measure.steps import build_model
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, is_adam
@@ -121,9 +121,9 @@ class Search(SearchState):
         self.parts = ranks.same("the regions", find_parts(prober.model, step))
         self.used = ranks.same("the operators", frozenset(operators_used(step)))
         self.numerics = NumericsSearch(self.test, self.parts, self.tell)
-        self.images = ranks.same("images", any(t.dim() == 4 for t in _floating(micros[0].batch))) or any(
-            part.kind.startswith(("Conv2d", "ConvTranspose2d")) for part in self.parts
-        )
+        self.images = ranks.same(
+            "images", any(t.dim() == 4 and t.is_floating_point() for t in tensors_in(micros[0].batch))
+        ) or any(part.kind.startswith(("Conv2d", "ConvTranspose2d")) for part in self.parts)
 
     def _second_look(self) -> None:
         """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
@@ -175,15 +175,3 @@ class Search(SearchState):
                 f"{name_of(self.chosen)} passed the gradient test and failed in training; the plan is fp32."
             )
             self.settle(FP32, None)
-
-
-def _floating(batch: object) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    map_tensors(keep, batch)
-    return found

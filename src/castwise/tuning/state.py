@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castwise.measure import ranks
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import name_of, numerics_of
@@ -186,6 +186,8 @@ class SearchState:
             try:
                 self.findings[key] = self.numerics.find(key)
             except Exception as error:
+                if not cannot_run(error):
+                    raise
                 self.reasons[plan] = unfit(error)
                 return None
         return self.findings[key]
