@@ -182,14 +182,8 @@ def profile_steps(
 ) -> StepProfile:
     """Train a fresh copy of a workload's model in fp32 for a few steps, timed and then profiled.
 
-    Random numbers are drawn from the seed and torch's own generators are given back as they were.
-
-    Args:
-        workload: Makes the model, the optimizer and the batches.
-        device: Device to train on.
-        seed: Of weights and data.
-        steps: How many to time at most.
-        budget_s: How long to time at most, in seconds; three steps are timed in any case.
+    Random numbers are drawn from the seed and torch's own generators are given back as they were. At most ``steps``
+    steps are timed, and only three once ``budget_s`` seconds have gone.
 
     Raises:
         WorkloadError: The batches end, or the loss is not a scalar.
@@ -313,9 +307,7 @@ def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
 def product_of(name: str, shapes: Sequence[Sequence[int]]) -> Product | None:
     """The matrix product that an operator does; None where it does none or the shapes do not tell.
 
-    Args:
-        name: As the profiler calls it.
-        shapes: Of its operands, an empty shape for each argument that is no tensor.
+    An argument that is no tensor has an empty shape.
     """
     base = name.rpartition("::")[2]
     operands = [tuple(shape) for shape in shapes if len(shape) >= 2]
@@ -411,8 +403,7 @@ def padding_gain(
 ) -> stats.Ratio | None:
     """How much faster a product becomes when its sides are rounded up to the multiples, more arithmetic included.
 
-    Returns:
-        The speed-up with its interval; None where it cannot be measured.
+    None for convolutions, and where no round succeeded.
     """
     if product.kind != "matmul":
         return None

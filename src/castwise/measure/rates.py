@@ -298,16 +298,13 @@ def measure_rates(
     small: bool = False,
     on_kernel: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Rate, ...]:
-    """Measure every operator in every variant that the device can run.
+    """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
 
     Args:
-        device: Device to measure, while nothing else runs on it.
+        device: Device to measure.
         rounds: Interleaved rounds per operator; six or more give a 95 % interval.
         small: Measure the probe's sizes alone: quick and rough.
         on_kernel: Called with an operator's name, how many are done and how many there are.
-
-    Returns:
-        A rate per operator and variant, fp32 first in each operator.
     """
     can, _ = variants(device.type)
     probes = kernels(device.type, small=True)

@@ -202,11 +202,7 @@ class TrainingRun(_Run):
         self._losses, self._results = [], []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights now, in fp32 under the model's own keys, on the CPU.
-
-        Returns:
-            Copies, so that they stay when the run goes on.
-        """
+        """Copies of the weights as they are now, in fp32 under the model's own keys, on the CPU."""
         return {
             key: value.detach().to("cpu", copy=True)
             for key, value in self.amp.model_state_dict(self.model).items()

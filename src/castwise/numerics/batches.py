@@ -15,15 +15,12 @@ __all__ = ["endless", "same_batch"]
 
 
 def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
-    """Turn what a user gives as batches into ``batches(seed)``, an iterator without end.
+    """Turn what a user gives as batches into ``batches(seed)``, an iterator without end: what ends is begun again.
 
     Args:
         batches: A sequence, an iterable that can be gone through more than once (a DataLoader), or a function from a
-            seed to an iterator. What ends is begun again.
+            seed to an iterator.
         call: The caller, for errors.
-
-    Returns:
-        The function.
 
     Raises:
         WorkloadError: An iterator that can be gone through once, or something that is none of these.

@@ -50,14 +50,7 @@ class Histogram:
     zeros: int
 
     def smallest(self, share: float = LOST) -> float:
-        """The magnitude below which lies at most ``share`` of the squared norm.
-
-        Args:
-            share: Between 0 and 1.
-
-        Returns:
-            A power of two; 0 where all gradients are zero.
-        """
+        """The power of two below which lies at most ``share`` of the squared norm; 0 where all gradients are zero."""
         energies = [count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts)]
         rest = share * sum(energies)
         for i, energy in enumerate(energies):
@@ -111,12 +104,7 @@ class GradientRange:
         self.largest_parameter: dict[str, float] = {}
 
     def see_parameters(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
-        """Take gradients of parameters into account.
-
-        Args:
-            names: As ``named_parameters`` gives them.
-            gradients: Unscaled, in the same order.
-        """
+        """Take gradients of parameters into account, unscaled."""
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.numel():
                 value = float(gradient.abs().max())
@@ -124,11 +112,7 @@ class GradientRange:
 
     @contextlib.contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
-        """Watch one forward and backward.
-
-        Args:
-            model: Every module of it.
-        """
+        """Watch every module in one forward and backward."""
         handles = []
         for path, module in model.named_modules():
 
@@ -157,14 +141,9 @@ class GradientRange:
         self.largest[path] = max(self.largest.get(path, 0.0), float(magnitude.max()))
 
     def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
-        """Magnitudes over some modules together, bins without counts at both ends left out.
+        """Magnitudes over the modules at some paths together, bins without counts at both ends left out.
 
-        Args:
-            pattern: Name of the histogram.
-            paths: Module paths.
-
-        Returns:
-            The histogram, or None where no gradient passed through any of them.
+        None where no gradient passed through any of them.
         """
         seen = [path for path in paths if path in self._counts]
         if not seen:

@@ -13,6 +13,7 @@ either.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ MOST = 32
 """Microbatches drawn at most where the interval straddles a line."""
 DEAD = 1e-4
 """A parameter whose fp32 gradient differs from itself by more than this share of its square has no gradient."""
+BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 5)
+"""Of a probe that ended on its first microbatch, since a gradient was not finite."""
 COMPARABLE = 0.3
 """fp32's own difference from itself may be this share of the plan's before the plan cannot be judged."""
 
@@ -158,26 +161,22 @@ class ParityTest:
         per_update: Microbatches per update.
         adam: Whether to ask in the units of Adam's steps too.
         range: What was seen of the reference's gradients.
+        floor: Damage of fp32 against itself, rounding differently.
+        repeat: Damage of fp32 against itself, repeated exactly.
     """
 
     prober: Prober
     per_update: int = 1
     adam: bool = False
     range: GradientRange = field(default_factory=GradientRange)
-    _floor: float = 0.0
-    _repeat: float = 0.0
+    floor: float = 0.0
+    repeat: float = 0.0
     _dead: frozenset[str] = frozenset()
     _weights: list[Tensor] | None = None
     _count: int = 0
-    _below: tuple[float, float | None] | None = None
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
-        """Run fp32 on ``count`` microbatches, then against itself.
-
-        Args:
-            count: Microbatches that every plan will be judged on.
-            observed: On how many of them gradients are watched in every module.
-        """
+        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself."""
         if observed:
             self.prober.extend(min(observed, count), self.range.observing)
         self.prober.extend(count - min(observed, count))
@@ -186,76 +185,54 @@ class ParityTest:
         self._count = len(self.prober.micros)
         if self.adam:
             self._weights = self.prober.preconditioner()
-        floor = self.prober.floor(range(min(FLOOR, count)))
-        grams = self.prober.grams(floor)
+        grams = self.prober.grams(self.prober.floor(range(min(FLOOR, count))))
+        whole = Grams.total(grams.values())
         self._dead = frozenset(
             name
             for name, g in grams.items()
             if g.error.trace() > DEAD * g.signal.trace() or not g.signal.trace() > 0.0
         )
-        self._floor = estimate(Grams.total(grams.values()), self.per_update).value
-        again = self.prober.repeat()
-        grams = self.prober.grams(again)
-        whole = Grams.total(self.prober.grams(floor).values())
+        self.floor = estimate(whole, self.per_update).value
+        again = Grams.total(self.prober.grams(self.prober.repeat()).values())
         square = float(whole.signal.trace()) / whole.count
-        self._repeat = sum(float(g.error.trace()) for g in grams.values()) / square if square else 0.0
-
-    @property
-    def floor(self) -> float:
-        """Damage of fp32 against itself, rounding differently."""
-        return self._floor
-
-    @property
-    def repeat(self) -> float:
-        """Damage of fp32 against itself, repeated."""
-        return self._repeat
+        self.repeat = float(again.error.trace()) / square if square else 0.0
 
     def quick(self, probe: Probe) -> tuple[float, float | None]:
         """The damage of a plan from a few microbatches, two at least, held against the reference's whole update.
 
-        Returns:
-            Plain, and in the units of Adam's steps or None.
+        Plain, and in the units of Adam's steps or None.
         """
-        whole, adam_whole = self._denominators()
+        whole, adam_whole = self._denominators
         plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
         if adam_whole is None:
             return plain, None
-        grams = self.prober.grams(probe, self._weights)
-        live = [g for name, g in grams.items() if name not in self._dead]
-        return plain, quick_estimate(Grams.total(live), adam_whole, self.per_update)
+        return plain, quick_estimate(Grams.total(self._in_steps(probe).values()), adam_whole, self.per_update)
 
+    def _in_steps(self, probe: Probe) -> dict[str, Grams]:
+        """Inner products in the units of Adam's steps, without parameters that have no gradient; else nothing."""
+        if self._weights is None:
+            return {}
+        grams = self.prober.grams(probe, self._weights)
+        return {name: g for name, g in grams.items() if name not in self._dead}
+
+    @functools.cached_property
     def _denominators(self) -> tuple[float, float | None]:
         """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
-        if self._below is None:
-            count = range(self._count)
-            everything = Probe(
-                REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
-            )
-            plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
-            adam = None
-            if self.adam and self._weights is not None:
-                grams = self.prober.grams(everything, self._weights)
-                live = [g for name, g in grams.items() if name not in self._dead]
-                adam = estimate(Grams.total(live), self.per_update).denominator if live else None
-            self._below = (plain, adam)
-        return self._below
+        count = range(self._count)
+        everything = Probe(
+            REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
+        )
+        plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
+        live = self._in_steps(everything).values()
+        return plain, estimate(Grams.total(live), self.per_update).denominator if live else None
 
     def judge(self, probe: Probe) -> ParityResult:
-        """Judge a plan by the microbatches it has run on.
-
-        Returns:
-            The finding; ``undecided`` where more microbatches may decide.
-        """
+        """Judge a plan by the microbatches it has run on; ``undecided`` where more of them may decide."""
         grams = self.prober.grams(probe)
         whole = Grams.total(grams.values())
-        damage = estimate(whole, self.per_update) if whole.count > 1 else _broken(whole)
-        adam, adam_grams = None, {}
-        if self.adam and self._weights is not None and probe.finite:
-            adam_grams = {
-                n: g for n, g in self.prober.grams(probe, self._weights).items() if n not in self._dead
-            }
-            if adam_grams:
-                adam = estimate(Grams.total(adam_grams.values()), self.per_update)
+        damage = estimate(whole, self.per_update) if whole.count > 1 else BROKEN
+        adam_grams = self._in_steps(probe) if probe.finite else {}
+        adam = estimate(Grams.total(adam_grams.values()), self.per_update) if adam_grams else None
         regions = []
         for path, names in self._modules().items():
             part = Grams.total([grams[name] for name in names])
@@ -268,7 +245,7 @@ class ParityTest:
         verdict, reason = self._verdict(probe, damage, adam, regions)
         return ParityResult(
             plan=probe.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
-            floor=self._floor, repeat=self._repeat, loss_scale=probe.scale, microbatches=len(probe.indices),
+            floor=self.floor, repeat=self.repeat, loss_scale=probe.scale, microbatches=len(probe.indices),
             per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed,
         )  # fmt: skip
 
@@ -298,11 +275,11 @@ class ParityTest:
                 f"{probe.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
                 f"{value}",
             )
-        own = max(self._floor, self._repeat)
+        own = max(self.floor, self.repeat)
         if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
             what = (
                 "the loss is not deterministic: repeated, it differs from itself"
-                if self._repeat >= self._floor
+                if self.repeat >= self.floor
                 else "fp32 itself, rounding differently, differs from itself"
             )
             return (
@@ -320,17 +297,8 @@ def _weight(region: RegionParity, adam: bool) -> float:
     return (region.adam or 0.0) if adam else region.bias + region.noise
 
 
-def _broken(whole: Grams) -> Estimate:
-    inf, nan = math.inf, math.nan
-    return Estimate(inf, inf, inf, nan, nan, nan, nan, nan)
-
-
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides by the root of a running mean of squared gradients.
-
-    Args:
-        optimizer: Any; judged by its options, as Adam's relatives share ``betas``.
-    """
+    """Whether an optimizer, by its ``betas``, divides by the root of a running mean of squared gradients."""
     groups = optimizer.param_groups
     return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
 
@@ -426,12 +394,7 @@ def _with_updates(result: ParityResult, lost: float | None, passes: int) -> Pari
 
 
 def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
-    """A plan whose loss scale starts inside the measured range of loss scales; other plans as they are.
-
-    Args:
-        plan: Changed only where its loss scale is dynamic.
-        seen: Gradients of the reference.
-    """
+    """A plan whose dynamic loss scale starts inside the measured range of loss scales; other plans as they are."""
     scales = seen.scales()
     if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
@@ -447,8 +410,7 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
 def coarsest(plans: Iterable[Plan]) -> str:
     """The format with the fewest digits among those of some plans, whose last place dither is made of.
 
-    Args:
-        plans: Any; fp32 plans count as bf16, whose dither does no harm.
+    fp32 plans count as bf16, whose dither does no harm.
     """
     low = {name for plan in plans for name in plan.formats if name in LOW}
     return "fp16" if low == {"fp16"} else "bf16"

@@ -177,11 +177,7 @@ class Prober:
     # --- passes -------------------------------------------------------------------------------------------
 
     def extend(self, count: int, observe: Callable[[nn.Module], Any] | None = None) -> None:
-        """Run the reference on ``count`` more microbatches.
-
-        Args:
-            count: Microbatches, taken from where the last call ended.
-            observe: Context manager around each pass, given the model.
+        """Run the reference on ``count`` more microbatches, each pass within the context manager ``observe(model)``.
 
         Raises:
             WorkloadError: A loss that gradients cannot come from, or batches that run out.
@@ -238,18 +234,11 @@ class Prober:
 
         Repeating a pass on a CPU gives the same bits and says nothing about what rounding does; a permuted batch does,
         but not every loss may be permuted. A step of 2**-23 in the weights changes every rounding behind them.
-
-        Returns:
-            The errors.
         """
         return self.probe(REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps)  # less would round away
 
     def repeat(self, index: int = 0) -> Probe:
-        """fp32 against itself, repeated exactly.
-
-        Returns:
-            The errors; zero, but for a loss that is not deterministic.
-        """
+        """fp32 against itself, repeated exactly: no error, but for a loss that is not deterministic."""
         return self.probe(REFERENCE, [index])
 
     def probe(
@@ -262,9 +251,6 @@ class Prober:
             indices: Positions in ``micros``.
             jitter: Relative size of one more dither of this run's weights alone.
             onto: A probe of the same plan on other microbatches, to go on with.
-
-        Returns:
-            The errors.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
@@ -393,14 +379,10 @@ class Prober:
     # --- inner products -----------------------------------------------------------------------------------
 
     def grams(self, probe: Probe, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
-        """Inner products per parameter.
+        """Inner products per parameter, by name, of a probe's errors and of the reference's gradients.
 
-        Args:
-            probe: Whose errors are multiplied with each other and with the reference's gradients.
-            weighting: Factors per parameter and element, such as :meth:`preconditioner`'s.
-
-        Returns:
-            By the parameter's name; of a sampled parameter, scaled up to its whole size.
+        Those of a sampled parameter are scaled up to its whole size. ``weighting`` has factors per parameter and
+        element, such as :meth:`preconditioner`'s.
         """
         out = {}
         for at, name in enumerate(self._trained):
@@ -413,16 +395,10 @@ class Prober:
         return out
 
     def preconditioner(self, eps: float = 1e-8) -> list[Tensor]:
-        """1 / (sqrt(mean over microbatches of g**2) + eps): gradients in the units of Adam's steps.
+        """Per element 1 / (sqrt(mean over microbatches of g**2) + eps), which turns gradients into Adam's steps.
 
         A hundredth of the tensor's own root mean square is added to eps, so that an element whose gradient happens to
         be zero in these batches does not outweigh all others.
-
-        Args:
-            eps: Adam's.
-
-        Returns:
-            Per parameter and element.
         """
         out = []
         for at in range(len(self._trained)):

@@ -118,10 +118,10 @@ class Contest:
     # --- racing -------------------------------------------------------------------------------------------
 
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3) -> list[Plan]:
-        """Race plans in heats and let go of those that are clearly behind.
+        """Race plans in heats, fp32 with them, and let go of those that are clearly behind.
 
         Args:
-            plans: The candidates; fp32 joins every heat.
+            plans: The candidates.
             keep: Go on until no more than this many are left, or no more can be told apart.
             rounds: Interleaved rounds in the first heat; each later one has two more.
 
@@ -171,13 +171,7 @@ class Contest:
         )
 
     def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
-        """Race the last plans for longer, with others beside them as what they are compared with.
-
-        Args:
-            plans: Candidates that may still be chosen.
-            rounds: In each, every plan runs one block of steps.
-            beside: Plans that run along if they can, though they have left.
-        """
+        """Race the last plans for longer, with others beside them, if they can run, though they have left."""
         guests = [p for p in beside if p not in plans and p in self.entries]
         guests = [
             p
@@ -194,11 +188,11 @@ class Contest:
             self.entries[plan].reason = self.entries[plan].reason or reason
 
     def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1, *, admit_late: bool = True) -> None:
-        """Run interleaved rounds.
+        """Run interleaved rounds, in each of which every plan, and fp32, runs one block of steps.
 
         Args:
-            plans: Who takes part; fp32 does in any case.
-            rounds: In each, every plan runs one block of steps.
+            plans: Who takes part.
+            rounds: How many.
             longer: How many times as long as usual blocks are.
             admit_late: Whether plans that have not run yet may still join after the deadline.
 
@@ -327,20 +321,12 @@ class Contest:
         return paired(padded(a), padded(b))
 
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
-        """How many times as fast as another a plan is.
-
-        Returns:
-            From the rounds that both ran, None without any.
-        """
+        """How many times as fast as another a plan is, by the rounds that both ran; None without any."""
         before, after = self._pairs(over, plan) if plan in self.entries and over in self.entries else ([], [])
         return stats.paired_speedup(before, after) if before else None
 
     def order(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Plans by speed over fp32, the fastest first.
-
-        Args:
-            plans: Which have been timed.
-        """
+        """Plans by speed over fp32, the fastest first."""
 
         def speed(plan: Plan) -> float:
             before, after = self._pairs(BASELINE, plan)
@@ -349,12 +335,7 @@ class Contest:
         return sorted(plans, key=lambda plan: -1.0 if plan == BASELINE else -speed(plan))
 
     def winner(self, plans: Sequence[Plan], last: Collection[Plan] = ()) -> Plan:
-        """The fastest, or a simpler plan that cannot be told from it.
-
-        Args:
-            plans: Plans that have been timed against one another.
-            last: Those that lose a tie however simple they are.
-        """
+        """The fastest, or a simpler plan that cannot be told from it; those in ``last`` lose any tie."""
         ordered = self.order(plans)
         fastest = ordered[0]
         tied = [fastest]

@@ -108,9 +108,6 @@ class NumericsSearch:
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the microbatches of the search.
 
-        Returns:
-            The finding.
-
         Raises:
             Exception: What the plan raised, where it cannot run.
         """
@@ -118,11 +115,7 @@ class NumericsSearch:
         return self._judged(plan, range(self._first))
 
     def verify(self, plan: Plan) -> ParityResult:
-        """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first.
-
-        Returns:
-            The finding.
-        """
+        """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first."""
         prober = self._test.prober
         start = self._first
         if len(prober.micros) < start + self._first:
@@ -162,6 +155,9 @@ class NumericsSearch:
 
         Returns:
             The repaired plan; its ``result`` says whether it passes.
+
+        Raises:
+            Exception: What a part raised in a low format, unless it says that the part cannot run there.
         """
         patterns = [part.pattern for part in self._parts]
         kept: dict[str, str] = {}

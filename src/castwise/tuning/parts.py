@@ -102,14 +102,9 @@ class _Attribution(_torch.OperatorMode):
 
 
 def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
-    """Find a model's parts.
+    """Find the parts of a model in fp32, in its order; modules that are never called are in none.
 
-    Args:
-        model: In fp32.
-        forward: Runs its forward pass as training does, ``lambda: loss(model, batch)``.
-
-    Returns:
-        The parts in the model's order; modules that are never called are in none.
+    ``forward`` runs its forward pass as training does: ``lambda: loss(model, batch)``.
     """
     seen = _Attribution()
     with torch.no_grad(), seen.watching(model):
@@ -224,33 +219,16 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 
 
 def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str], compute: str = "fp32") -> Plan:
-    """A plan with some parts kept in a wider format.
+    """A plan with regions that keep parts of these patterns in a wider format.
 
-    Args:
-        plan: Whose compute format the other parts keep.
-        parts: All of the model's parts.
-        kept: Patterns of those to keep.
-        compute: In which format.
-
-    Returns:
-        The plan with regions added. Where a part has others inside that are not kept, these are given back to the
-        plan's own format.
+    Where a part has others inside that are not kept, these are given back to the plan's own format.
     """
     regions = _nested(parts, set(kept), compute, plan.compute)
     return dataclasses.replace(plan, regions=(*plan.regions, *regions))
 
 
 def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
-    """A plan that runs some parts low and everything else in fp32.
-
-    Args:
-        low: Its format, rules and loss scale are those of a low plan.
-        parts: All of the model's parts.
-        chosen: Patterns of those to run low.
-
-    Returns:
-        The plan, with parameters in fp32.
-    """
+    """A low plan's format, rules and loss scale for parts of these patterns alone; all else runs in fp32."""
     chosen = set(chosen)
     regions = _nested(parts, chosen, low.compute, "fp32")
     return dataclasses.replace(

@@ -162,11 +162,7 @@ class SearchState:
         return self.test.prober.passes if self.test is not None else 0
 
     def tell(self, subject: str) -> None:
-        """Say what begins; a search that is out of time ends at the next of these.
-
-        Args:
-            subject: A pass, or a probe.
-        """
+        """Say what begins; a search that is out of time ends at the next of these."""
         self.say(self.now, subject, 0, 1)
 
     def scaled(self, plan: Plan) -> Plan:
@@ -175,10 +171,10 @@ class SearchState:
         return ranks.same("a loss scale", with_measured_scale(plan, self.test.range))
 
     def find(self, plan: Plan) -> ParityResult | None:
-        """Test a plan on the search's microbatches, once per numerics.
+        """Test a plan on the search's microbatches, once per numerics; None, and a reason, where it cannot run.
 
-        Returns:
-            The finding; None where the plan cannot run, and ``reasons`` says why.
+        Raises:
+            Exception: What the plan raised, unless it says that the plan cannot run.
         """
         assert self.numerics is not None
         key = numerics_of(plan)
@@ -199,14 +195,9 @@ class SearchState:
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Plan:
-        """Keep as few parts in fp32 as make a plan pass; ``kept`` says which and why.
+        """Keep as few parts in fp32 as make a plan pass that failed, or cannot run; ``kept`` says which and why.
 
-        Args:
-            plan: One that failed, or cannot run.
-            found: As :meth:`find` returned it; None where the plan cannot run.
-
-        Returns:
-            The repaired plan; ``findings`` says whether it passes.
+        ``findings`` says whether the plan that is returned passes.
         """
         assert self.numerics is not None
         repair: Repair = self.numerics.repair(plan, found, reserve=2 * MICROBATCHES)
@@ -216,11 +207,5 @@ class SearchState:
         return repair.plan
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
-        """Choose a plan.
-
-        Args:
-            plan: What the search recommends from now on.
-            result: Its gradients on fresh batches; None for fp32, which needs none.
-            kept: Why it keeps parts in fp32.
-        """
+        """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""
         self.chosen, self.verified, self.kept = plan, result, dict(kept or {})

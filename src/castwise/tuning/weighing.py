@@ -20,12 +20,7 @@ WEIGHING_S = 8.0
 
 
 def weigh(search: SearchState, plans: Sequence[Plan]) -> None:
-    """Measure peak memory of plans; ``search.peaks`` has it afterwards.
-
-    Args:
-        search: Where peaks are kept, by plan.
-        plans: Those that have been weighed already are left out.
-    """
+    """Measure peak memory of plans that have not been weighed; ``search.peaks`` has it afterwards."""
     for number, plan in enumerate(plans):
         if plan in search.peaks:
             continue
@@ -55,9 +50,7 @@ def _peak_bytes(search: SearchState, plan: Plan) -> int | None:
 def weight(search: SearchState, plan: Plan) -> tuple[float, int]:
     """What plans are sorted by for ``goal="memory"``: peak memory to within a hundredth, then simplicity.
 
-    Args:
-        search: Whose ``peaks`` are read.
-        plan: Any; one that has not been weighed comes last.
+    A plan that has not been weighed comes last.
     """
     peak = search.peaks.get(plan)
     return (math.inf if peak is None else round(math.log(peak) * 100), simplicity(plan))

@@ -87,11 +87,7 @@ def shards(_model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def cut(blocks: nn.Sequential, stages: int) -> list[nn.Sequential]:
-    """Cut a model's blocks into the stages of a pipeline.
-
-    Args:
-        blocks: The blocks.
-        stages: How many stages, each of which has as many blocks as the others or one less.
+    """Cut a model's blocks into the stages of a pipeline, each of which has as many as the others or one less.
 
     Returns:
         The blocks of each stage, under their own names.

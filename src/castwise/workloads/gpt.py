@@ -46,14 +46,7 @@ def corpus() -> tuple[Tensor, str]:
 
 
 def decode(tokens: Tensor) -> str:
-    """Indices of characters as text.
-
-    Args:
-        tokens: int64, one-dimensional.
-
-    Returns:
-        The text.
-    """
+    """Indices of characters, int64 and one-dimensional, as text."""
     alphabet = corpus()[1]
     return "".join(alphabet[int(token)] for token in tokens)
 
