@@ -22,8 +22,8 @@ import castwise
 from castwise import Plan, Workload
 from castwise.measure import ranks
 from castwise.tuning import contest, fastest
+from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import SearchState, Settings
-from castwise.tuning.weighing import weigh
 from tests.fresh import SOURCE
 from tests.processes import leave
 
@@ -175,9 +175,9 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
 
     made = Workload("hoarder", model, rmsprop, lambda seed: iter(data()), loss)
     plan = Plan.preset("fp32")
-    with ranks.lockstep("weigh"):
+    with ranks.lockstep("peaks"):
         search = SearchState(made, torch.device("cpu"), Settings())
-        weigh(search, [plan])
+        measure_peaks(search, [plan])
     return {"peak": search.peaks.get(plan), "notes": search.notes}
 
 

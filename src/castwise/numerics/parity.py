@@ -266,7 +266,10 @@ class ParityTest:
         if adam is not None:
             judged.append((adam, ADAM_PASS, ADAM_FAIL, " in the units of Adam's steps"))
         worst, low, high, units = max(judged, key=lambda item: item[0].value / item[1])
-        value = f"damage {worst.value:.2g} (95 % interval {worst.low:.2g} to {worst.high:.2g}){units}"
+        value = (
+            f"damage {worst.value:.2g} (the relative error of an update; 95 % interval {worst.low:.2g} to "
+            f"{worst.high:.2g}){units}"
+        )
         if all(e.value < below and e.high < above for e, below, above, _ in judged):
             return "pass", f"{value} is below {low:g}: not to be told from the noise of the data"
         if probe.strayed:

@@ -167,11 +167,11 @@ class NumericsSearch:
         result: ParityResult | None = None
         while queue:
             while queue and -sum(weight for weight, _, _ in queue) > SPENT:
-                weight, _, group = heapq.heappop(queue)
+                _, _, group = heapq.heappop(queue)
                 if len(group) == 1 or self._left() < reserve + JOINT + 2 * QUICK:
                     blame = self.alone.get(group[0])
                     for pattern in group:
-                        kept[pattern] = _because(blame, -weight)
+                        kept[pattern] = _because(blame)
                     continue
                 for half in (group[: len(group) // 2], group[len(group) // 2 :]):
                     blame = self._probe(plan, half)
@@ -243,7 +243,7 @@ class NumericsSearch:
         return Blame(patterns, severity(plain, adam), plain)
 
 
-def _because(blame: Blame | None, weight: float) -> str:
+def _because(blame: Blame | None) -> str:
     if blame is None:
         return "its neighbourhood fails, and the passes ran out before it was tried alone"
     if blame.reason:

@@ -24,8 +24,8 @@ from castwise.tuning.exempt import MOST_PASSES
 from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
+from castwise.tuning.peaks import measure_peaks, peak_and_simplicity
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
-from castwise.tuning.weighing import weigh, weight
 
 __all__ = ["find_fastest"]
 
@@ -77,11 +77,13 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
-        weigh(search, plans)
-    left = sorted((p for p in plans if p in search.peaks), key=lambda p: weight(search, p)) or [FP32]
+        measure_peaks(search, plans)
+    left = sorted((p for p in plans if p in search.peaks), key=lambda p: peak_and_simplicity(search, p)) or [
+        FP32
+    ]
     with search.stage("parity"):
         sound, _ = _sound(search, left)
-    order = sorted(sound, key=lambda p: weight(search, p))
+    order = sorted(sound, key=lambda p: peak_and_simplicity(search, p))
     _choose(search, order)
     with search.stage("race"):
         contest.run(list(dict.fromkeys([search.chosen, *order[:2]])), FINAL_ROUNDS // 2)

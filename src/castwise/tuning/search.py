@@ -38,14 +38,14 @@ from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
+from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
-from castwise.tuning.weighing import weigh
 
 __all__ = ["Search", "Settings"]
 
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
-WEIGHED_S = 10.0
+PEAKS_S = 10.0
 """With less time left than this peak memory is not measured at all."""
 
 
@@ -84,9 +84,9 @@ class Search(SearchState):
             if settings.verify_steps and self.chosen != FP32 and self.verification is None:
                 with self.stage("training runs"):
                     self._train()
-            if settings.memory and settings.goal == "time" and self.left_s() > WEIGHED_S:
+            if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
                 with self.stage("memory"):
-                    weigh(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+                    measure_peaks(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
         self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
 
     def _refer(self) -> None:

@@ -13,7 +13,7 @@ from castwise.errors import WorkloadError
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Attention", "Block", "cut", "shards"]
+__all__ = ["Attention", "Block", "cut", "inputs", "shards", "target"]
 
 
 class Attention(nn.Module):
@@ -106,3 +106,13 @@ def cut(blocks: nn.Sequential, stages: int) -> list[nn.Sequential]:
         assert isinstance(part, nn.Sequential)
         parts.append(part)
     return parts
+
+
+def inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+    """What the first stage of a pipeline takes: the first of a pair."""
+    return (batch[0],)
+
+
+def target(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """What the loss compares with: the second of a pair."""
+    return batch[1]
