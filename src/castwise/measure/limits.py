@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -380,14 +380,10 @@ def _launches(profiler: Any) -> int:
 
 def _launch_s() -> float:
     """Time of an operator on four elements on the CPU: on any device, a call costs the host at least this."""
-    x = torch.zeros(4)
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(200):
-            torch.add(x, x)
-        best = min(best, (time.perf_counter() - start) / 200)
-    return best
+    return (
+        min(timeit.repeat("add(x, x)", globals={"add": torch.add, "x": torch.zeros(4)}, number=200, repeat=5))
+        / 200
+    )
 
 
 # --- sizes --------------------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ class Prober:
     Attributes:
         passes: Forward/backwards so far.
         micros: The reference's microbatches.
-        names: Names of the trained parameters, in order.
-        sizes: Their elements.
+        names: Names of the trained parameters, in the order of gradients.
+        model: The prober's own copy, to look at.
     """
 
     def __init__(
@@ -125,38 +125,28 @@ class Prober:
         self._batches = batches
         self._seed = seed
         self._eps = FORMATS[dither].eps
-        self._model = self._copy(model).to(device)
-        low = [name for name, p in self._model.named_parameters() if p.dtype in LOW_DTYPES]
+        self.model = self._copy(model).to(device)
+        low = [name for name, p in self.model.named_parameters() if p.dtype in LOW_DTYPES]
         if low:
             raise WorkloadError(
                 f"{call}: the model is the fp32 reference, but {', '.join(low[:3])} "
                 f"{'are' if len(low) > 1 else 'is'} stored in a low format; give it in fp32: model.float()"
             )
-        self._trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        if not self._trained:
+        self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        if not self.names:
             raise WorkloadError(
                 f"{call}: no parameter of {type(model).__name__} requires a gradient; give a model that is trained"
             )
         self._weights = {
-            name: p.detach().clone() for name, p in self._model.named_parameters() if p.is_floating_point()
+            name: p.detach().clone() for name, p in self.model.named_parameters() if p.is_floating_point()
         }
-        self._buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+        self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         self._picks = {
             name: self._pick(index, p.numel())
-            for index, (name, p) in enumerate(self._model.named_parameters())
+            for index, (name, p) in enumerate(self.model.named_parameters())
             if p.requires_grad
         }
         self._scales: dict[Plan, float] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trained parameters, in the order of gradients."""
-        return self._trained
-
-    @property
-    def model(self) -> nn.Module:
-        """The prober's own copy, to look at."""
-        return self._model
 
     def _copy(self, model: nn.Module) -> nn.Module:
         try:
@@ -210,7 +200,7 @@ class Prober:
             )
         bad = [
             name
-            for name, gradient in zip(self._trained, micro.gradients, strict=True)
+            for name, gradient in zip(self.names, micro.gradients, strict=True)
             if not bool(torch.isfinite(gradient).all())
         ]
         if micro.loss != micro.loss or micro.loss in (float("inf"), float("-inf")) or bad:
@@ -288,9 +278,7 @@ class Prober:
                     loss = self._backward(model, amp, micro)
                 gradients = self._gradients(model, amp.get_scale())
                 blame = [
-                    n
-                    for n, g in zip(self._trained, gradients, strict=True)
-                    if not bool(torch.isfinite(g).all())
+                    n for n, g in zip(self.names, gradients, strict=True) if not bool(torch.isfinite(g).all())
                 ]
                 if blame and not last:
                     return indices[at:]
@@ -306,7 +294,7 @@ class Prober:
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
         """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
-        model = copy.deepcopy(self._model)
+        model = copy.deepcopy(self.model)
         with Amp(plan, device=self.device) as amp:
             if plan.keeps_masters:
                 amp.prepare(
@@ -385,7 +373,7 @@ class Prober:
         element, such as :meth:`preconditioner`'s.
         """
         out = {}
-        for at, name in enumerate(self._trained):
+        for at, name in enumerate(self.names):
             factors = None if weighting is None else weighting[at]
             signal = _gram([self.micros[i].gradients[at] for i in probe.indices], factors)
             error = _gram([errors[at] for errors in probe.errors], factors)
@@ -401,7 +389,7 @@ class Prober:
         be zero in these batches does not outweigh all others.
         """
         out = []
-        for at in range(len(self._trained)):
+        for at in range(len(self.names)):
             square = torch.stack([micro.gradients[at] for micro in self.micros]).square().mean(0)
             floor = eps + 1e-2 * float(square.mean().sqrt()) if square.numel() else eps
             out.append(1.0 / (square.sqrt() + floor))

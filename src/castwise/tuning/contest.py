@@ -155,35 +155,26 @@ class Contest:
 
     def _best(self, plan: Plan, leader: Plan) -> float:
         """The plan's best round against the leader; by way of fp32 where the two ran in different heats."""
-        pairs = [a / b for a, b in zip(*self._pairs(leader, plan), strict=True)]
-        if pairs:
-            return max(pairs)
-        own = [a / b for a, b in zip(*self._pairs(BASELINE, plan), strict=True)]
-        ahead = [a / b for a, b in zip(*self._pairs(BASELINE, leader), strict=True)]
+        together = self._ratios(plan, leader)
+        if together:
+            return max(together)
+        own, ahead = self._ratios(plan), self._ratios(leader)
         return max(own, default=math.inf) / statistics.median(ahead) if ahead else math.inf
 
     def _not_faster(self, plan: Plan, leader: Plan) -> str:
         ratio = self.ratio(plan, leader)
-        return (
-            f"not faster: takes {1 / ratio.value:.2f} times as long"
-            if ratio
-            else "not faster: not timed beside it"
-        )
+        said = f"takes {1 / ratio.value:.2f} times as long" if ratio else "not timed beside it"
+        return f"not faster: {said}"
 
     def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
         """Race the last plans for longer, with others beside them, if they can run, though they have left."""
-        guests = [p for p in beside if p not in plans and p in self.entries]
-        guests = [
-            p
-            for p in guests
-            if self.entries[p].reason.startswith("not faster: takes") or not self.entries[p].reason
-        ]
-        reasons = {plan: self.entries[plan].reason for plan in guests}
-        for plan in guests:
+        known = {p: self.entries[p].reason for p in beside if p not in plans and p in self.entries}
+        reasons = {p: why for p, why in known.items() if not why or why.startswith("not faster: takes")}
+        for plan in reasons:
             self.entries[plan].reason = ""
-        for plan in [p for p in self._runs if p not in (BASELINE, *plans, *guests)]:
+        for plan in [p for p in self._runs if p not in (BASELINE, *plans, *reasons)]:
             self._close(plan)
-        self.run([*plans, *guests], rounds, FINAL_BLOCK)
+        self.run([*plans, *reasons], rounds, FINAL_BLOCK)
         for plan, reason in reasons.items():
             self.entries[plan].reason = self.entries[plan].reason or reason
 
@@ -222,9 +213,9 @@ class Contest:
             self._book({plan: laps[str(i)] for i, plan in enumerate(racing)})
             self.steps += block * len(racing)
             racing = [plan for plan in racing if not self.entries[plan].reason]
-            racing = [*racing[1:], racing[0]][
-                :: -1 if number % 2 else 1
-            ]  # nobody always follows the same one
+            racing = [*racing[1:], racing[0]]  # nobody always follows the same one
+            if number % 2:
+                racing.reverse()
         self._say(f"{len(racing)} plans", rounds, rounds)
 
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
@@ -260,9 +251,8 @@ class Contest:
             if lap.error is not None:
                 self._lost(plan, lap.error)
             elif lap.slowdown is not None:
-                self.entries[
-                    plan
-                ].reason = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
+                entry = self.entries[plan]
+                entry.reason = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
                 self._close(plan)
             if plan == BASELINE:
                 if lap.error is not None:
@@ -320,6 +310,10 @@ class Contest:
 
         return paired(padded(a), padded(b))
 
+    def _ratios(self, plan: Plan, over: Plan = BASELINE) -> list[float]:
+        """How many times as fast as another a plan was, in each round that both ran."""
+        return [a / b for a, b in zip(*self._pairs(over, plan), strict=True)]
+
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
         """How many times as fast as another a plan is, by the rounds that both ran; None without any."""
         before, after = self._pairs(over, plan) if plan in self.entries and over in self.entries else ([], [])
@@ -329,10 +323,9 @@ class Contest:
         """Plans by speed over fp32, the fastest first."""
 
         def speed(plan: Plan) -> float:
-            before, after = self._pairs(BASELINE, plan)
-            return statistics.median(a / b for a, b in zip(before, after, strict=True)) if before else 0.0
+            return 1.0 if plan == BASELINE else statistics.median(self._ratios(plan) or [0.0])
 
-        return sorted(plans, key=lambda plan: -1.0 if plan == BASELINE else -speed(plan))
+        return sorted(plans, key=speed, reverse=True)
 
     def winner(self, plans: Sequence[Plan], last: Collection[Plan] = ()) -> Plan:
         """The fastest, or a simpler plan that cannot be told from it; those in ``last`` lose any tie."""
