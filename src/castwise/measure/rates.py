@@ -326,15 +326,12 @@ def measure_rates(
 
 
 def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.device) -> list[Rate]:
-    """Rates of the variants that full size would be a waste for: they fail, are hopeless, or slower and too long.
-
-    The least of a few times decides, since a busy neighbour only ever makes one longer.
-    """
+    """Rates of the variants that full size would be a waste for: they fail, are hopeless, or slower and too long."""
     out: list[Rate] = []
     least: dict[str, float] = {}
     for variant in can:
         try:
-            least[variant.name] = min(_calls_s(Loop(probe, variant, device), device))
+            least[variant.name] = _least_s(Loop(probe, variant, device), device)
         except RuntimeError as error:
             if variant is not can[0]:
                 out.append(_failed(probe, variant.name, error, probe=True))
@@ -352,34 +349,21 @@ def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.
 
 def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds: int) -> list[Rate]:
     runners = [(variant.name, Loop(kernel, variant, device)) for variant in run]
-    steps = _steps(runners[0][1], device)
+    try:
+        steps = max(1, min(200, math.ceil(BLOCK_S / _least_s(runners[0][1], device))))
+    except RuntimeError:  # the race will tell
+        steps = 1
     laps = race(runners, rounds=rounds, steps=steps, device=device, hopeless=HOPELESS, sure_s=0.25)
     baseline = laps[runners[0][0]]
     return [_rate(kernel, name, baseline, laps[name]) for name, _ in runners]
 
 
-def _calls_s(loop: Loop, device: torch.device) -> list[float]:
-    """Times of six single calls, after one that builds the kernel."""
-    taken = []
-    for _ in range(7):
-        try:
-            loop.before(1)
-            synchronize(device)
-            start = time.perf_counter()
-            loop.run(1)
-            synchronize(device)
-            taken.append(time.perf_counter() - start)
-        finally:
-            loop.after()
-    return taken[1:]
-
-
-def _steps(baseline: Loop, device: torch.device) -> int:
-    """Calls per block, from the baseline's fastest; 1 if it fails, as the race will tell."""
-    try:
-        return max(1, min(200, math.ceil(BLOCK_S / min(_calls_s(baseline, device)))))
-    except RuntimeError:
-        return 1
+def _least_s(loop: Loop, device: torch.device) -> float:
+    """The least of six single calls, after one that builds the kernel: a busy neighbour only ever makes one longer."""
+    lap = race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""]
+    if lap.error is not None:
+        raise lap.error
+    return min(seconds for seconds in lap.times_s if seconds is not None)
 
 
 def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
