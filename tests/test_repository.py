@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
 import itertools
 import os
 import re
@@ -10,10 +12,16 @@ import shutil
 import subprocess
 import textwrap
 import tomllib
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 
 import castwise
 
@@ -39,9 +47,6 @@ def tracked() -> list[Path]:
 ALLOWED_PRIVATE = {
     "torch.nn.modules.batchnorm._BatchNorm",  # the common base of BatchNorm1d to 3d; there is no public one
     "torch.nn.modules.conv._ConvNd",  # the same of convolutions
-    # The two kernels that torch.amp.GradScaler is made of: the subclass calls what its parent calls.
-    "torch._amp_foreach_non_finite_check_and_unscale_",
-    "torch._amp_update_scale_",
 }
 
 
@@ -96,15 +101,93 @@ def test_the_search_for_private_torch_api_finds_it(line: str, found: str | None)
     assert {name for _, name in private_torch(ast.parse(line))} == ({found} if found else set())
 
 
+def hidden(owner: object) -> frozenset[str]:
+    """What an object or class of torch keeps under names with one underscore."""
+    return frozenset(name for name in dir(owner) if name.startswith("_") and not name.startswith("__"))
+
+
+@functools.cache
+def hidden_in_torch() -> frozenset[str]:
+    """Those of whatever objects of torch castwise has in its hands."""
+    one = torch.zeros(1)
+    owners = (
+        torch.Tensor, nn.Parameter, nn.Linear(1, 1), nn.MultiheadAttention(2, 1), nn.LSTM(1, 1), nn.BatchNorm1d(1),
+        torch.optim.SGD([one], 0.1), torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler("cpu"),
+        torch.autocast("cpu"), torch.compile(nn.Linear(1, 1)), nn.parallel.DistributedDataParallel, DTensor, FSDPModule,
+        PipelineStage, Schedule1F1B, torch.autograd.Function, torch.ops.aten.mm.default, torch.ops.aten.mm,
+        torch.utils.data.DataLoader, torch.utils.hooks.RemovableHandle,
+    )  # fmt: skip
+    return frozenset[str]().union(*map(hidden, owners)) | {"_step_supports_amp_scaling"}
+
+
+def private_attributes(tree: ast.AST, module: types.ModuleType | None = None) -> Iterator[tuple[int, str]]:
+    """Uses of attributes of torch's objects whose names begin with an underscore: ``(line, expression)``.
+
+    A class's own attributes may have any name, unless a class of torch that it is made from has that name too.
+    """
+
+    def visit(node: ast.AST, inherited: frozenset[str]) -> Iterator[tuple[int, str]]:
+        if isinstance(node, ast.ClassDef):
+            cls = getattr(module, node.name, None)
+            bases = cls.__mro__ if isinstance(cls, type) else ()
+            theirs = [base for base in bases if base.__module__.partition(".")[0] == "torch"]
+            inherited = frozenset[str]().union(*map(hidden, theirs))
+            if issubclass(nn.Module, tuple(theirs) or (int,)):
+                inherited |= hidden(nn.Module())
+        owner: ast.AST | None = None
+        if isinstance(node, ast.Attribute):
+            owner, name = node.value, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "setattr", "hasattr", "delattr")
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            owner, name = node.args[0], str(node.args[1].value)
+        if owner is not None:
+            own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+            if name in (inherited if own else hidden_in_torch()):
+                yield node.lineno, ast.unparse(node)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inherited)
+
+    return visit(tree, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("scaler._scale", 1),
+        ("tensor._version + module._forward_hooks[0]", 2),
+        ("getattr(model, '_orig_mod', None)", 1),
+        ("class Mine:\n    def f(self):\n        return self._scale, self._mine", 0),
+        ("class Plain(nn.Module):\n    def f(self):\n        return self._buffers, self._mine", 1),
+        ("other._mine", 0),
+    ],
+)
+def test_the_search_for_private_attributes_finds_them(line: str, found: int) -> None:
+    module = types.ModuleType("planted")
+    exec("from torch import nn\nclass Mine: ...\nclass Plain(nn.Module): ...", vars(module))
+    assert len([*private_attributes(ast.parse(line), module)]) == found
+
+
 def test_private_torch_api_has_one_home() -> None:
     """Whatever a new torch release moves is mended in one file."""
     uses = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCE.rglob("*.py")
-        if path.name != "_torch.py"
-        for line, name in private_torch(ast.parse(path.read_text(encoding="utf-8")))
+        if path.name not in ("_torch.py", "__main__.py")
+        for tree in [ast.parse(path.read_text(encoding="utf-8"))]
+        for line, name in (*private_torch(tree), *private_attributes(tree, module_of(path)))
     ]
     assert not uses, "private torch API belongs into src/castwise/_torch.py:\n" + "\n".join(uses)
+
+
+def module_of(path: Path) -> types.ModuleType:
+    """The module that a file of the package is."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
 
 # --- what importing costs -----------------------------------------------------------------------------------

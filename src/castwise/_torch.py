@@ -1,7 +1,8 @@
 """The only home of private or version-dependent torch API.
 
 Every function here wraps one thing that PyTorch does not offer in public, says what it relies on, and is covered
-by a test that would fail if a release changed it. Written against torch 2.11 to 2.13.
+by a test that would fail if a release changed it. Written against the releases that :mod:`castwise.canary` names, which
+has self-checks for others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -290,6 +292,14 @@ def set_guard_code(code: int) -> None:
         code //= len(_SPARE_DTYPES)
 
 
+def compiled_code_sees(change: Callable[[], None]) -> bool:
+    """Whether code that was compiled before a change of the process's state is compiled anew after it."""
+    guard = torch._C._dynamo.guards.GlobalStateGuard()
+    before = guard.check()
+    change()
+    return before and not guard.check()
+
+
 _skipped: set[str] = set()
 
 
@@ -339,6 +349,14 @@ def mark_constant(function: Callable[..., Any]) -> None:
     The public ``torch.compiler.assume_constant_result`` sets the same mark but imports Dynamo to do so.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def set_autocast_attributes(
+    region: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
+) -> None:
+    """Give a subclass's instance the attributes of ``torch.autocast``."""
+    region.device, region.fast_dtype = device_type, dtype
+    region._enabled, region._cache_enabled = enabled, cache_enabled
 
 
 def custom_backend_name() -> str:
@@ -529,6 +547,11 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
     return "other"
 
 
+def argument_names(overload: OpOverload) -> list[str]:
+    """Those of an operator, in order."""
+    return [argument.name for argument in overload._schema.arguments]
+
+
 def is_composite(overload: OpOverload) -> bool:
     """Whether an overload is made of other operators, which torch.autocast then sees one by one."""
     name: str = overload.name()
@@ -566,6 +589,11 @@ _MARKS = (
     "_step_supports_amp_scaling",
     "_need_device_dtype_check_for_fused",
 )  # torch sets the latter at a step
+
+
+def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's kernels take the non-finite flag on the device, so that the host need not know it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def mark_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -708,6 +736,83 @@ def forget_compiled(model: torch.nn.Module) -> None:
                 break
 
 
+# --- torch.amp.GradScaler -----------------------------------------------------------------------------------
+
+check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+"""``(grads, flag, factor)``: multiply in place, and set the flag to one where a gradient was not finite."""
+update_scale = torch._amp_update_scale_
+"""``(scale, growth_tracker, flag, growth, backoff, interval)``: move a scale in place by its rule."""
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` by names without underscores, for a subclass that works on what it keeps."""
+
+    works: bool
+    """Whether it was enabled, on a device that is there; otherwise it passes everything through."""
+    optimizer_states: dict[int, dict[str, Any]]
+    """By the optimizers' ``id`` their stage, and their flags by device."""
+    current: Any
+    """What holds ``scale`` and ``growth_tracker``, None before the first use; :meth:`allocate` makes them."""
+
+    _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
+    _per_optimizer_states = property(
+        lambda self: self.optimizer_states, lambda self, value: setattr(self, "optimizer_states", value)
+    )
+    _scale = property(
+        lambda self: self.current.scale, lambda self, value: setattr(self.current, "scale", value)
+    )
+    _growth_tracker = property(
+        lambda self: self.current.growth_tracker,
+        lambda self, value: setattr(self.current, "growth_tracker", value),
+    )
+
+    @property
+    def device_type(self) -> str:
+        """Of the gradients."""
+        return str(self._device)
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the tensors of :attr:`current`."""
+        super()._lazy_init_scale_growth_tracker(device)
+
+    def unscale_grads(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply an optimizer's gradients by ``inverse``; a flag per device."""
+        return super()._unscale_grads_(optimizer, inverse, flag, allow_fp16)
+
+    def step_or_skip(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the optimizer's step unless a flag of ``state`` is set."""
+        return super()._maybe_opt_step(optimizer, state, *args, **kwargs)
+
+    def check_scaled(self, call: str) -> torch.Tensor:
+        """The scale; an error as torch's where nothing was ever scaled."""
+        return self._check_scale_growth_tracker(call)[0]
+
+    def start_states(self) -> None:
+        """Go on with fresh states; those that were are left as they are."""
+        self.optimizer_states = defaultdict(self.optimizer_states.default_factory)  # type: ignore[attr-defined]
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self.allocate(dev)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        return self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return self.step_or_skip(optimizer, optimizer_state, *args, **kwargs)
+
+
 # --- calls of modules ---------------------------------------------------------------------------------------
 
 
@@ -752,6 +857,17 @@ def unguard_calls(module: torch.nn.Module, owner: object) -> None:
         del module._compiled_call_impl
 
 
+def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside what ``torch.compile`` returned; any other itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The tables of a module's hooks before and after ``forward``, to look into and to change."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called on a module."""
     call = module._compiled_call_impl
@@ -771,8 +887,8 @@ _is_grad_enabled = torch.is_grad_enabled
 def without_grad(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function under ``torch.no_grad()``, which costs a microsecond less this way."""
     was = _is_grad_enabled()
-    _set_grad_enabled(False)
     try:
+        _set_grad_enabled(False)
         return function(*args)
     finally:
         _set_grad_enabled(was)
@@ -864,6 +980,11 @@ class OperatorMode(TorchDispatchMode):
 
 
 # --- torch.distributed --------------------------------------------------------------------------------------
+
+
+def dense_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a sparse tensor its values, coalesced or not; any other itself."""
+    return tensor._values() if tensor.is_sparse else tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

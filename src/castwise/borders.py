@@ -209,7 +209,7 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in _torch.forward_hooks(module):
             taken += [
                 (hooks, key, hook)
                 for key, hook in hooks.items()

@@ -163,10 +163,12 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             plan = as_plan(plan)  # read now: the file may change, and _resolve remembers
         if torch.compiler.is_compiling():
             resolved = _resolve_for_trace(plan, dtype, enabled, cache_enabled, device_type)
-            self._key, self.device, self.fast_dtype, self._enabled = resolved
         else:
             resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
-            self._key, self.device, self.fast_dtype, self._enabled = resolved
+        self._key = resolved[0]
+        cache = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        _torch.set_autocast_attributes(self, *resolved[1:], cache)
+        if not torch.compiler.is_compiling():
             self._frame = tracing.graph_frames[self._key]
             self.custom_backend_name = _torch.custom_backend_name()
             if names:
@@ -175,7 +177,6 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             else:
                 self._lease = None
                 tracing.get_ready_with_dynamo()
-        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
 
     def __init_subclass__(cls) -> None:
         tracing.trace_context(cls, autocast._is_torchs)

@@ -24,9 +24,9 @@ _watched: Any = WeakTensorKeyDictionary()
 
 def watch(module: nn.Module, memo: dict[int, Any]) -> None:
     """Remember the copies that ``copy.deepcopy`` has just made of parameters with masters."""
-    for parameter in module._parameters.values():
-        copied = None if parameter is None else memo.get(id(parameter))
-        if isinstance(copied, Tensor) and parameter is not None and master_of(parameter) is not None:
+    for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        copied = memo.get(id(parameter))
+        if isinstance(copied, Tensor) and master_of(parameter) is not None:
             _watched[copied] = (TensorWeakRef(parameter), _torch.versions([copied])[0])
 
 

@@ -45,8 +45,7 @@ def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
         return False
     name = op.overloadpacket.__name__
     if name.startswith("_scaled_dot"):  # tagged for the sake of its dropout, which is mostly 0
-        schema = [argument.name for argument in op._schema.arguments]
-        given = {**dict(zip(schema, args, strict=False)), **kwargs}
+        given = {**dict(zip(_torch.argument_names(op), args, strict=False)), **kwargs}
         return bool(given.get("dropout_p", 0.0))
     return True
 

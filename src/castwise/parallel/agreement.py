@@ -167,7 +167,7 @@ def local_grad(parameter: Tensor) -> Tensor | None:
             sharded = sharded.redistribute(sharded.device_mesh, owner.placements)
             parameter.grad = sharded
         return _torch.local_tensor(sharded)
-    return grad._values() if grad.is_sparse else grad
+    return _torch.dense_values(grad)
 
 
 def clip_by_norm(params: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:

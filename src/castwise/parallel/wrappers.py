@@ -61,8 +61,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
     while True:
         wrapped = isinstance(model, (DistributedDataParallel, nn.DataParallel))
-        inner = model.module if wrapped else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
+        inner = _torch.without_compiler(model)
+        if wrapped:
+            inner = model.get_submodule("module")
+        if inner is model:
             return model
         model = inner
 
@@ -76,7 +78,7 @@ def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
             type(thing), DistributedDataParallel
         ):  # isinstance would ask proxies, which answer with warnings
             continue
-        inner = thing._modules.get("module")
+        inner = getattr(thing, "module", None)
         if inner is not None and any(child is module for child in inner.modules()):
             found: DistributedDataParallel = thing
             return found

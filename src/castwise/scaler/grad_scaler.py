@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -16,7 +15,7 @@ from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import LossScale
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
-from castwise.scaler.losses import DEFAULT, NamedLosses
+from castwise.scaler.losses import DEFAULT, LossState, NamedLosses
 from castwise.scaler.outcomes import Outcomes, stuck_error
 from castwise.scaler.result import StepResult, peek, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
@@ -25,7 +24,6 @@ __all__ = ["STEPPED", "GradScaler"]
 
 STEPPED = StepResult(None)
 """What became of a step that the host knows to have been made."""
-_ZERO_DIM = ()
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -109,7 +107,7 @@ class GradScaler(NamedLosses):
             None  # gives late parameters masters; whether there were any
         )
         # the window that is open
-        self._base: str | None = None  # the loss that opened it; its record is in the slot
+        self._base: str | None = None  # the loss that opened it, which is the current one
         self._flags: dict[str, torch.Tensor] = {}  # per loss, once there are two
         self._inverse: tuple[float | None, torch.Tensor | None] = (
             None,
@@ -141,9 +139,9 @@ class GradScaler(NamedLosses):
         """The constants by which the scale moves."""
         limits = self._limits
         return ScalePolicy(
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
+            self.get_growth_factor(),
+            self.get_backoff_factor(),
+            self.get_growth_interval(),
             limits.hysteresis,
             limits.floor,
             limits.ceiling,
@@ -152,11 +150,11 @@ class GradScaler(NamedLosses):
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
-        return self._loss(name or self._base or self._slot).scale
+        return self._scale_of(name or self._base or self.current.name)
 
     def get_scale(self, name: str = DEFAULT) -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
-        return self._state_now()(name).scale if self._enabled else 1.0
+        return self._state_now()(name).scale if self.works else 1.0
 
     def _state_now(self) -> Callable[[str], ScaleState]:
         return self.state_after_update if self.is_over is not None and self.is_over() else self._state_of
@@ -172,11 +170,11 @@ class GradScaler(NamedLosses):
 
     def _outcome(self) -> dict[str, torch.Tensor]:
         """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
-        states: Any = self._per_optimizer_states
+        states = self.optimizer_states
         found = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
         if not found:
             return {}
-        name = self._base or self._slot
+        name = self._base or self.current.name
         flag = gradients.largest(found, self.scale_tensor().device)
         if not self._flags:
             return {name: flag}
@@ -210,14 +208,14 @@ class GradScaler(NamedLosses):
         Raises:
             StateError: Another loss has been scaled since the last update.
         """
-        if not self._enabled:
+        if not self.works:
             return outputs
         if self._base != name:
-            if self._base is None and name == self._slot:
+            if self._base is None and name == self.current.name:
                 self._base = name
             else:
                 self._open_window(name, outputs)
-        scale = self._scale
+        scale = self.current.scale
         if scale is not None and isinstance(outputs, torch.Tensor):
             if outputs.dim() and outputs.dtype in LOW_DTYPES:
                 outputs = outputs.float()
@@ -235,7 +233,7 @@ class GradScaler(NamedLosses):
                 f"scale(loss, {name!r}): the loss {self._base!r} was scaled in this window, and gradients of losses with "
                 f"different scales must not be added up. Use {way} in between."
             )
-        self._occupy(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
+        self._put_in_front(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
         self._base = name
 
     @property
@@ -247,7 +245,7 @@ class GradScaler(NamedLosses):
     def opened_by(self, name: str | None) -> None:
         self._base = name
         if name is not None:
-            self._occupy(name)
+            self._put_in_front(name)
 
     def is_first(self, name: str) -> bool:
         """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
@@ -272,7 +270,7 @@ class GradScaler(NamedLosses):
             params: Parameters that this or an earlier loss of the window reaches, or a function that gives them.
             kwargs: As in ``Tensor.backward``.
         """
-        if not self._enabled:
+        if not self.works:
             loss.backward(**kwargs)
             return
         base = self._base
@@ -288,7 +286,8 @@ class GradScaler(NamedLosses):
         try:
             if base not in self._flags:
                 self._flags[base] = self._flag_of_base([grad for _, grad in aside])
-            base_scale, own_scale = self._loss(base).scale, self._loss(name, loss.device).scale
+            self._loss(name, loss.device)
+            base_scale, own_scale = self._scale_of(base), self._scale_of(name)
             (gradients.lift_low(loss) * own_scale.to(loss.device, non_blocking=True)).backward(**kwargs)
             fresh = [parameter.grad for parameter in everything if parameter.grad is not None]
             factor = None if name == base else (base_scale.double() / own_scale.double()).float()
@@ -302,7 +301,7 @@ class GradScaler(NamedLosses):
         home = self.scale_tensor().device
         stepped = [
             flag
-            for state in self._per_optimizer_states.values()
+            for state in self.optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
         now = self._agreed(gradients.check_and_multiply(grads, None, home))
@@ -319,16 +318,17 @@ class GradScaler(NamedLosses):
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
         return flag
 
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    def unscale_grads(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
+        """Multiply an optimizer's gradients by ``inverse``; a flag per device, as all ranks see it."""
         allow_fp16 = allow_fp16 or self._allow_fp16_grads
-        if gradients.unscale_plain(optimizer, inv_scale, found_inf, allow_fp16):
-            flags = {found_inf.device: found_inf}
+        if gradients.unscale_plain(optimizer, inverse, flag, allow_fp16):
+            flags = {flag.device: flag}
         elif self.admit is not None and self.admit(optimizer):
-            return self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return self.unscale_grads(optimizer, inverse, flag, allow_fp16)
         else:
-            flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            flags = self._unscale_others(optimizer, inverse, flag, allow_fp16)
         if self._reduce is None and self._process_group is None:
             groups = gradients.mesh_groups(optimizer)
             if not groups:
@@ -337,23 +337,32 @@ class GradScaler(NamedLosses):
             groups = []
         # One flag whatever the number of devices, and one also from a rank without gradients: all ranks must make
         # the same calls.
-        joint = self._agreed(gradients.largest([*flags.values()], found_inf.device), groups)
-        return {device: joint.to(device) for device in flags or (found_inf.device,)}
+        joint = self._agreed(gradients.largest([*flags.values()], flag.device), groups)
+        return {device: joint.to(device) for device in flags or (flag.device,)}
+
+    def _unscale_others(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale where not all gradients are dense, real and on the scale's device."""
+        grads = gradients.held(optimizer)
+        if any(grad.is_complex() for grad in grads):  # which torch's scaler does not take
+            return {flag.device: gradients.check_and_multiply(grads, inverse, flag.device)}
+        return super().unscale_grads(optimizer, inverse, flag, allow_fp16)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have been unscaled in this window."""
-        if not self._enabled:
+        if not self.works:
             return True
-        state = self._per_optimizer_states.get(id(optimizer))
+        state = self.optimizer_states.get(id(optimizer))
         return state is not None and state["stage"] is OptState.UNSCALED
 
     def note_unscaled(self, optimizer: Optimizer) -> None:
         """Take an optimizer's gradients, all of them and however they came there, as unscaled; look for infinities."""
-        if not self._enabled:
+        if not self.works:
             return
-        state = self._per_optimizer_states[id(optimizer)]
-        one = torch.ones(_ZERO_DIM, device=self.scale_tensor().device)
-        fresh = self._unscale_grads_(optimizer, one, torch.zeros_like(one), allow_fp16=True)
+        state = self.optimizer_states[id(optimizer)]
+        one = gradients.number(1.0, self.scale_tensor().device)
+        fresh = self.unscale_grads(optimizer, one, torch.zeros_like(one), allow_fp16=True)
         state["stage"] = OptState.UNSCALED
         known = state["found_inf_per_device"]
         for device, flag in fresh.items():
@@ -361,9 +370,9 @@ class GradScaler(NamedLosses):
 
     def decide_together(self, optimizers: Iterable[Optimizer]) -> None:
         """Make optimizers whose gradients are unscaled step or skip together."""
-        if not self._enabled:
+        if not self.works:
             return
-        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        states = [self.optimizer_states[id(optimizer)] for optimizer in optimizers]
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if flags:
             joint = torch.stack([flag.to(flags[0].device) for flag in flags]).amax(0)
@@ -375,24 +384,24 @@ class GradScaler(NamedLosses):
 
     def joint_flag(self, optimizers: Iterable[Optimizer]) -> torch.Tensor:
         """Whether a gradient of any of these optimizers is not finite: a 0-dim fp32 tensor of its own."""
-        states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+        states = [self.optimizer_states[id(optimizer)] for optimizer in optimizers]
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         return gradients.largest(flags, self.scale_tensor().device).clone()
 
     def set_flag(self, optimizers: Iterable[Optimizer], flag: torch.Tensor) -> None:
         """Let these optimizers step or skip by a flag, as other ranks may have changed it."""
         for optimizer in optimizers:
-            held = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            held = self.optimizer_states[id(optimizer)]["found_inf_per_device"]
             for device in held or (flag.device,):
                 held[device] = flag.to(device, copy=True)
 
     def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
         """Let the norm of all gradients say whether they are finite, beside what was known of them before."""
-        if not self._enabled:
+        if not self.works:
             return
         flag = (~torch.isfinite(norm.detach())).float()
         for optimizer in optimizers:
-            state = self._per_optimizer_states[id(optimizer)]
+            state = self.optimizer_states[id(optimizer)]
             state["stage"] = OptState.UNSCALED
             known = state["found_inf_per_device"]
             for device in list(known) or (flag.device,):
@@ -401,11 +410,10 @@ class GradScaler(NamedLosses):
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def step_or_skip(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's step unless a flag of ``state`` is set, and take note."""
         skip = False
-        for flag in optimizer_state["found_inf_per_device"].values():
+        for flag in state["found_inf_per_device"].values():
             skip = skip or flag.item() != 0.0
         self._outcomes.skips[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)
@@ -432,7 +440,7 @@ class GradScaler(NamedLosses):
         """
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
-        if not self._enabled:
+        if not self.works:
             return (
                 optimizer.step(*args, **kwargs)
                 if closure is None
@@ -440,12 +448,12 @@ class GradScaler(NamedLosses):
             )
         if closure is not None:
             value = self._step_with_closure(optimizer, closure, args, kwargs)
-        elif args or kwargs or self._overridden or getattr(optimizer, "_step_supports_amp_scaling", False):
+        elif args or kwargs or self._overridden or _torch.takes_flag(optimizer):
             first = not optimizer.state
             value = super().step(optimizer, *args, **kwargs)
             if first:
                 gradients.forget_unwritten(
-                    optimizer, self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+                    optimizer, self.optimizer_states[id(optimizer)]["found_inf_per_device"]
                 )
         else:
             value = self._plain_step(optimizer)
@@ -453,7 +461,7 @@ class GradScaler(NamedLosses):
         outcomes.last_stepped = key
         skipped = outcomes.skips.get(key)
         if skipped is None:  # a fused kernel decided
-            skipped = read_on_host(self._per_optimizer_states[key]["found_inf_per_device"].values())
+            skipped = read_on_host(self.optimizer_states[key]["found_inf_per_device"].values())
             if skipped is not None:
                 outcomes.skips[key] = skipped
         if skipped is not False and outcomes.streak + bool(skipped) >= self._patience:
@@ -475,7 +483,7 @@ class GradScaler(NamedLosses):
         """:meth:`step`, and what became of it."""
         if closure is None:
             self.step(optimizer)
-            if not self._enabled:
+            if not self.works:
                 return STEPPED
         else:
             self.step(optimizer, closure=closure)
@@ -483,8 +491,8 @@ class GradScaler(NamedLosses):
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
-        self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
+        self.check_scaled("step")
+        state = self.optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = self._unscaled(optimizer)
             state["stage"] = OptState.UNSCALED
@@ -492,26 +500,26 @@ class GradScaler(NamedLosses):
             raise RuntimeError("step() has already been called since the last update().")
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        value = self._maybe_opt_step(optimizer, state)
+        value = self.step_or_skip(optimizer, state)
         state["stage"] = OptState.STEPPED
         return value
 
     def _unscaled(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
         """Divide the optimizer's gradients by the window's scale; returns flags."""
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale = self.check_scaled("step")
         value = peek(scale)
         of, inverse = self._inverse
         if value is None or value != of or inverse is None:
             wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
             inverse = wide.reciprocal().float()
             self._inverse = value, inverse
-        found = torch.zeros(_ZERO_DIM, dtype=torch.float32, device=scale.device)
-        return self._unscale_grads_(optimizer, inverse, found, allow_fp16=False)
+        found = gradients.number(0.0, scale.device)
+        return self.unscale_grads(optimizer, inverse, found, allow_fp16=False)
 
     def _step_with_closure(
         self, optimizer: Optimizer, closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self.optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if self._base is not None and state["stage"] is OptState.READY:
@@ -529,14 +537,14 @@ class GradScaler(NamedLosses):
     def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
         """Raise if a scale that overflows again and again cannot shrink any more."""
         found = gradients.largest(
-            [*self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()],
+            [*self.optimizer_states[id(optimizer)]["found_inf_per_device"].values()],
             self.scale_tensor().device,
         )
         limits = self._limits
         floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
         stuck = [
             name
-            for name, flag in (self._flags or {self._base or self._slot: found}).items()
+            for name, flag in (self._flags or {self._base or self.current.name: found}).items()
             if bool(flag > 0) and (not limits.dynamic or self._state_of(name).scale <= floor)
         ]
         if not stuck:
@@ -563,15 +571,15 @@ class GradScaler(NamedLosses):
         Raises:
             StateError: An optimizer that was not stepped in either.
         """
-        if not self._enabled:
+        if not self.works:
             return StepResult(None, grad_norm=grad_norm)
-        return self._outcomes.result(self._per_optimizer_states, tuple(map(id, optimizers)), grad_norm)
+        return self._outcomes.result(self.optimizer_states, tuple(map(id, optimizers)), grad_norm)
 
     @property
     def last_result(self) -> StepResult | None:
         """What became of the last step of any optimizer; None before the first or when disabled."""
         key = self._outcomes.last_stepped
-        return None if key is None else self._outcomes.result(self._per_optimizer_states, (key,), None)
+        return None if key is None else self._outcomes.result(self.optimizer_states, (key,), None)
 
     @property
     def previous_skipped(self) -> bool | None:
@@ -588,13 +596,12 @@ class GradScaler(NamedLosses):
         Args:
             new_scale: Set the scale of the loss that opened the window instead, or of the default loss.
         """
-        if not self._enabled:
+        if not self.works:
             return
-        states: Any = self._per_optimizer_states
-        flags = self._flags
+        states, flags = self.optimizer_states, self._flags
         if new_scale is not None:
             if self._base is None:
-                self._occupy(DEFAULT)
+                self._put_in_front(DEFAULT)
             super().update(new_scale)
             self._clamp()
             self._move({name: flag for name, flag in flags.items() if name != self._base})
@@ -604,12 +611,12 @@ class GradScaler(NamedLosses):
                 self._clamp()  # it may have moved towards a limit
         else:
             # Not torch's own: it adds the flags of several optimizers into the first, which a result may still hold.
-            self._check_scale_growth_tracker("update")
+            self.check_scaled("update")
             outcome = self._outcome()
             if not outcome:
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._move(outcome)
-            self._forget_steps()
+            self.start_states()
         self._base = None
         if flags:
             self._flags = {}
@@ -617,67 +624,58 @@ class GradScaler(NamedLosses):
 
     def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
         """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
-        scale, tracker = self._scale, self._growth_tracker
+        scale, tracker = self.current.scale, self.current.growth_tracker
         for state in states.values():
             flags = state["found_inf_per_device"]
             if len(flags) == 1 and scale is not None and tracker is not None and scale.device in flags:
-                torch._amp_update_scale_(
+                _torch.update_scale(
                     scale,
                     tracker,
                     flags[scale.device],
-                    self._growth_factor,
-                    self._backoff_factor,
-                    self._growth_interval,
+                    self.get_growth_factor(),
+                    self.get_backoff_factor(),
+                    self.get_growth_interval(),
                 )
-                self._forget_steps()
+                self.start_states()
                 return
         super().update()
-
-    def _forget_steps(self) -> None:
-        states: Any = self._per_optimizer_states  # those of a window that was closed are kept as they are
-        self._per_optimizer_states = defaultdict(states.default_factory)
 
     def _clamp(self) -> None:
         floor, ceiling = self._limits.floor, self._limits.ceiling
         if floor is not None or ceiling is not None:
-            assert self._scale is not None
-            self._scale.clamp_(floor, ceiling)
+            assert self.current.scale is not None
+            self.current.scale.clamp_(floor, ceiling)
 
     def _move(self, flags: dict[str, torch.Tensor]) -> None:
         policy = self.policy
         for name, flag in flags.items():
-            mine = self._loss(name)
-            update_on_device(
-                mine.scale,
-                mine.growth_tracker,
-                mine.hysteresis_tracker,
-                flag.to(mine.scale.device, non_blocking=True),
-                policy,
-            )
+            scale = self._scale_of(name)
+            loss = self._losses[name]
+            assert loss.growth_tracker is not None
+            flag = flag.to(scale.device, non_blocking=True)
+            update_on_device(scale, loss.growth_tracker, loss.hysteresis_tracker, flag, policy)
 
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
-        if not self._enabled:
+        if not self.works:
             return {}
         state_of = self._state_now()
         state = state_of(DEFAULT)
         return {
             "scale": state.scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
             "_growth_tracker": state.growth_tracker,
             **self._numbers(state_of),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of torch's scaler. Scales outside of floor and ceiling are moved to them."""
-        if self._enabled and state_dict:
-            self._occupy(DEFAULT)
         super().load_state_dict(state_dict)
-        if self._enabled:
+        if self.works:
             self._take(state_dict)
             self._base, self._flags = None, {}
             self._outcomes.streak = 0
@@ -686,23 +684,19 @@ class GradScaler(NamedLosses):
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
-        if not self._enabled:
+        if not self.works:
             return
         if optimizer is None:
-            self._per_optimizer_states.clear()
+            self.optimizer_states.clear()
         else:
-            self._per_optimizer_states.pop(id(optimizer), None)
+            self.optimizer_states.pop(id(optimizer), None)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self._enabled:
-            first = self._state_of(DEFAULT)
-            state["_init_scale"], state["_init_growth_tracker"] = first.scale, first.growth_tracker
-            state["_init_hysteresis_tracker"] = first.hysteresis_tracker
-            state["_saved_others"] = {name: self._state_of(name) for name in self._known}
+        losses = {name: LossState(name, loss.numbers()) for name, loss in self._losses.items()}
         state.update(
-            _slot=DEFAULT, _others={}, _hysteresis_tracker=None, param_names=None, admit=None, is_over=None,
-            _base=None, _flags={}, _outcomes=Outcomes(eager=self._limits.floor is not None),
+            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, _base=None, _flags={},
+            _inverse=(None, None), _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
         return state
 
@@ -714,7 +708,7 @@ for _name in (
     "update",
     "result_of",
     "decide_together",
-    "_maybe_opt_step",
+    "step_or_skip",
     "_open_window",
 ):
     _torch.never_trace(getattr(GradScaler, _name))

@@ -1,7 +1,7 @@
-"""The records of named losses: a scale and its counters each.
+"""Named losses: a scale and its counters each.
 
-torch's scaler works on one scale, in attributes that its users know (``_scale``, ``_growth_tracker``). The loss whose
-window is open has its record in these attributes, its *slot*; the others wait beside it.
+torch's scaler works on one scale, in attributes that its users know (``_scale``, ``_growth_tracker``). These show the state
+of the loss whose window is open.
 """
 
 from __future__ import annotations
@@ -12,25 +12,64 @@ from typing import Any
 
 import torch
 
+from castwise import _torch
 from castwise.scaler.state import ScalePolicy, ScaleState
 
-__all__ = ["LossRecord", "NamedLosses"]
+__all__ = ["LossState", "NamedLosses"]
 
 DEFAULT = "loss"
 """Name of the loss that torch's own state dict is about."""
 
 
-@dataclass
-class LossRecord:
-    """The device's record of one named loss, all 0-dim: fp32, int32, int32."""
+@dataclass(eq=False)
+class LossState:
+    """The scale of one named loss on the device, and its counters: 0-dim fp32, int32, int32.
 
-    scale: torch.Tensor
-    growth_tracker: torch.Tensor
-    hysteresis_tracker: torch.Tensor
+    Attributes:
+        name: Of the loss.
+        first: What they begin with.
+        scale: None before the first use, as the counters.
+        growth_tracker: As in :class:`ScaleState`.
+        hysteresis_tracker: As in :class:`ScaleState`.
+    """
+
+    name: str
+    first: ScaleState
+    scale: torch.Tensor | None = None
+    growth_tracker: torch.Tensor | None = None
+    hysteresis_tracker: torch.Tensor | None = None
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the tensors."""
+        self.scale = torch.full((), self.first.scale, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.full((), self.first.growth_tracker, dtype=torch.int32, device=device)
+        self.hysteresis_tracker = torch.full(
+            (), self.first.hysteresis_tracker, dtype=torch.int32, device=device
+        )
+
+    def set(self, state: ScaleState) -> None:
+        """Go on with these numbers, in place where there are tensors."""
+        self.first = state
+        if self.scale is not None and self.growth_tracker is not None and self.hysteresis_tracker is not None:
+            self.scale.fill_(state.scale)
+            self.growth_tracker.fill_(state.growth_tracker)
+            self.hysteresis_tracker.fill_(state.hysteresis_tracker)
+
+    def numbers(self) -> ScaleState:
+        """As numbers. Synchronises with the device."""
+        if self.scale is None:
+            return self.first
+        assert self.growth_tracker is not None
+        assert self.hysteresis_tracker is not None
+        return ScaleState(
+            self.scale.item(), int(self.growth_tracker.item()), int(self.hysteresis_tracker.item())
+        )
 
 
-class NamedLosses(torch.amp.GradScaler):
-    """Torch's scaler with a record per loss, made at first use, of which one occupies torch's attributes."""
+class NamedLosses(_torch.OpenGradScaler):
+    """Torch's scaler with a state per loss, made at first use, of which one is in torch's attributes."""
+
+    current: LossState
 
     def __init__(
         self,
@@ -42,74 +81,40 @@ class NamedLosses(torch.amp.GradScaler):
         enabled: bool,
         limits: ScalePolicy,
     ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._limits = limits
+        self.current = LossState(DEFAULT, ScaleState(init_scale))
+        self._losses = {DEFAULT: self.current}  # in order of first use, which Apex's states go by
         self._first_scale = init_scale
-        self._hysteresis_tracker: torch.Tensor | None = None
-        self._init_hysteresis_tracker = 0
-        self._slot = DEFAULT
-        self._others: dict[str, LossRecord] = {}
-        self._saved_others: dict[str, ScaleState] = {}
-        self._known: list[str] = []  # all but the default, in order of first use, which Apex's states go by
+        self._limits = limits
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
-    def _before_first_use(self, name: str) -> ScaleState:
-        if name == DEFAULT:
-            return ScaleState(self._init_scale, self._init_growth_tracker, self._init_hysteresis_tracker)
-        return self._saved_others.get(name) or ScaleState(self._first_scale)
+    def allocate(self, device: torch.device) -> None:
+        """Make the tensors of the loss in torch's attributes."""
+        self.current.allocate(device)
 
     def _state_of(self, name: str) -> ScaleState:
-        """A loss's state as numbers, without making a record. Synchronises with the device."""
-        if name == self._slot and self._scale is not None:
-            assert self._growth_tracker is not None
-            hysteresis = self._hysteresis_tracker
-            return ScaleState(
-                self._scale.item(),
-                int(self._growth_tracker.item()),
-                self._init_hysteresis_tracker if hysteresis is None else int(hysteresis.item()),
-            )
-        if name in self._others:
-            mine = self._others[name]
-            return ScaleState(
-                mine.scale.item(), int(mine.growth_tracker.item()), int(mine.hysteresis_tracker.item())
-            )
-        return self._before_first_use(name)
+        """A loss's state as numbers, without making one. Synchronises with the device."""
+        loss = self._losses.get(name)
+        return ScaleState(self._first_scale) if loss is None else loss.numbers()
 
-    def _loss(self, name: str, device: torch.device | None = None) -> LossRecord:
-        """The record of a loss, made at its first use."""
-        if name == self._slot:
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(device or torch.device(self._device))
-            assert self._scale is not None
-            assert self._growth_tracker is not None
-            if self._hysteresis_tracker is None:
-                self._hysteresis_tracker = torch.full(
-                    (), self._init_hysteresis_tracker, dtype=torch.int32, device=self._scale.device
-                )
-            return LossRecord(self._scale, self._growth_tracker, self._hysteresis_tracker)
-        if name not in self._others:
-            where = device or (self._scale.device if self._scale is not None else torch.device(self._device))
-            first = self._before_first_use(name)
-            self._saved_others.pop(name, None)
-            if name != DEFAULT and name not in self._known:
-                self._known.append(name)
-            self._others[name] = LossRecord(
-                torch.full((), first.scale, dtype=torch.float32, device=where),
-                torch.full((), first.growth_tracker, dtype=torch.int32, device=where),
-                torch.full((), first.hysteresis_tracker, dtype=torch.int32, device=where),
-            )
-        return self._others[name]
+    def _loss(self, name: str, device: torch.device | None = None) -> LossState:
+        """The state of a loss, made at its first use."""
+        loss = self._losses.get(name)
+        if loss is None:
+            loss = self._losses[name] = LossState(name, ScaleState(self._first_scale))
+        if loss.scale is None:
+            now = self.current.scale
+            loss.allocate(device or (torch.device(self.device_type) if now is None else now.device))
+        return loss
 
-    def _occupy(self, name: str, device: torch.device | None = None) -> None:
-        """Put a loss into the attributes that torch's own methods work on; the one there steps aside."""
-        if name == self._slot:
-            return
-        mine = self._loss(name, device)
-        if self._scale is not None:
-            self._others[self._slot] = self._loss(self._slot)
-        del self._others[name]
-        self._slot = name
-        self._scale, self._growth_tracker = mine.scale, mine.growth_tracker
-        self._hysteresis_tracker = mine.hysteresis_tracker
+    def _put_in_front(self, name: str, device: torch.device | None = None) -> None:
+        """Let torch's attributes show another loss."""
+        if name != self.current.name:
+            self.current = self._loss(name, device)
+
+    def _scale_of(self, name: str) -> torch.Tensor:
+        scale = self._loss(name).scale
+        assert scale is not None
+        return scale
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -118,7 +123,7 @@ class NamedLosses(torch.amp.GradScaler):
         extras: dict[str, Any] = {}
         if self._limits.hysteresis > 1:
             extras["hysteresis_tracker"] = state_of(DEFAULT).hysteresis_tracker
-        losses = {name: state_of(name) for name in self._known}
+        losses = {name: state_of(name) for name in self._losses if name != DEFAULT}
         if losses:
             extras["losses"] = {
                 name: {
@@ -130,22 +135,18 @@ class NamedLosses(torch.amp.GradScaler):
             }
         return extras
 
-    def _take(self, extras: dict[str, Any]) -> None:
-        """Undo :meth:`_numbers`, after torch's part has been loaded into the default loss's slot."""
-        assert self._slot == DEFAULT
-        bounded = self._limits.bounded
-        self._init_scale = bounded(self._init_scale)
-        if self._scale is not None:
-            self._scale.fill_(self._init_scale)
-        self._init_hysteresis_tracker = int(extras.get("hysteresis_tracker", 0))
-        self._hysteresis_tracker = None
-        self._others.clear()
-        self._saved_others = {
-            name: ScaleState(
-                bounded(float(saved["scale"])),
-                int(saved["_growth_tracker"]),
-                int(saved.get("hysteresis_tracker", 0)),
+    def _take(self, state: dict[str, Any]) -> None:
+        """Undo :meth:`_numbers`, and take the default loss's numbers; scales are moved to their limits."""
+
+        def saved(entry: dict[str, Any]) -> ScaleState:
+            return ScaleState(
+                self._limits.bounded(float(entry["scale"])),
+                int(entry["_growth_tracker"]),
+                int(entry.get("hysteresis_tracker", 0)),
             )
-            for name, saved in extras.get("losses", {}).items()
-        }
-        self._known = list(self._saved_others)
+
+        first = self._losses[DEFAULT]
+        first.set(saved(state))
+        others = state.get("losses", {}).items()
+        self.current = first
+        self._losses = {DEFAULT: first, **{name: LossState(name, saved(entry)) for name, entry in others}}

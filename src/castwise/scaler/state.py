@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from castwise import _torch
 from castwise.errors import PlanError
 
 __all__ = ["ScalePolicy", "ScaleState", "next_state", "update_on_device"]
@@ -132,9 +133,7 @@ def update_on_device(
     if not policy.dynamic:
         return
     if policy.is_plain:
-        torch._amp_update_scale_(
-            scale, growth_tracker, found_inf, policy.growth, policy.backoff, policy.interval
-        )
+        _torch.update_scale(scale, growth_tracker, found_inf, policy.growth, policy.backoff, policy.interval)
         return
     assert hysteresis_tracker is not None
     found = found_inf != 0

@@ -12,6 +12,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from castwise import _torch
 from castwise.errors import NonFiniteError
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
@@ -19,12 +20,7 @@ from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host, view_on_host
 
-__all__ = ["UnitScaler", "decides_on_device", "hand_over", "take_back"]
-
-
-def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernels take the flag on the device, so that the host need not know it."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+__all__ = ["UnitScaler", "hand_over", "take_back"]
 
 
 def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
@@ -68,6 +64,9 @@ class UnitScaler(GradScaler):
         self._refuse = refuse
         self._one: torch.Tensor | None = None
         self._clean: _Found | None = None  # zero, and nobody else's
+        self._start()
+
+    def _start(self) -> None:
         self._streaks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._on_their_way: deque[tuple[weakref.ref[Optimizer], StepResult]] = deque(maxlen=64)
 
@@ -103,7 +102,7 @@ class UnitScaler(GradScaler):
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """One, as a 0-dim fp32 tensor on the device."""
         if self._one is None:
-            self._one = torch.ones((), device=self._device)
+            self._one = gradients.number(1.0, self.device_type)
         return self._one
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -116,12 +115,32 @@ class UnitScaler(GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A scale has no place here."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {
+            "_one": None,
+            "_clean": None,
+            "_streaks": None,
+            "_on_their_way": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
     # --- the guard --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's gradients before somebody clips them, which may hide an infinity."""
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self.optimizer_states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
+
+    def _unscale_others(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        grads = gradients.held(optimizer)
+        if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator adds up
+            return super()._unscale_others(optimizer, inverse, flag, allow_fp16)
+        return {flag.device: gradients.are_finite(grads, flag.device)}
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
         """Whether gradients of an optimizer are not finite, as all ranks that act together see it; a flag per device."""
@@ -131,11 +150,11 @@ class UnitScaler(GradScaler):
         one = self.scale_tensor()
         found, self._clean = self._clean, None
         if found is None:
-            flag = torch.zeros((), device=one.device)
+            flag = gradients.number(0.0, one.device)
             found = {one.device: flag}, view_on_host(flag)
         (flag,) = found[0].values()
         if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
-            return self._unscale_grads_(optimizer, one, flag, allow_fp16=True), None
+            return self.unscale_grads(optimizer, one, flag, allow_fp16=True), None
         agreed = self._agreed(flag)
         return found if agreed is flag else ({one.device: agreed}, None)
 
@@ -147,13 +166,13 @@ class UnitScaler(GradScaler):
         """
         if closure is not None:
             return self._take_with_closure(optimizer, closure)
-        state = self._per_optimizer_states.pop(id(optimizer), None)
+        state = self.optimizer_states.pop(id(optimizer), None)
         found = flags, value = (
             self._look(optimizer) if state is None else (state["found_inf_per_device"], None)
         )
         skipped = read_on_host(flags.values()) if value is None else value.value != 0.0
         if skipped is None:
-            if decides_on_device(optimizer) and not self._refuse:
+            if _torch.takes_flag(optimizer) and not self._refuse:
                 return self._take_on_device(optimizer, flags)
             skipped = any(flag.item() for flag in flags.values())
         if skipped:
@@ -193,7 +212,7 @@ class UnitScaler(GradScaler):
             return not any(flag.item() for flag in flags.values())
 
         _, skipped = step_or_restore(optimizer, closure, check, (), {})
-        self._per_optimizer_states.pop(id(optimizer), None)
+        self.optimizer_states.pop(id(optimizer), None)
         self.count(optimizer, skipped)
         return StepResult(list(flags.values()), skipped=skipped)
 
@@ -212,7 +231,9 @@ class UnitScaler(GradScaler):
         names = self.non_finite_params(optimizer)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         whose = (
-            f"those of {', '.join(names[:5])}{more}" if names else "those of another rank, or cleared since"
+            f"those of {', '.join(names[:5])}{more}"
+            if names
+            else "those of another rank, or cleared since, or finite ones whose norm is not"
         )
         cause = (
             "nonfinite='raise' allows none"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise import _torch, borders, masters, process
+from castwise.canary import check_torch
 from castwise.casting import autocast, frames
 from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
@@ -79,6 +80,7 @@ class Amp:
         nonfinite: str = "skip",
         patience: int = 10,
     ) -> None:
+        check_torch()
         check_group(group)
         self._members = members = Members()
         self._ranks = Ranks(self._members, group)
@@ -95,7 +97,7 @@ class Amp:
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
         self._claim = process.Claim(self.plan, self.device_type)
-        weakref.finalize(self, self._claim.close).atexit = False
+        weakref.finalize(self, self._claim.close_collected).atexit = False
         self._region: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
@@ -103,7 +105,7 @@ class Amp:
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
         """The session that has prepared a model, or None. It lives as long as the model does."""
-        return _prepared.get(getattr(model, "_orig_mod", model))
+        return _prepared.get(_torch.without_compiler(model))
 
     # --- preparing ----------------------------------------------------------------------------------------
 
@@ -408,13 +410,17 @@ class Amp:
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
             )
         norm = None
-        if max_norm is not None:
-            norm = self._ranks.decide_and_clip(self.scaler, window, optimizers, max_norm)
-        elif closure is None:
-            for optimizer in optimizers:
-                window.unscale_(optimizer)
-            self.scaler.decide_together(optimizers)
-        results = [window.step(optimizer, closure) for optimizer in optimizers]
+        try:
+            if max_norm is not None:
+                norm = self._ranks.decide_and_clip(self.scaler, window, optimizers, max_norm)
+            elif closure is None:
+                for optimizer in optimizers:
+                    window.unscale_(optimizer)
+                self.scaler.decide_together(optimizers)
+            results = [window.step(optimizer, closure) for optimizer in optimizers]
+        except BaseException:
+            window.give_up(optimizers)
+            raise
         if closure is not None:
             attachment = masters.attachment_of(optimizers[0])
             if attachment is not None:
@@ -547,7 +553,7 @@ class Amp:
 
         A checkpoint written so loads into the model under any other plan.
         """
-        return masters.fp32_state_dict(getattr(model, "_orig_mod", model))
+        return masters.fp32_state_dict(_torch.without_compiler(model))
 
     def close(self) -> None:
         """Take the plan off again: all that :meth:`prepare` has changed is as it was, and weights are what they became.

@@ -55,8 +55,7 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
             f"prepare({type(model).__name__}): this module is inside a DistributedDataParallel already; prepare it first and "
             "wrap it after: DistributedDataParallel(amp.prepare(module))"
         )
-    inner = getattr(model, "_orig_mod", None)
-    target = inner if isinstance(inner, nn.Module) else model
+    target = _torch.without_compiler(model)
     if _torch.ran_compiled(target):
         raise StateError(
             "prepare: this compiled module, or another of its class, has already run compiled, and hooks added now would be "
