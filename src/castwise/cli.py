@@ -179,7 +179,7 @@ def tune(
 
         from castwise.casting.context import default_device_type
         from castwise.jobs import tune as job
-        from castwise.jobs.ranks import joined
+        from castwise.jobs.processes import joined
         from castwise.tuning.axes import FORMATS
 
         chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
@@ -231,12 +231,12 @@ def train(
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
     with _errors(show_traceback):
-        from castwise.jobs import ranks
         from castwise.jobs import train as job
+        from castwise.jobs.processes import started
         from castwise.plans.plan import as_plan
 
         chosen = as_plan(plan)
-        leads = ranks.started()[0] == 0
+        leads = started()[0] == 0
         with _folder(out, "train", workload, make=leads) as folder, _bars() as progress:
             result = job.train(
                 workload, chosen, steps=steps, out=folder, device=device, seed=seed, layout=layout,
@@ -348,7 +348,7 @@ def _errors(show_traceback: bool) -> Iterator[None]:
 def _fault(text: str) -> None:
     """Say what went wrong; of several processes the first to fail does, and names itself."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from castwise.jobs.ranks import first_fault, started
+        from castwise.jobs.processes import first_fault, started
 
         rank = f"rank {started()[0]}: "
         if not first_fault(text).startswith(rank):

@@ -22,7 +22,7 @@ from castwise.jobs.faults import calls, remedy, sentence
 from castwise.jobs.journal import Journal
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
-from castwise.jobs.ranks import Ranks, first_fault, join, started
+from castwise.jobs.processes import TrainingRanks, first_fault, join, started
 from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult, finite
 from castwise.measure.environment import environment
@@ -144,7 +144,7 @@ class _Step:
 class _Run:
     workload: Workload
     plan: Plan
-    ranks: Ranks
+    ranks: TrainingRanks
     seed: int
     steps: int
     out: Path

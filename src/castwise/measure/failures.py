@@ -7,8 +7,9 @@ import re
 import torch
 
 from castwise.errors import CastwiseError, RankError, WorkloadError
+from castwise.ranks.group import first_line
 
-__all__ = ["cannot_run", "first_line", "unfit"]
+__all__ = ["cannot_run", "unfit"]
 
 _LACKING = re.compile(
     r"not implemented|unsupported|(?:not|only|n't)[ _]support|not create a primitive|types other than"
@@ -43,8 +44,3 @@ def unfit(error: BaseException) -> str:
         return first_line(error)
     what = "not supported by this device" if cannot_run(error) else type(error).__name__
     return f"{what}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

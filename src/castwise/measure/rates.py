@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from castwise.errors import DeviceError
 from castwise.measure import stats
-from castwise.measure.failures import first_line
 from castwise.measure.timing import Lap, paired, race, synchronize
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
+from castwise.ranks.group import first_line
 
 __all__ = [
     "Bandwidth",

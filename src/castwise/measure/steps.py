@@ -14,6 +14,7 @@ from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
+from castwise.ranks import ALONE
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
@@ -154,7 +155,7 @@ class TrainingRun(_Run):
         with self._random.in_force():
             self.model = build_model(workload, device, seed, state)
             self.optimizer = workload.optimizer(self.model.parameters())
-            self.amp = Amp(self._without_settings, device=device)
+            self.amp = Amp(self._without_settings, device=device, group=ALONE)
             self.amp.prepare(self.model, self.optimizer)
             if compile:
                 self.model.compile()
@@ -267,7 +268,7 @@ class InferenceRun(_Run):
             self._call: Callable[[], Any] = lambda: self.model(*args, **kwargs)
         else:
             self._call = lambda: workload.loss(self.model, batch)
-        self.amp = Amp(self._without_settings, device=device)
+        self.amp = Amp(self._without_settings, device=device, group=ALONE)
         self.amp.prepare(self.model, inference=True)
 
     def run(self, steps: int) -> None:

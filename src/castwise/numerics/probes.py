@@ -28,6 +28,7 @@ from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import seed_all
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
+from castwise.ranks import ALONE
 from castwise.session import Amp
 from castwise.workload import non_finite_parts
 
@@ -295,7 +296,7 @@ class Prober:
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
         """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
         model = copy.deepcopy(self.model)
-        with Amp(plan, device=self.device) as amp:
+        with Amp(plan, device=self.device, group=ALONE) as amp:
             if plan.keeps_masters:
                 amp.prepare(
                     model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)

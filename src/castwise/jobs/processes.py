@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +13,12 @@ import torch.distributed as dist
 
 from castwise.errors import DeviceError, StateError
 from castwise.jobs.layout import Layout, Place
+from castwise.ranks.group import ALONE, Ranks, running
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Ranks", "first_fault", "join", "joined", "started"]
+__all__ = ["TrainingRanks", "first_fault", "join", "joined", "started"]
 
 
 def started() -> tuple[int, int]:
@@ -27,26 +27,23 @@ def started() -> tuple[int, int]:
     Returns:
         Both; ``(0, 1)`` for a process that was started by itself.
     """
-    if dist.is_available() and dist.is_initialized():
+    if running():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@dataclass(frozen=True)
-class Ranks:
+class TrainingRanks(Ranks):
     """The processes of one training, as one of them sees them.
 
-    Attributes:
+    Args:
         layout: What they share out.
         device: This process's.
-        rank: This process's, from 0.
         mesh: Dimensions named pp, dp, fsdp and tp, those of them that the layout has; None for a single process.
     """
 
-    layout: Layout
-    device: torch.device
-    rank: int = 0
-    mesh: DeviceMesh | None = None
+    def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+        super().__init__(ALONE if mesh is None else None)
+        self.layout, self.device, self.mesh = layout, device, mesh
 
     @property
     def place(self) -> Place:
@@ -59,27 +56,15 @@ class Ranks:
         return self.rank == 0
 
     def of(self, *names: str) -> Any:
-        """The mesh of some dimensions.
-
-        Args:
-            names: Such as ``tp``.
-        """
+        """The mesh of some dimensions, such as ``tp``."""
         assert self.mesh is not None
         return self.mesh[names if len(names) > 1 else names[0]]
 
     def add_up(self, figures: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes.
-
-        Args:
-            figures: On any device; every process must call with the same shape and dtype.
-
-        Returns:
-            The sum, on the CPU. Synchronises with the device.
-        """
-        if self.mesh is None:
-            return figures.cpu()
+        """The sum over all processes, on the CPU; synchronises with the device."""
         here = figures.to(self.device)
-        dist.all_reduce(here)
+        if self.size > 1:
+            dist.all_reduce(here)
         return here.cpu()
 
 
@@ -110,7 +95,7 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
             f"{call}: {world} processes were started, and this build of torch has no torch.distributed"
         )
     device = _own_device(device, call)
-    ours = not dist.is_initialized()
+    ours = not running()
     if ours:
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
@@ -118,14 +103,10 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
                 backend, device_id=device if device.type == "cuda" else None, **_meeting_place()
             )
         except (RuntimeError, ValueError) as error:
+            cure = " (restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun)"
             again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-            cure = (
-                " (restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun)"
-                if again
-                else ""
-            )
             raise StateError(
-                f"{call}: rank {rank} of {world} cannot reach the others{cure}: {error}"
+                f"{call}: rank {rank} of {world} cannot reach the others{cure * again}: {error}"
             ) from error
     yield rank, device
     # Not after an error: ending a group waits for ranks that may be gone, and the process ends anyway.
@@ -150,7 +131,7 @@ def _meeting_place() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def join(layout: Layout | str | None, device: torch.device) -> Iterator[Ranks]:
+def join(layout: Layout | str | None, device: torch.device) -> Iterator[TrainingRanks]:
     """Bring the processes together for a training.
 
     Args:
@@ -171,15 +152,14 @@ def join(layout: Layout | str | None, device: torch.device) -> Iterator[Ranks]:
     elif isinstance(layout, str):
         layout = Layout.parse(layout)
     layout.check(world)
-    with joined(device, f"layout {layout}") as (rank, own):
-        if world == 1:
-            yield Ranks(layout, own)
-            return
-        from torch.distributed.device_mesh import init_device_mesh
+    with joined(device, f"layout {layout}") as (_, own):
+        mesh = None
+        if world > 1:
+            from torch.distributed.device_mesh import init_device_mesh
 
-        dims = layout.mesh_dims()
-        mesh = init_device_mesh(own.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-        yield Ranks(layout, own, rank, mesh)
+            dims = layout.mesh_dims()
+            mesh = init_device_mesh(own.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        yield TrainingRanks(layout, own, mesh)
 
 
 def _own_device(device: torch.device, call: str) -> torch.device:
@@ -216,16 +196,14 @@ def first_fault(text: str) -> str:
     if world == 1:
         return text
     mine = f"rank {rank}: {text}"
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if host is None or port is None:
-        return mine
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    env = os.environ
+    attempt = f"{env.get('TORCHELASTIC_RUN_ID')}/{env.get('TORCHELASTIC_RESTART_COUNT')}"
+    wait = datetime.timedelta(seconds=5)
     try:
-        wait = datetime.timedelta(seconds=5)
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), is_master=False, wait_for_workers=False, timeout=wait
+            env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=wait
         )
         said = store.compare_set(f"castwise/fault/{attempt}", "", mine)
-    except (RuntimeError, ValueError):  # the store is gone, or was never there
+    except (KeyError, RuntimeError, ValueError):  # the store is gone, or was never there
         return mine
     return said.decode() if isinstance(said, bytes) else str(said)

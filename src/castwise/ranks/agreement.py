@@ -1,4 +1,4 @@
-"""The one place where ranks agree: on non-finite gradients and on global norms.
+"""What the ranks of a session agree on: whether gradients are finite, and global norms.
 
 Each is one all-reduce of one number over all ranks of the session (``Amp(group=...)``, by default all), and where
 gradients are clipped both travel in the same message. No group of a mesh is used: a parameter's contribution to the
@@ -10,68 +10,48 @@ Gradients that DistributedDataParallel has averaged over all ranks agree already
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch, masters
-from castwise.errors import StateError
-from castwise.parallel.pieces import Pieces, is_dtensor
+from castwise.ranks.group import Ranks
+from castwise.ranks.pieces import Pieces, is_dtensor
+from castwise.scaler import GradScaler, Window
 
-__all__ = ["Agreement", "apart", "clip_by_norm", "local_grad"]
-
-
-_apart = False
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Sessions made inside act for this rank alone, whatever group it is in: for measuring and looking."""
-    global _apart
-    former, _apart = _apart, True
-    try:
-        yield
-    finally:
-        _apart = former
+__all__ = ["Agreement", "local_grad"]
 
 
 class Agreement:
     """What the ranks of one session agree on.
 
     Args:
-        group: The ranks that act together; None for all.
+        group: Who they are, as for :class:`Ranks`.
+        params: The parameters of the session's models.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self.group = group
-        self._apart = _apart
         self.pieces = Pieces()
+        self._params = params
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.joined: bool | None = None
-        """What :meth:`can_differ` has found, until :meth:`forget`."""
+        self._can_differ: bool | None = None
+        self._flags_wait = False
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those of now: a session may be made before its process group."""
+        return Ranks(self.group)
 
     def forget(self) -> None:
         """Look at the layout again before the next agreement: something was prepared, declared or wrapped."""
-        self.joined = None
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks act together; 1 without torch.distributed, and :func:`apart` from it."""
-        if self._apart or not dist.is_available() or not dist.is_initialized():
-            return 1
-        size = dist.get_world_size(self.group)
-        if size < 0:
-            raise StateError(
-                f"Amp(group=...): this process, rank {dist.get_rank()}, is not in the group; give each rank a group that "
-                "it belongs to"
-            )
-        return size
+        self._can_differ = None
 
     def note_averaged(self, params: Iterable[Tensor], group: Any) -> None:
         """Take note that DistributedDataParallel averages the gradients of these parameters over ``group``."""
@@ -79,29 +59,67 @@ class Agreement:
             self._averaged[parameter] = dist.get_world_size(group)
         self.forget()
 
-    def can_differ(self, params: Callable[[], Iterable[Tensor]]) -> bool:
+    def can_differ(self) -> bool:
         """Whether ranks can find different gradients on some parameters, and so must be asked.
 
         They can with several ranks, unless DistributedDataParallel has averaged all of them over all ranks. The answer
         is kept until :meth:`forget`.
         """
-        if self.joined is None:
-            world = self.world_size
-            if world == 1:
-                self.joined = False
-            else:
-                models = [masters.model_param_of(parameter) for parameter in params()]
-                self.joined = not all(
-                    self._averaged.get(p) == world and self.pieces.group_of(p) is None
-                    for p in models
-                    if p.requires_grad
-                )
-        return self.joined
+        if self._can_differ is None:
+            world = self.ranks.size
+            self._can_differ = world > 1 and not all(
+                self._averaged.get(p) == world and self.pieces.group_of(p) is None
+                for p in map(masters.model_param_of, self._params())
+                if p.requires_grad
+            )
+        return self._can_differ
 
     def agree(self, flag: Tensor) -> Tensor:
-        """Make a non-finite flag (0-dim fp32) the largest over all ranks, in place."""
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        """Make a non-finite flag (0-dim fp32) the largest over all ranks, in place.
+
+        Nothing is sent where all must see the same, or where it travels with the norm.
+        """
+        if self.can_differ() and not self._flags_wait:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return flag
+
+    def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip by the norm over whole parameters; returns it."""
+        joined = self.ranks.size > 1
+        if self.can_differ() if joined else any(is_dtensor(masters.model_param_of(p)) for p in params):
+            norm = self.norm(params, norm_type, joined=joined)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+        _clip_by(norm, params, max_norm)
+        return norm
+
+    def decide_and_clip(
+        self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer], max_norm: float
+    ) -> Tensor:
+        """Unscale, agree on the flag and on the norm, in one message, and clip; returns the norm."""
+        if not scaler.is_enabled():
+            norm = self.clip(_params_of(optimizers), max_norm)
+            window.note_norm(optimizers, norm)
+            return norm
+        late = any(scaler.is_unscaled(optimizer) for optimizer in optimizers)
+        differ = self._flags_wait = self.can_differ()
+        try:
+            for optimizer in optimizers:
+                window.unscale_(optimizer)
+        finally:
+            self._flags_wait = False
+        params = _params_of(optimizers)
+        if differ:
+            flag = scaler.joint_flag(optimizers)
+            norm = self.norm(params, joined=True, flag=flag)
+            scaler.set_flag(optimizers, flag)
+            _clip_by(norm, params, max_norm)
+            return norm
+        scaler.decide_together(optimizers)
+        norm = self.clip(params, max_norm)
+        if late:  # gradients may have changed since they were looked at
+            window.note_norm(optimizers, norm)
+        return norm
 
     def norm(
         self,
@@ -124,7 +142,7 @@ class Agreement:
             0-dim fp32, equal on all ranks. What all ranks hold whole counts with its mean over ranks.
         """
         infinite = math.isinf(norm_type)
-        world = self.world_size if joined else 1
+        world = self.ranks.size if joined else 1
         by_count: dict[int, list[Tensor]] = {}
         for parameter in params:
             grad = local_grad(parameter)
@@ -170,13 +188,18 @@ def local_grad(parameter: Tensor) -> Tensor | None:
     return _torch.dense_values(grad)
 
 
-def clip_by_norm(params: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients in place, cut ones too, so that a norm of ``norm`` becomes ``max_norm`` at most."""
+def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _clip_by(norm: Tensor, params: Iterable[Tensor], max_norm: float) -> None:
+    """Scale gradients in place, cut ones too, so that their norm becomes ``max_norm`` at most."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in params:
         grad = local_grad(parameter)
         if grad is not None:
             by_device.setdefault(grad.device, []).append(grad)
+    norm = norm.nan_to_num(0.0, 0.0)  # what is not finite stays to be seen
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device, grads in by_device.items():
         _torch.multiply_each(grads, factor.to(device))

@@ -7,6 +7,7 @@ neither is held whole by every rank.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import masters
 from castwise.errors import StateError
+from castwise.ranks.group import running
 
-__all__ = ["Pieces", "is_dtensor", "world_group"]
+__all__ = ["Pieces", "is_dtensor"]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -24,23 +26,12 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
-def world_group(call: str) -> Any:
-    """The group of all ranks.
-
-    Raises:
-        StateError: torch.distributed is not initialised; ``call`` is named.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise StateError(f"{call}: torch.distributed is not initialised; call init_process_group first")
-    return dist.group.WORLD
-
-
 class Pieces:
     """What has been declared, and what DTensors say."""
 
     def __init__(self) -> None:
-        self._groups: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._dims: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._cuts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """By hand: the group whose ranks hold the pieces, and the dimension where it is known."""
         self._stages: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._meshes: dict[int, Any] = {}
 
@@ -56,33 +47,36 @@ class Pieces:
             StateError: torch.distributed is not initialised, or it is a DTensor over these ranks, which says itself how
                 it is cut; one that FSDP2 made of a piece over other ranks is declared as the piece was.
         """
-        everyone = world_group("mark_sharded")
+        if not running():
+            raise StateError(
+                "mark_sharded: torch.distributed is not initialised; call init_process_group first"
+            )
+        group = group if group is not None else dist.group.WORLD
         if is_dtensor(parameter):
-            cut: Any = parameter
-            ranks = dist.get_process_group_ranks(group if group is not None else everyone)
-            for index in range(cut.device_mesh.ndim):
-                if dist.get_process_group_ranks(cut.device_mesh.get_group(index)) == ranks:
-                    raise StateError(
-                        "mark_sharded: this parameter is a DTensor over the same ranks, which says itself how it is cut; leave "
-                        "the call out"
-                    )
-        self._groups[parameter] = group if group is not None else everyone
-        self._dims[parameter] = dim
+            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+            ranks = dist.get_process_group_ranks(group)
+            if any(dist.get_process_group_ranks(mesh.get_group(at)) == ranks for at in range(mesh.ndim)):
+                raise StateError(
+                    "mark_sharded: this parameter is a DTensor over the same ranks, which says itself how it is cut; leave the "
+                    "call out"
+                )
+        self._cuts[parameter] = group, dim
 
     def mark_stage(self, module: nn.Module, group: Any) -> None:
         """Declare a module as one of the stages that the ranks of ``group`` hold."""
         for parameter in module.parameters():
             self._stages[parameter] = group
 
-    def piece(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Which piece of how many this rank holds of a parameter that :meth:`as_whole` cannot make whole, else None."""
-        known = self._dims.get(parameter) is not None and not is_dtensor(parameter)
-        group = None if known else self._groups.get(parameter)
-        return None if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
     def group_of(self, parameter: Tensor) -> Any:
         """The ranks that hold the pieces of a parameter that was declared; None of any other."""
-        return self._groups.get(parameter)
+        return self._cuts.get(parameter, (None, None))[0]
+
+    def piece(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Which piece of how many this rank holds of a parameter that :meth:`as_whole` cannot make whole, else None."""
+        group, dim = self._cuts.get(parameter, (None, None))
+        if group is None or (dim is not None and not is_dtensor(parameter)):
+            return None
+        return dist.get_rank(group), dist.get_world_size(group)
 
     def as_whole(self, parameter: Tensor, values: Tensor) -> Tensor:
         """This rank's values of a cut parameter as a DTensor of the whole, in the same memory.
@@ -96,21 +90,15 @@ class Pieces:
             further by FSDP2; pieces are taken to be of equal size.
         """
         parameter = masters.model_param_of(parameter)
-        dim = self._dims.get(parameter)
+        group, dim = self._cuts.get(parameter, (None, None))
         if dim is None or values.shape != parameter.shape or is_dtensor(parameter):
             return values
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        group = self._groups[parameter]
         if id(group) not in self._meshes:
             self._meshes[id(group)] = DeviceMesh.from_group(group, parameter.device.type)
         return DTensor.from_local(values.detach(), self._meshes[id(group)], [Shard(dim)], run_check=False)
-
-    @property
-    def declared(self) -> bool:
-        """Whether anything has been declared."""
-        return len(self._groups) > 0 or len(self._stages) > 0
 
     def count(self, parameter: Tensor) -> int:
         """On how many ranks lie different pieces of the parameter, or other parameters in its place.
@@ -119,14 +107,10 @@ class Pieces:
         rank holds whole.
         """
         parameter = masters.model_param_of(parameter)
-        count = 1
+        groups = [self.group_of(parameter), self._stages.get(parameter)]
+        sizes = [dist.get_world_size(group) for group in groups if group is not None]
         if is_dtensor(parameter):
-            sharded: Any = parameter
-            for size, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
-                if not placement.is_replicate():
-                    count *= size
-        for table in (self._groups, self._stages):
-            group = table.get(parameter)
-            if group is not None:
-                count *= dist.get_world_size(group)
-        return count
+            cut: Any = parameter
+            by_dim = zip(cut.device_mesh.shape, cut.placements, strict=True)
+            sizes += [size for size, placement in by_dim if not placement.is_replicate()]
+        return math.prod(sizes)
