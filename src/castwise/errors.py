@@ -61,11 +61,13 @@ class RankError(CastwiseError, RuntimeError):
 
     Attributes:
         reason: What failed where, as a clause.
+        cannot_run: Whether every failure says that a plan cannot run there; else one at least is a fault of the code.
     """
 
-    def __init__(self, message: str, *, reason: str = "") -> None:
+    def __init__(self, message: str, *, reason: str = "", cannot_run: bool = False) -> None:
         super().__init__(message)
         self.reason = reason or message
+        self.cannot_run = cannot_run
 
 
 class LossScaleError(CastwiseError, RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
-from castwise.numerics.window import Histogram, ScaleWindow
+from castwise.numerics.gradient_range import Histogram, ScaleRange
 from castwise.plans.plan import Plan, Region
 from castwise.tuning.evidence import Candidate, Damage, Evidence, RegionEvidence, Stage, Verification
 
@@ -116,7 +116,7 @@ def make_evidence(**changes: Any) -> Evidence:
             _bell("stages.*.blocks.*.norm", -24, 5, 3_000_000), _bell("stages.*.blocks.*.pwconv*", -26, 4, 8_000_000),
             _bell("head", -9, 2, 2_000),
         ),
-        scale=ScaleWindow(0.4, 2e-9, 29.8, 163_760.0, 16_384.0),
+        scale=ScaleRange(0.4, 2e-9, 29.8, 163_760.0, 16_384.0),
         floor=2e-9, repeat=0.0,
         stages=(
             Stage("checks", 1.2, passes=3), Stage("costs", 14.5), Stage("race", 61.0, steps=212),

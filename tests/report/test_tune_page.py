@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
 
-from castwise.numerics.window import ScaleWindow
+from castwise.numerics.gradient_range import ScaleRange
 from castwise.plans.formats import FORMATS
 from castwise.report import show, tune, tune_plots
 from castwise.report.grids import Grid
@@ -245,10 +245,10 @@ def test_the_plans_own_format_counts_even_where_most_regions_differ() -> None:
     assert [row.status for row in rows] == ["", *["apart"] * 4]
 
 
-def test_an_empty_window_of_loss_scales_is_said() -> None:
-    window = ScaleWindow(4e4, 1e-12, 6e4, 1.6, 0.125)
+def test_an_empty_range_of_loss_scales_is_said() -> None:
+    scales = ScaleRange(4e4, 1e-12, 6e4, 1.6, 0.125)
     assert "No loss scale holds both" in " ".join(
-        tune.scale_sentences(make_record(make_evidence(scale=window)))
+        tune.scale_sentences(make_record(make_evidence(scale=scales)))
     )
 
 

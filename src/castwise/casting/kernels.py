@@ -27,12 +27,12 @@ from castwise.casting import frames, tracing
 from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.rules import Row, advice, operator_overloads
 
 __all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
 
 Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def _eligible(value: Any, device_type: str) -> bool:
@@ -97,7 +97,7 @@ def _lower(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _lower_if_any(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _floating_dtypes((*args, *kwargs.values()), device)
-    return (_lower if found.intersection(_LOW) else _as_is)(op, device, args, kwargs)
+    return (_lower if found.intersection(LOW_DTYPES) else _as_is)(op, device, args, kwargs)
 
 
 def _fp32(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,13 +138,13 @@ def _widest(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _widest_if_first(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (_as_is if args[0].dtype in _LOW else _widest)(op, device, args, kwargs)
+    return (_as_is if args[0].dtype in LOW_DTYPES else _widest)(op, device, args, kwargs)
 
 
 def _banned(row: Row) -> Action:
     def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _floating_dtypes((*args, *kwargs.values()), device)
-        if _torch.inside_operator() or (row.only_low and not any(dtype in _LOW for dtype in found)):
+        if _torch.inside_operator() or (row.only_low and not any(dtype in LOW_DTYPES for dtype in found)):
             return _as_is(op, device, args, kwargs)
         if row.message:
             raise BannedOperatorError(row.message)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from castwise.jobs.result import Result
 from castwise.measure.environment import Environment
 from castwise.measure.limits import StepProfile
+from castwise.measure.matrix_units import MatrixUnits
 from castwise.measure.rates import Bandwidth, Judgement, Rate
-from castwise.measure.units import MatrixUnits
 
 __all__ = ["DoctorResult", "Finding", "WorkloadReport"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from castwise.casting.context import default_device_type
+from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, PlanError, WorkloadError, sentence
 from castwise.jobs import Event, Progress
 from castwise.jobs.faults import calls, remedy
@@ -26,7 +27,6 @@ from castwise.jobs.result import finite
 from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment
-from castwise.measure.steps import to_device
 from castwise.plans.plan import Plan, as_plan
 from castwise.scaler import StepResult
 from castwise.session import Amp

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from castwise.errors import StateError
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.ranks.group import ALONE, Ranks, first_line, running
 
 __all__ = ["alike", "count", "each", "lockstep", "now", "rank", "same", "slowest", "together", "worst"]
@@ -67,6 +67,9 @@ class _Meeting(Ranks):
 
     def _reason(self, failure: Exception) -> str:
         return unfit(failure)
+
+    def _cannot_run(self, failure: Exception) -> bool:
+        return cannot_run(failure)
 
     def _absence(self, error: RuntimeError) -> BaseException:
         """Why ranks are missing, as they said themselves."""

@@ -17,7 +17,7 @@ from castwise.errors import UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "LOW", "Format", "get_format"]
+__all__ = ["FORMATS", "LOW", "LOW_DTYPES", "Format", "get_format"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,17 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType({
 
 LOW: Final = ("bf16", "fp16")
 """The formats that a model can compute in and store its parameters in instead of fp32."""
+
+if TYPE_CHECKING:
+    LOW_DTYPES: tuple[torch.dtype, ...]
+    """The torch dtypes of these."""
+
+
+def __getattr__(name: str) -> tuple[torch.dtype, ...]:
+    """``LOW_DTYPES``, made when it is asked for: reports do without torch."""
+    if name != "LOW_DTYPES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return tuple(FORMATS[name].dtype for name in LOW)
 
 
 def get_format(name_or_dtype: str | torch.dtype | Format) -> Format:

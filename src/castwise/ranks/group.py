@@ -86,17 +86,26 @@ class Ranks:
         if self.size == 1 and self._error is None:
             return [task()]
         value, failure = _attempt(task)
-        heard = self.gather((value, None if failure is None else (self._say(failure), self._reason(failure))))
+        said = (
+            None
+            if failure is None
+            else ((self._say(failure), self._reason(failure)), self._cannot_run(failure))
+        )
+        heard = self.gather((value, said))
         failed = {at: said for at, (_, said) in enumerate(heard) if said is not None}
         if not failed:
             return [got for got, _ in heard]  # type: ignore[misc]
-        texts, reasons = ({at: said[part] for at, said in failed.items()} for part in (0, 1))
+        texts, reasons = ({at: said[0][part] for at, said in failed.items()} for part in (0, 1))
         alike = len(failed) == len(heard) and len(set(reasons.values())) == 1
         if self._error is not None:
             raise self._error(texts[0] if alike else _by_rank(texts)) from failure
         if alike and failure is not None:
             raise failure
-        raise RankError(_by_rank(texts), reason=_by_rank(reasons)) from failure
+        raise RankError(
+            _by_rank(texts),
+            reason=_by_rank(reasons),
+            cannot_run=all(lacking for _, lacking in failed.values()),
+        ) from failure
 
     def each(self, task: Callable[[], _T]) -> _T:
         """Run a task on all, each of which keeps what it got itself.
@@ -145,6 +154,10 @@ class Ranks:
     def _reason(self, failure: Exception) -> str:
         """A failure as a clause; where this is the same, ranks have failed alike."""
         return self._say(failure)
+
+    def _cannot_run(self, failure: Exception) -> bool:
+        """Whether a failure says that a plan cannot run here; see :attr:`RankError.cannot_run`."""
+        return False
 
 
 def _attempt(task: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.errors import PlanError, StateError
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import LossScale
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
@@ -21,7 +22,6 @@ from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on
 
 __all__ = ["STEPPED", "GradScaler"]
 
-_LOW = (torch.bfloat16, torch.float16)
 STEPPED = StepResult(None)
 """What became of a step that the host knows to have been made."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -217,7 +217,7 @@ class GradScaler(NamedLosses):
                 self._open_window(name, outputs)
         scale = self.current.scale
         if scale is not None and isinstance(outputs, torch.Tensor):
-            if outputs.dim() and outputs.dtype in _LOW:
+            if outputs.dim() and outputs.dtype in LOW_DTYPES:
                 outputs = outputs.float()
             return outputs * scale.to(outputs.device, non_blocking=True)
         return super().scale(gradients.lift_low(outputs))

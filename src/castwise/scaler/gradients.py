@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from castwise import _torch
+from castwise.plans.formats import LOW_DTYPES
 
 __all__ = [
     "add_up",
@@ -29,7 +30,6 @@ __all__ = [
     "values",
 ]
 
-_LOW = (torch.bfloat16, torch.float16)
 _PLAIN = {torch.Tensor}
 _check_and_unscale = _torch.check_and_unscale
 _dtype = operator.attrgetter("dtype")
@@ -41,7 +41,7 @@ def lift_low(outputs: Any) -> Any:
     0-dim tensors are left alone: torch promotes their product with a scale itself.
     """
     if isinstance(outputs, torch.Tensor):
-        return outputs.float() if outputs.dtype in _LOW and outputs.dim() else outputs
+        return outputs.float() if outputs.dtype in LOW_DTYPES and outputs.dim() else outputs
     if isinstance(outputs, (list, tuple)):
         return type(outputs)(map(lift_low, outputs))
     return map(lift_low, outputs) if isinstance(outputs, abc.Iterable) else outputs

@@ -20,6 +20,7 @@ from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
 from castwise.parallel import fsdp, wrappers
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
 from castwise.ranks import Agreement
 from castwise.ranks.plans import check_same_plan
@@ -42,7 +43,6 @@ from castwise.session.wrapping import Wrapping
 
 __all__ = ["Amp"]
 
-_LOW = (torch.bfloat16, torch.float16)
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
 
@@ -309,7 +309,7 @@ class Amp:
         scale = self.scaler.scale_tensor()
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
         inverse = scale.double().reciprocal().float()
-        return tuple(g if g is None else (g.float() if g.dtype in _LOW else g) * inverse for g in grads)
+        return tuple(g if g is None else (g.float() if g.dtype in LOW_DTYPES else g) * inverse for g in grads)
 
     # --- steps --------------------------------------------------------------------------------------------
 

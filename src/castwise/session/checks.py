@@ -13,14 +13,13 @@ from castwise import _torch, masters
 from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session.members import Members
 
 __all__ = ["check_group", "check_masters", "check_model", "check_optimizer", "check_parameters"]
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def check_group(group: Any) -> None:
@@ -156,7 +155,7 @@ def check_parameters(model: nn.Module, plan: Plan) -> None:
         return
     low: dict[torch.dtype, list[str]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.dtype in _LOW and parameter.requires_grad:
+        if parameter.dtype in LOW_DTYPES and parameter.requires_grad:
             low.setdefault(parameter.dtype, []).append(name)
     for dtype, names in low.items():
         short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]

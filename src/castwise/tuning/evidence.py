@@ -12,7 +12,7 @@ from typing import Any, Literal
 from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
 from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
-from castwise.numerics.window import Histogram, ScaleWindow
+from castwise.numerics.gradient_range import Histogram, ScaleRange
 
 __all__ = [
     "Candidate",
@@ -20,7 +20,7 @@ __all__ = [
     "Evidence",
     "Histogram",
     "RegionEvidence",
-    "ScaleWindow",
+    "ScaleRange",
     "Stage",
     "Verification",
 ]
@@ -187,7 +187,7 @@ class Evidence:
         candidates: The plans considered, the chosen one first, then by time.
         regions: The model's regions, in the model's order.
         histograms: Of the gradients.
-        scale: The loss scale's window, where fp16 was in the running.
+        scale: The range of loss scales, where fp16 was in the running.
         floor: Damage of fp32 against itself, rounding differently.
         repeat: Damage of fp32 against itself, repeated exactly; above 0 where the loss is not deterministic.
         lines: Damage below which the parity test passes, and above which it fails.
@@ -212,7 +212,7 @@ class Evidence:
     regions: tuple[RegionEvidence, ...]
     world_size: int = 1
     histograms: tuple[Histogram, ...] = ()
-    scale: ScaleWindow | None = None
+    scale: ScaleRange | None = None
     floor: float | None = None
     repeat: float | None = None
     lines: Mapping[str, float] = field(default_factory=lambda: LINES)

@@ -45,7 +45,7 @@ def evidence(search: Search, command: str) -> Evidence:
         candidates=_candidates(search),
         regions=_regions(search),
         histograms=_histograms(search),
-        scale=test.range.window() if test is not None and "fp16" in search.settings.formats else None,
+        scale=test.range.scales() if test is not None and "fp16" in search.settings.formats else None,
         floor=test.floor if test is not None else None,
         repeat=test.repeat if test is not None else None,
         stages=tuple(search.stages),
@@ -157,7 +157,7 @@ def _parity(found: ParityResult) -> Damage:
 
 
 def _regions(search: Search) -> tuple[RegionEvidence, ...]:
-    if not search.units:
+    if not search.parts:
         return ()
     assert search.test is not None
     plan, seen = search.chosen, search.test.range
@@ -170,27 +170,27 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
     shares = {region.path: region for region in found.regions} if found is not None else {}
     assigned = assign(search.test.prober.model, [r for r in plan.regions if r.compute is not None])
     out = []
-    for unit in search.units:
-        cost = search.costs.get(unit.pattern)
-        alone = search.numerics.alone.get(unit.pattern) if search.numerics is not None else None
-        own = [shares[path] for path in unit.paths if path in shares]
+    for part in search.parts:
+        cost = search.costs.get(part.pattern)
+        alone = search.numerics.alone.get(part.pattern) if search.numerics is not None else None
+        own = [shares[path] for path in part.paths if path in shares]
         bias, noise, data = (
-            sum(getattr(part, name) for part in own) if own else None
+            sum(getattr(share, name) for share in own) if own else None
             for name in ("bias", "noise", "data_noise")
         )
-        histogram = seen.histogram(unit.pattern, unit.paths)
-        region = _region_of(unit.paths[0], assigned)
+        histogram = seen.histogram(part.pattern, part.paths)
+        region = _region_of(part.paths[0], assigned)
         runs_in = (region.compute if region is not None else None) or plan.compute
         out.append(RegionEvidence(
-            pattern=unit.pattern, kind=unit.kind, modules=len(unit.paths), parameters=unit.parameters,
-            format=runs_in, reason=search.kept.get(unit.pattern) or _slower(search, unit.pattern, runs_in, low),
+            pattern=part.pattern, kind=part.kind, modules=len(part.paths), parameters=part.parameters,
+            format=runs_in, reason=search.kept.get(part.pattern) or _slower(search, part.pattern, runs_in, low),
             time_fp32_s=cost.times_s.get("fp32") if cost is not None else None,
             time_low_s=cost.times_s.get(low) if cost is not None else None,
             damage=None if alone is None else Damage(
                 "pass" if alone.severity < 1.0 else "fail", alone.damage, None, None, None, None, alone.reason
             ),
             share=None if bias is None or noise is None else bias + noise, bias=bias, noise=noise, data_noise=data,
-            grad_largest=max(seen.largest.get(path, 0.0) for path in unit.paths) or None,
+            grad_largest=max(seen.largest.get(path, 0.0) for path in part.paths) or None,
             grad_smallest=(histogram.smallest(0.001) or None) if histogram is not None else None,
         ))  # fmt: skip
     return tuple(out)
@@ -215,5 +215,5 @@ def _slower(search: Search, pattern: str, region: str, low: str) -> str:
 def _histograms(search: Search) -> tuple[Histogram, ...]:
     if search.test is None:
         return ()
-    found = (search.test.range.histogram(unit.pattern, unit.paths) for unit in search.units)
+    found = (search.test.range.histogram(part.pattern, part.paths) for part in search.parts)
     return tuple(h for h in found if h is not None and h.counts)

@@ -1,7 +1,7 @@
 """Magnitudes of gradients, and the loss scales under which fp16 holds them.
 
 What underflows in an fp16 backward pass are the gradients of activations; what overflows are these, and those of weights,
-which sum over the batch before they are cast to fp32. Both are observed in an fp32 pass, module by module; the window of
+which sum over the batch before they are cast to fp32. Both are observed in an fp32 pass, module by module; the range of
 scales follows from them and training can start inside it.
 
 Source: the method of Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, with the factor measured.
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import tensors_in
 from castwise.plans.formats import FORMATS
 
-__all__ = ["GradientRange", "Histogram", "ScaleWindow"]
+__all__ = ["GradientRange", "Histogram", "ScaleRange"]
 
 LOWEST = -80
 BINS = 144
@@ -30,7 +30,7 @@ LOST = 1e-4
 HEADROOM = 8.0
 """The scale starts this far below overflow: other batches and later steps have larger gradients."""
 NEGLIGIBLE = 1e-10
-"""Modules whose squared gradient is below this share of the largest module's do not hold the window down."""
+"""Modules whose squared gradient is below this share of the largest module's do not narrow the range of scales."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,7 @@ class Histogram:
     zeros: int
 
     def smallest(self, share: float = LOST) -> float:
-        """The magnitude below which lies at most ``share`` of the squared norm.
-
-        Args:
-            share: Between 0 and 1.
-
-        Returns:
-            A power of two; 0 where all gradients are zero.
-        """
+        """The power of two below which lies at most ``share`` of the squared norm; 0 where all gradients are zero."""
         energies = [count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts)]
         rest = share * sum(energies)
         for i, energy in enumerate(energies):
@@ -73,7 +66,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class ScaleWindow:
+class ScaleRange:
     """The loss scales under which fp16 holds the gradients.
 
     Attributes:
@@ -111,12 +104,7 @@ class GradientRange:
         self.largest_parameter: dict[str, float] = {}
 
     def see_parameters(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
-        """Take gradients of parameters into account.
-
-        Args:
-            names: As ``named_parameters`` gives them.
-            gradients: Unscaled, in the same order.
-        """
+        """Take gradients of parameters into account, unscaled."""
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.numel():
                 value = float(gradient.abs().max())
@@ -124,21 +112,14 @@ class GradientRange:
 
     @contextlib.contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
-        """Watch one forward and backward.
-
-        Args:
-            model: Every module of it.
-        """
+        """Watch every module in one forward and backward."""
         handles = []
         for path, module in model.named_modules():
 
             def hook(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
-                def watch(tensor: Tensor) -> Tensor:
+                for tensor in tensors_in(output):
                     if tensor.requires_grad and tensor.is_floating_point():
                         tensor.register_hook(lambda gradient: self._see(path, gradient))
-                    return tensor
-
-                map_tensors(watch, output)
 
             handles.append(module.register_forward_hook(hook))
         try:
@@ -160,14 +141,9 @@ class GradientRange:
         self.largest[path] = max(self.largest.get(path, 0.0), float(magnitude.max()))
 
     def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
-        """Magnitudes over some modules together, bins without counts at both ends left out.
+        """Magnitudes over the modules at some paths together, bins without counts at both ends left out.
 
-        Args:
-            pattern: Name of the histogram.
-            paths: Module paths.
-
-        Returns:
-            The histogram, or None where no gradient passed through any of them.
+        None where no gradient passed through any of them.
         """
         seen = [path for path in paths if path in self._counts]
         if not seen:
@@ -179,7 +155,7 @@ class GradientRange:
             return Histogram(pattern, 0, (), zeros)
         return Histogram(pattern, LOWEST + used[0], tuple(counts[used[0] : used[-1] + 1]), zeros)
 
-    def window(self) -> ScaleWindow | None:
+    def scales(self) -> ScaleRange | None:
         """The loss scales for fp16, over all modules, or None where nothing was seen."""
         finite = {path: value for path, value in self.largest.items() if 0.0 < value < math.inf}
         if not finite:
@@ -192,4 +168,4 @@ class GradientRange:
         highest = fp16.max / largest
         lowest = fp16.smallest_subnormal / smallest
         init = 2.0 ** math.floor(math.log2(highest / HEADROOM))
-        return ScaleWindow(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))
+        return ScaleRange(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))

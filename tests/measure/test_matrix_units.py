@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from castwise.measure.units import cpu_flags, cpu_units, cuda_units, matrix_units, rocm_units
+from castwise.measure.matrix_units import cpu_flags, cpu_units, cuda_units, matrix_units, rocm_units
 
 XEON = """processor\t: 0
 model name\t: Intel(R) Xeon(R) Platinum 8480+

@@ -1,6 +1,6 @@
 """The regions a search may decide about, found in a model's module tree.
 
-A *unit* is a module that computes something itself, or modules of one structure at the same place of repeated blocks
+A *part* is a module that computes something itself, or modules of one structure at the same place of repeated blocks
 (``blocks.*.norm``): identical blocks share one probe and one timing. What a module computes itself is seen by running
 it: operators are attributed to the innermost module whose ``forward`` is running. Views, copies and sums of what its
 children made (a residual connection) are nothing to decide about, so a module that does only these joins its
@@ -25,7 +25,7 @@ from castwise.plans.plan import Plan, Region
 from castwise.plans.rules import UNFUSED
 from castwise.resolve import assign
 
-__all__ = ["Unit", "exempt", "find_units", "only", "operators_used"]
+__all__ = ["Part", "exempt", "find_parts", "only", "operators_used"]
 
 _TRIVIAL = frozenset({
     "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view", "add", "add_", "alias", "arange", "as_strided",
@@ -38,7 +38,7 @@ _TRIVIAL = frozenset({
 
 
 @dataclass(frozen=True)
-class Unit:
+class Part:
     """A region of a model, as a search sees it.
 
     Attributes:
@@ -46,10 +46,10 @@ class Unit:
         kind: Class name of its modules.
         paths: Module paths, in the model's order.
         parameters: Elements in the parameters that are its modules' own (not their children's).
-        inner: Patterns of units inside it. Where a unit has some, the unit itself is what its modules' ``forward``
+        inner: Patterns of parts inside it. Where a part has some, the part itself is what its modules' ``forward``
             computes beside calling them.
-        like: The pattern with every number as a ``*``, where all modules that it matches belong to units that share it;
-            else empty. Units that are decided alike are so written as one region.
+        like: The pattern with every number as a ``*``, where all modules that it matches belong to parts that share it;
+            else empty. Parts that are decided alike are so written as one region.
     """
 
     pattern: str
@@ -101,15 +101,10 @@ class _Attribution(_torch.OperatorMode):
                 handle.remove()
 
 
-def find_units(model: nn.Module, forward: Callable[[], Any]) -> tuple[Unit, ...]:
-    """Find a model's units.
+def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
+    """Find the parts of a model in fp32, in its order; modules that are never called are in none.
 
-    Args:
-        model: In fp32.
-        forward: Runs its forward pass as training does, ``lambda: loss(model, batch)``.
-
-    Returns:
-        The units in the model's order; modules that are never called are in none.
+    ``forward`` runs its forward pass as training does: ``lambda: loss(model, batch)``.
     """
     seen = _Attribution()
     with torch.no_grad(), seen.watching(model):
@@ -120,17 +115,17 @@ def find_units(model: nn.Module, forward: Callable[[], Any]) -> tuple[Unit, ...]
     groups: dict[tuple[str, str], list[str]] = {}
     for path in paths:
         groups.setdefault((keys[path], _structure(modules[path])), []).append(path)
-    units: list[Unit] = []
+    parts: list[Part] = []
     for (pattern, _), members in groups.items():
         exact = _matched(model, pattern) == members
         for name, own in [(pattern, members)] if exact else [(_literal(p, modules[p]), [p]) for p in members]:
             size = sum(p.numel() for path in own for p in modules[path].parameters(recurse=False))
-            units.append(Unit(name, type(modules[own[0]]).__name__, tuple(own), size))
+            parts.append(Part(name, type(modules[own[0]]).__name__, tuple(own), size))
     together: dict[str, list[str]] = {}
-    for unit in units:
-        together.setdefault(_numberless(unit.pattern), []).extend(unit.paths)
+    for part in parts:
+        together.setdefault(_numberless(part.pattern), []).extend(part.paths)
     like = {p: p for p, members in together.items() if sorted(_matched(model, p)) == sorted(members)}
-    return tuple(sorted((_with_inner(u, units, like) for u in units), key=lambda u: paths.index(u.paths[0])))
+    return tuple(sorted((_with_inner(p, parts, like) for p in parts), key=lambda p: paths.index(p.paths[0])))
 
 
 def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
@@ -168,15 +163,15 @@ class _Names(_torch.OperatorMode):
 
 
 def _numberless(pattern: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in pattern.split("."))
+    return ".".join("*" if name.isdigit() else name for name in pattern.split("."))
 
 
-def _with_inner(unit: Unit, units: Sequence[Unit], like: Mapping[str, str]) -> Unit:
+def _with_inner(part: Part, parts: Sequence[Part], like: Mapping[str, str]) -> Part:
     def inside(path: str) -> bool:
-        return any(not outer or path.startswith(outer + ".") for outer in unit.paths if path != outer)
+        return any(not outer or path.startswith(outer + ".") for outer in part.paths if path != outer)
 
-    inner = tuple(other.pattern for other in units if all(inside(path) for path in other.paths))
-    return dataclasses.replace(unit, inner=inner, like=like.get(_numberless(unit.pattern), ""))
+    inner = tuple(other.pattern for other in parts if all(inside(path) for path in other.paths))
+    return dataclasses.replace(part, inner=inner, like=like.get(_numberless(part.pattern), ""))
 
 
 def _literal(path: str, module: nn.Module) -> str:
@@ -220,56 +215,39 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
         return []
 
 
-# --- plans from units ---------------------------------------------------------------------------------------
+# --- plans from parts ---------------------------------------------------------------------------------------
 
 
-def exempt(plan: Plan, units: Sequence[Unit], kept: Iterable[str], compute: str = "fp32") -> Plan:
-    """A plan with some units kept in a wider format.
+def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str], compute: str = "fp32") -> Plan:
+    """A plan with regions that keep parts of these patterns in a wider format.
 
-    Args:
-        plan: Whose compute format the other units keep.
-        units: All of the model's units.
-        kept: Patterns of those to keep.
-        compute: In which format.
-
-    Returns:
-        The plan with regions added. Where a unit has others inside that are not kept, these are given back to the
-        plan's own format.
+    Where a part has others inside that are not kept, these are given back to the plan's own format.
     """
-    regions = _nested(units, set(kept), compute, plan.compute)
+    regions = _nested(parts, set(kept), compute, plan.compute)
     return dataclasses.replace(plan, regions=(*plan.regions, *regions))
 
 
-def only(low: Plan, units: Sequence[Unit], chosen: Iterable[str]) -> Plan:
-    """A plan that runs some units low and everything else in fp32.
-
-    Args:
-        low: Its format, rules and loss scale are those of a low plan.
-        units: All of the model's units.
-        chosen: Patterns of those to run low.
-
-    Returns:
-        The plan, with parameters in fp32.
-    """
+def only(low: Plan, parts: Sequence[Part], chosen: Iterable[str]) -> Plan:
+    """A low plan's format, rules and loss scale for parts of these patterns alone; all else runs in fp32."""
     chosen = set(chosen)
-    regions = _nested(units, chosen, low.compute, "fp32")
+    regions = _nested(parts, chosen, low.compute, "fp32")
     return dataclasses.replace(
         low, compute="fp32", params="fp32", master="fp32", regions=tuple(regions), memory_format="as_is",
         optimizer="as_given",
     )  # fmt: skip
 
 
-def _nested(units: Sequence[Unit], chosen: set[str], inside: str, outside: str) -> list[Region]:
-    """Regions that put the chosen units, and no others, into a format; outer ones first."""
+def _nested(parts: Sequence[Part], chosen: set[str], inside: str, outside: str) -> list[Region]:
+    """Regions that put the chosen parts, and no others, into a format; outer ones first."""
     out = []
-    for unit in sorted(
-        units, key=lambda u: -len(u.inner)
+    for part in sorted(
+        parts, key=lambda p: -len(p.inner)
     ):  # what encloses more comes first; the last match wins
-        around = [u for u in units if unit.pattern in u.inner]
-        enclosed = any(u.pattern in chosen for u in around)
-        wanted = inside if unit.pattern in chosen else outside if enclosed else None
+        around = [p for p in parts if part.pattern in p.inner]
+        enclosed = any(p.pattern in chosen for p in around)
+        wanted = inside if part.pattern in chosen else outside if enclosed else None
         if wanted is not None:
-            alike = [u for u in units if unit.like and u.like == unit.like]
-            same = all((u.pattern in chosen) == (unit.pattern in chosen) for u in alike)
-            out.append(Region(unit.like if same and len(alike) > 1 else unit.pattern, compute=wanted))
+            alike = [p for p in parts if part.like and p.like == part.like]
+            same = all((p.pattern in chosen) == (part.pattern in chosen) for p in alike)
+            out.append(Region(part.like if same and len(alike) > 1 else part.pattern, compute=wanted))
     return list(dict.fromkeys(out))

@@ -38,11 +38,7 @@ class MatrixUnits:
 
 
 def matrix_units(device: torch.device) -> MatrixUnits:
-    """The matrix units of a device of this machine.
-
-    Returns:
-        What is known of them.
-    """
+    """What is known of the matrix units of a device of this machine."""
     if device.type == "cpu":
         try:
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -69,26 +65,18 @@ def matrix_units(device: torch.device) -> MatrixUnits:
 
 
 def cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """Instruction sets of the first processor in the text of ``/proc/cpuinfo``.
+    """Instruction sets of the first processor in the text of ``/proc/cpuinfo``, as the kernel spells them.
 
-    Args:
-        cpuinfo: The text; x86 calls the line ``flags``, Arm calls it ``Features``.
-
-    Returns:
-        The names as the kernel spells them; empty if there is no such line.
+    x86 calls the line ``flags``, Arm calls it ``Features``; without one there are none.
     """
     match = re.search(r"^(?:flags|Features)[ \t]*:[ \t]*(.*)$", cpuinfo, re.MULTILINE)
     return frozenset(match.group(1).split()) if match else frozenset()
 
 
 def cpu_units(flags: frozenset[str]) -> MatrixUnits:
-    """The matrix units of a CPU.
+    """The matrix units of a CPU with these instruction sets: AMX or SME.
 
-    Args:
-        flags: As :func:`cpu_flags` gives them.
-
-    Returns:
-        AMX or SME if it has them. AVX-512 BF16 and FP16 are vector instructions and named as such.
+    AVX-512 BF16 and FP16 are vector instructions and named as such.
 
     Source:
         Intel Architecture Instruction Set Extensions Programming Reference, chapter 3: a tile has 16 rows of 64
@@ -152,9 +140,6 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
         capability: Compute capability, major and minor.
         name: Of the GPU: the GTX 16 series shares its capability with the RTX 20 series but has no Tensor Cores.
 
-    Returns:
-        Their generation and formats.
-
     Source:
         NVIDIA, "Matrix Multiplication Background User's Guide": sides in multiples of 16 bytes, 8 elements of a
         16-bit format; and the table of compute capabilities in the CUDA C++ Programming Guide.
@@ -177,13 +162,7 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
 
 
 def rocm_units(architecture: str) -> MatrixUnits:
-    """The matrix units of an AMD GPU.
-
-    Args:
-        architecture: Such as ``gfx942:sramecc+:xnack-``.
-
-    Returns:
-        Their formats.
+    """The matrix units of an AMD GPU of an architecture such as ``gfx942:sramecc+:xnack-``.
 
     Source:
         AMD ROCm documentation, "Data types and precision support", hardware table: CDNA has MFMA, RDNA 3 on WMMA.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise import Amp, LossScale, Plan
+from castwise.numerics.gradient_range import GradientRange, Histogram
 from castwise.numerics.parity import ParityTest, with_measured_scale
 from castwise.numerics.probes import Prober
-from castwise.numerics.window import GradientRange, Histogram
 
 FP16 = Plan.preset("fp16-mixed")
 
@@ -53,7 +53,7 @@ def test_histograms_add_up_over_modules_and_passes() -> None:
 def test_gradients_that_are_all_zero() -> None:
     seen = _seen(torch.zeros(5))
     assert seen.histogram("m", ["m0"]) == Histogram("m", 0, (), 5)
-    assert seen.window() is None
+    assert seen.scales() is None
 
 
 def test_magnitudes_beyond_the_bins_are_in_the_outermost_ones() -> None:
@@ -63,10 +63,10 @@ def test_magnitudes_beyond_the_bins_are_in_the_outermost_ones() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0**-12, 1.0, 2.0**9])
-def test_the_window_moves_against_the_gradients(factor: float) -> None:
+def test_the_scales_moves_against_the_gradients(factor: float) -> None:
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(1000, generator=generator)
-    one, other = _seen(gradient).window(), _seen(gradient * factor).window()
+    one, other = _seen(gradient).scales(), _seen(gradient * factor).scales()
     assert one is not None
     assert other is not None
     assert other.largest == one.largest * factor
@@ -76,25 +76,25 @@ def test_the_window_moves_against_the_gradients(factor: float) -> None:
     assert other.lowest_scale == pytest.approx(one.lowest_scale / factor)
 
 
-def test_inside_the_window_nothing_overflows_and_little_underflows() -> None:
+def test_inside_the_scales_nothing_overflows_and_little_underflows() -> None:
     gradient = torch.randn(4000) * 10.0 ** torch.linspace(-7, 0, 4000)
-    window = _seen(gradient).window()
-    assert window is not None
-    for scale in (window.lowest_scale, window.init, window.highest_scale):
+    scales = _seen(gradient).scales()
+    assert scales is not None
+    for scale in (scales.lowest_scale, scales.init, scales.highest_scale):
         held = (gradient.double() * scale).half().double() / scale
         assert bool(torch.isfinite(held).all())
         lost = gradient.double()[held == 0].square().sum() / gradient.double().square().sum()
         assert float(lost) <= 1e-4
-    assert torch.isinf((gradient.double() * window.highest_scale * 1.01).half()).any()
-    assert window.init <= window.highest_scale / 8
-    assert math.log2(window.init).is_integer()
+    assert torch.isinf((gradient.double() * scales.highest_scale * 1.01).half()).any()
+    assert scales.init <= scales.highest_scale / 8
+    assert math.log2(scales.init).is_integer()
 
 
-def test_gradients_of_parameters_hold_the_window_down_too() -> None:
+def test_gradients_of_parameters_hold_the_scales_down_too() -> None:
     seen = _seen(torch.ones(3))
-    before = seen.window()
+    before = seen.scales()
     seen.see_parameters(["w", "none"], [torch.tensor([-512.0, 1.0]), torch.zeros(0)])
-    after = seen.window()
+    after = seen.scales()
     assert before is not None
     assert after is not None
     assert after.largest == 512.0
@@ -102,39 +102,39 @@ def test_gradients_of_parameters_hold_the_window_down_too() -> None:
 
 
 def test_a_module_with_next_to_no_gradient_does_not_hold_it_up() -> None:
-    alone, beside = _seen(torch.ones(9)).window(), _seen(torch.ones(9), torch.full((9,), 1e-9)).window()
+    alone, beside = _seen(torch.ones(9)).scales(), _seen(torch.ones(9), torch.full((9,), 1e-9)).scales()
     assert alone is not None
     assert beside is not None
     assert beside.smallest == alone.smallest
 
 
 @pytest.mark.parametrize(("largest", "empty"), [(2.0**39, False), (2.0**41, True)])
-def test_a_window_is_empty_where_fp16_cannot_hold_both_ends(largest: float, empty: bool) -> None:
+def test_a_scales_is_empty_where_fp16_cannot_hold_both_ends(largest: float, empty: bool) -> None:
     seen = _seen(torch.ones(9))
     seen.see_parameters(["w"], [torch.tensor([largest])])
-    window = seen.window()
-    assert window is not None
-    assert window.smallest == 1.0
-    assert window.is_empty is empty
+    scales = seen.scales()
+    assert scales is not None
+    assert scales.smallest == 1.0
+    assert scales.is_empty is empty
 
 
 @pytest.mark.parametrize(("size", "init"), [(1e-30, 2.0**24), (1e30, 2.0**-14)])
 def test_the_start_stays_within_reason(size: float, init: float) -> None:
-    window = _seen(torch.full((9,), size)).window()
-    assert window is not None
-    assert window.init == init
+    scales = _seen(torch.full((9,), size)).scales()
+    assert scales is not None
+    assert scales.init == init
 
 
 def test_gradients_that_are_not_finite_do_not_make_the_window() -> None:
-    window = _seen(torch.ones(2), torch.tensor([math.inf, 1.0])).window()
-    assert window is not None
-    assert window.largest == 1.0
+    scales = _seen(torch.ones(2), torch.tensor([math.inf, 1.0])).scales()
+    assert scales is not None
+    assert scales.largest == 1.0
 
 
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_starts_inside_the_window_and_within_its_own_bounds() -> None:
+def test_a_plan_starts_inside_the_scales_and_within_its_own_bounds() -> None:
     seen = _seen(torch.ones(4))  # 65504 / 8 -> 2**12
     start = with_measured_scale(FP16, seen).loss_scale
     assert start is not None

@@ -22,7 +22,7 @@ from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.evidence import Verification
 from castwise.workload import Workload
 
-__all__ = ["affordable_steps", "is_doubtful", "judge_losses", "training_trials"]
+__all__ = ["affordable_steps", "is_doubtful", "judge_losses", "train_pairs"]
 
 FEWEST, MOST = 20, 100
 """Steps of training runs that decide what gradients leave in doubt."""
@@ -41,7 +41,7 @@ _POWER = 0.842
 """The normal distribution's 80 % point."""
 
 
-def training_trials(
+def train_pairs(
     workload: Workload,
     plan: Plan,
     device: torch.device,
@@ -51,19 +51,16 @@ def training_trials(
     first_seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Verification:
-    """Train pairs of runs and judge their losses.
+    """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
 
     Args:
-        workload: What both runs of a pair train, from equal weights on equal batches.
-        plan: What one run of each pair trains by; the other trains in fp32.
+        workload: What they train.
+        plan: What one run of each pair trains by.
         device: Device that both run on.
         steps: Optimizer steps of each run.
         seeds: How many pairs, at least 2.
         first_seed: They count up from here.
         on_progress: Called with pairs done and pairs in all.
-
-    Returns:
-        The finding.
 
     Raises:
         PlanError: Fewer than 5 steps or 2 seeds.
@@ -98,9 +95,6 @@ def is_doubtful(found: ParityResult) -> bool:
     """Whether a plan that did not pass the gradient test is near enough to its lines to be decided by training runs.
 
     The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
-
-    Args:
-        found: Of a plan that did not pass.
     """
     own = max(found.floor, found.repeat)
     worst = severity(found.damage.value, None if found.adam is None else found.adam.value)
@@ -108,31 +102,19 @@ def is_doubtful(found: ParityResult) -> bool:
 
 
 def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:
-    """How long the training runs can be that decide a plan in doubt.
+    """How many steps each run of so many pairs can have within ``room_s`` seconds; 0 where there is no time for enough.
 
-    Args:
-        room_s: Seconds there are.
-        a_pair_s: Seconds of one step in fp32 and one of the plan.
-        pairs: How many pairs share the seconds.
-
-    Returns:
-        Steps of each run, 0 where there is no time for enough.
+    ``a_pair_s`` is one step in fp32 and one of the plan.
     """
     steps = int(0.8 * room_s / (a_pair_s * pairs))  # models have to be built too
     return min(MOST, steps) if steps >= FEWEST else 0
 
 
 def judge_losses(reference: Sequence[float], candidate: Sequence[float], steps: int) -> Verification:
-    """Judge pairs of final losses.
+    """Judge pairs of final losses, fp32's and the plan's by seed, after runs of so many steps.
 
-    Args:
-        reference: fp32's, per seed.
-        candidate: The plan's, for the same seeds.
-        steps: Steps of each run.
-
-    Returns:
-        ``not worse`` if the upper bound of the mean difference is below the margin, ``worse`` if its lower bound is above,
-        else ``not shown``.
+    ``not worse`` if the upper bound of the mean difference is below the margin, ``worse`` if its lower bound is
+    above, else ``not shown``.
     """
     differences = [c - r for c, r in zip(candidate, reference, strict=True)]
     n = len(differences)

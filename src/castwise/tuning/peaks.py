@@ -13,23 +13,18 @@ from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of, simplicity
 from castwise.tuning.state import SearchState
 
-__all__ = ["weigh", "weight"]
+__all__ = ["measure_peaks", "peak_and_simplicity"]
 
-WEIGHING_S = 8.0
+LEAST_S = 8.0
 """With less time left than this no further process is started."""
 
 
-def weigh(search: SearchState, plans: Sequence[Plan]) -> None:
-    """Measure peak memory of plans; ``search.peaks`` has it afterwards.
-
-    Args:
-        search: Where peaks are kept, by plan.
-        plans: Those that have been weighed already are left out.
-    """
+def measure_peaks(search: SearchState, plans: Sequence[Plan]) -> None:
+    """Measure peak memory of plans that have not been measured yet; ``search.peaks`` has it afterwards."""
     for number, plan in enumerate(plans):
         if plan in search.peaks:
             continue
-        if search.left_s() < WEIGHING_S:
+        if search.left_s() < LEAST_S:
             search.notes.append(
                 f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
             )
@@ -52,12 +47,10 @@ def _peak_bytes(search: SearchState, plan: Plan) -> int | None:
     return memory.training_peak_bytes
 
 
-def weight(search: SearchState, plan: Plan) -> tuple[float, int]:
+def peak_and_simplicity(search: SearchState, plan: Plan) -> tuple[float, int]:
     """What plans are sorted by for ``goal="memory"``: peak memory to within a hundredth, then simplicity.
 
-    Args:
-        search: Whose ``peaks`` are read.
-        plan: Any; one that has not been weighed comes last.
+    A plan that was not measured comes last.
     """
     peak = search.peaks.get(plan)
     return (math.inf if peak is None else round(math.log(peak) * 100), simplicity(plan))

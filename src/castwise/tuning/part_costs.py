@@ -11,7 +11,9 @@ import copy
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting import autocast
-from castwise.casting.trees import cast_floating, map_tensors
+from castwise.casting.trees import cast_floating, map_tensors, tensors_in
 from castwise.measure import ranks
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.timing import synchronize
+from castwise.numerics.isolation import unspoilt
 from castwise.plans.formats import FORMATS
-from castwise.tuning.units import Unit
+from castwise.tuning.parts import Part
 
-__all__ = ["Cost", "losing_units", "measure_costs", "not_faster"]
+__all__ = ["Cost", "losing_parts", "measure_costs", "not_faster"]
 
 HOPELESS = 10.0
 """A format that takes this many times fp32's time on a small piece of the input is not tried on all of it."""
 SMALL_ELEMENTS = 1 << 14
 """Size of that piece."""
-ROUNDS = 7
+ROUNDS = 6
 GAIN = 0.93
 """A region loses by the low format if fp32 with its casts takes less than this share of the low time."""
 SLOWER = 1.15
@@ -44,7 +47,7 @@ WORTH = 0.004
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that one training step spends in a unit, all its modules together.
+    """Seconds that one training step spends in a part, all its modules together.
 
     Attributes:
         times_s: Per format, among regions of the same format; ``fp32`` is always there.
@@ -59,19 +62,24 @@ class Cost:
 
 @dataclass
 class _Call:
-    """A module as it was called, and how often modules like it are."""
+    """A module as it was called, and how often each part calls modules like it."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def work(self) -> int:
+        """About how much there is to do: elements of the largest input, over all calls."""
+        return max((tensor.numel() for tensor in tensors_in(self.args)), default=1) * self.counts.total()
 
 
 def measure_costs(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
     batch: Any,
-    units: Sequence[Unit],
+    parts: Sequence[Part],
     formats: Sequence[str],
     device: torch.device,
     *,
@@ -79,61 +87,57 @@ def measure_costs(
     budget_s: float = 12.0,
     on_progress: Callable[[str], None] = lambda _what: None,
 ) -> dict[str, Cost]:
-    """Time every unit that has no other inside.
+    """Time every part that has no other inside, what has most to do first.
 
     Args:
         model: In fp32, on the device; its modules are copied.
         loss: Called with the model and the batch, to see with which inputs each module is called.
         batch: One of the workload's, on the device.
-        units: As :func:`~castwise.tuning.units.find_units` gives them.
+        parts: As :func:`~castwise.tuning.parts.find_parts` gives them.
         formats: Low formats to time beside fp32.
-        device: Device that the model is on.
+        device: That the model is on.
         channels_last: Time modules over images in this memory format.
         budget_s: Once it is spent, remaining modules go without.
         on_progress: Told what is timed.
 
     Returns:
-        Costs by the unit's pattern; units that could not be timed alone are missing.
+        Costs by the part's pattern; parts with a module that does not run by itself are missing.
+
+    Raises:
+        Exception: What a module raised in a low format, unless it says that the module cannot run there.
     """
-    calls = _calls(model, loss, batch, [unit for unit in units if not unit.inner])
-    parts: dict[str, list[tuple[int, Cost]]] = {}
-    spent: set[str] = set()
+    costs: dict[str, list[tuple[int, Cost]]] = {}
+    without: set[str] = set()
     start = ranks.now()
-    ordered = sorted(
-        calls, key=lambda c: -_size(c.args) * sum(c.counts.values())
-    )  # what matters most comes first
-    for call in ordered:
-        if ranks.now() - start > budget_s:
-            spent.update(call.counts)
-            continue
-        on_progress(f"{type(call.module).__name__} in {', '.join(call.counts)}")
-        try:
+    calls = _calls(model, loss, batch, [part for part in parts if not part.inner])
+    for call in sorted(calls, key=lambda call: -call.work):
+        cost = None
+        if ranks.now() - start <= budget_s:
+            on_progress(f"{type(call.module).__name__} in {', '.join(call.counts)}")
             cost = _time(call, formats, device, channels_last)
-        except Exception:  # a module that cannot run by itself is timed with the whole step only
-            spent.update(call.counts)
+        if cost is None:
+            without.update(call.counts)
             continue
         for pattern, count in call.counts.items():
-            parts.setdefault(pattern, []).append((count, cost))
-    return {pattern: _sum(costs) for pattern, costs in parts.items() if pattern not in spent}
+            costs.setdefault(pattern, []).append((count, cost))
+    return {pattern: _sum(found) for pattern, found in costs.items() if pattern not in without}
 
 
 def _sum(costs: list[tuple[int, Cost]]) -> Cost:
-    def add(name: str, table: str) -> float:
-        return float(sum(count * getattr(cost, table)[name] for count, cost in costs))
-
-    reasons = {name: why for _, cost in costs for name, why in cost.reasons.items()}
     names = [name for name in costs[0][1].times_s if all(name in cost.times_s for _, cost in costs)]
-    times = {name: add(name, "times_s") for name in names}
-    bordered = {name: add(name, "bordered_s") for name in names if name != "fp32"}
-    return Cost(times, bordered, reasons)
+    return Cost(
+        {name: sum(count * cost.times_s[name] for count, cost in costs) for name in names},
+        {
+            name: sum(count * cost.bordered_s[name] for count, cost in costs)
+            for name in names
+            if name != "fp32"
+        },
+        {name: why for _, cost in costs for name, why in cost.reasons.items()},
+    )
 
 
-def losing_units(low: str, costs: dict[str, Cost]) -> list[str]:
-    """Units that take less time in fp32, casts at their borders included, than in a low format.
-
-    Returns:
-        Patterns, the largest gain first.
-    """
+def losing_parts(low: str, costs: dict[str, Cost]) -> list[str]:
+    """Patterns of parts that take less time in fp32, casts included, than in a low format; the largest gain first."""
     whole = sum(cost.times_s.get(low, cost.times_s["fp32"]) for cost in costs.values())
     gains = {}
     for pattern, cost in costs.items():
@@ -145,81 +149,67 @@ def losing_units(low: str, costs: dict[str, Cost]) -> list[str]:
 
 
 def _calls(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, units: Sequence[Unit]
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, parts: Sequence[Part]
 ) -> list[_Call]:
-    """One call per unique module and input, with how often each unit makes it."""
+    """One call per unique module and input, with how often each part makes it."""
     modules = dict(model.named_modules())
     found: dict[str, _Call] = {}
     handles = []
-    for unit in units:
-        for path in unit.paths:
+    for part in parts:
+        for path in part.paths:
 
             def hook(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = unit.pattern
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = part.pattern
             ) -> None:
                 key = _key(module, args, kwargs)
                 if key not in found:
-                    held = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), args)
-                    named = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), kwargs)
-                    found[key] = _Call(module, held, named)
-                counts = found[key].counts
-                counts[pattern] = counts.get(pattern, 0) + 1
+                    found[key] = _Call(module, *map_tensors(_copy, (args, kwargs)))
+                found[key].counts[pattern] += 1
 
             handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     try:
-        loss(model, batch)
+        with unspoilt(model):
+            loss(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
     return list(found.values())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> str:
     shapes = [tuple(p.shape) for p in module.parameters()]
-    inputs: list[Any] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        inputs.append((tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad))
-        return tensor
-
-    map_tensors(note, (args, kwargs))
+    inputs = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors_in((args, kwargs))]
     return f"{type(module).__qualname__} {module!r} {shapes} {inputs}"
-
-
-def _size(value: Any) -> int:
-    sizes = [1]
-
-    def note(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    map_tensors(note, value)
-    return max(sizes)
 
 
 # --- timing one module ---------------------------------------------------------------------------------------
 
 
-def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool) -> Cost:
-    def copied() -> tuple[nn.Module, Any, Any]:
-        module = copy.deepcopy(call.module)
-        for part in module.modules():  # its inputs are leaves here, which nothing may write to
-            if getattr(part, "inplace", False) is True:
-                part.inplace = False  # type: ignore[assignment]
-        if not channels_last:
-            return module, call.args, call.kwargs
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return module, map_tensors(_to_channels_last, call.args), map_tensors(_to_channels_last, call.kwargs)
+def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool) -> Cost | None:
+    """What one call costs in each format; None for a module that does not run by itself."""
 
-    module, args, kwargs = ranks.each("a copy of a module", copied)
-    ways: dict[tuple[str, bool], Callable[[], None]] = {
-        ("fp32", False): _runner(module, args, kwargs, None, False, device)
-    }
+    def alone() -> tuple[nn.Module, Any, Any, Callable[[], None]]:
+        module, given = copy.deepcopy(call.module), (call.args, call.kwargs)
+        for inner in module.modules():  # its inputs are leaves here, which nothing may write to
+            if getattr(inner, "inplace", False) is True:
+                inner.inplace = False  # type: ignore[assignment]
+        if channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            given = map_tensors(_to_channels_last, given)
+        run = _runner(module, *given, None, False, device)
+        run()
+        run()  # one that keeps its state may fail the second time
+        return module, *given, run
+
+    try:
+        module, args, kwargs, in_fp32 = ranks.each("a module by itself", alone)
+    except Exception:  # it ran within its model: what it needs from there, or cannot be copied, is missing
+        return None
+    ways: dict[tuple[str, bool], Callable[[], None]] = {("fp32", False): in_fp32}
     reasons: dict[str, str] = {}
     for name in formats:
         try:
@@ -230,6 +220,8 @@ def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_la
             run = functools.partial(_both, module, args, kwargs, name, device)
             ways[name, False], ways[name, True] = ranks.each(f"a module in {name}", run)
         except Exception as error:
+            if not cannot_run(error):
+                raise
             reasons[name] = unfit(error)
     seconds = _interleaved(ways, device)
     return Cost(
@@ -242,10 +234,11 @@ def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_la
 def _both(
     module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A module among others of a low format, which has run once, and in fp32 among them."""
-    in_low = _runner(module, args, kwargs, low, False, device)
+    """A module among others of a low format, in that format and in fp32; each has run once, which builds kernels."""
+    in_low, in_fp32 = (_runner(module, args, kwargs, low, bordered, device) for bordered in (False, True))
     in_low()
-    return in_low, _runner(module, args, kwargs, low, True, device)
+    in_fp32()
+    return in_low, in_fp32
 
 
 def _to_channels_last(tensor: Tensor) -> Tensor:
@@ -267,8 +260,7 @@ def _interleaved(
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    ranks.slowest("the first round of a module", a_round)  # builds kernels
-    rounds = [ranks.slowest("a round of a module", a_round) for _ in range(ROUNDS - 1)]
+    rounds = [ranks.slowest("a round of a module", a_round) for _ in range(ROUNDS)]
     return {way: min(times) for way, times in zip(ways, zip(*rounds, strict=True), strict=True)}
 
 
@@ -284,13 +276,11 @@ def _runner(
     def run() -> None:
         given, keywords = held, named
         if bordered:
-            given, keywords = cast_floating(given, torch.float32), cast_floating(keywords, torch.float32)
-        if low is not None and not bordered:
-            with autocast(low, device_type=device.type):
-                output = module(*given, **keywords)
-        else:
+            given, keywords = cast_floating((given, keywords), torch.float32)
+        low_inside = autocast(low, device_type=device.type) if low and not bordered else nullcontext()
+        with low_inside:
             output = module(*given, **keywords)
-        out = _first(output)
+        out = next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
         if bordered and out is not None and dtype is not None:
             out = out.to(dtype)
         if out is None or not out.requires_grad:
@@ -304,30 +294,8 @@ def _runner(
 
 
 def _as_leaves(cast: Any, original: Any) -> Any:
-    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point() and _needs(original)), cast)
-
-
-def _needs(value: Any) -> bool:
-    needs = [False]
-
-    def note(tensor: Tensor) -> Tensor:
-        needs.append(tensor.requires_grad)
-        return tensor
-
-    map_tensors(note, value)
-    return any(needs)
-
-
-def _first(output: Any) -> Tensor | None:
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    map_tensors(keep, output)
-    return found[0] if found else None
+    trained = any(tensor.requires_grad for tensor in tensors_in(original))
+    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point() and trained), cast)
 
 
 def _slowdown_on_a_piece(module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device) -> float:
@@ -370,16 +338,7 @@ def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
 
 
 def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
-    """Why a low format cannot be part of the fastest plan, by the costs of units alone.
-
-    Args:
-        name: Format that may be dropped from the search.
-        formats: All low formats in the running.
-        costs: As :func:`measure_costs` gives them.
-
-    Returns:
-        A clause, empty where it may be.
-    """
+    """Why a low format out of ``formats`` cannot be in the fastest plan, by the costs of parts alone; empty if it may be."""
     timed = {pattern: cost for pattern, cost in costs.items() if name in cost.times_s or name in cost.reasons}
     if not timed:
         return ""
