@@ -13,15 +13,15 @@ from castwise.scaler.grad_scaler import GradScaler
 from castwise.scaler.gradients import add_up, check_and_multiply, set_aside
 from castwise.scaler.result import StepResult
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state
-from castwise.scaler.unit import UnitScaler
+from castwise.scaler.step_guard import StepGuard
 from castwise.scaler.window import Window
 
 __all__ = [
     "GradScaler",
     "ScalePolicy",
     "ScaleState",
+    "StepGuard",
     "StepResult",
-    "UnitScaler",
     "Window",
     "add_up",
     "check_and_multiply",

@@ -17,7 +17,7 @@ from castwise.scaler import gradients
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host
-from castwise.scaler.unit import UnitScaler, hand_over, take_back
+from castwise.scaler.step_guard import StepGuard, hand_over, take_back
 
 __all__ = ["Window"]
 
@@ -486,7 +486,7 @@ class Window:
                 self.settled, self._stepped = False, True
             else:
                 scaler.forget(optimizer)
-        elif isinstance(scaler, UnitScaler):
+        elif isinstance(scaler, StepGuard):
             flags = scaler.look(optimizer)
         else:
             return
@@ -500,7 +500,7 @@ class Window:
             return
         bad = any(flag.item() for flag in flags.values()) if bad is None else bad
         self._skipped += bad
-        if isinstance(scaler, UnitScaler):
+        if isinstance(scaler, StepGuard):
             scaler.count(optimizer, bad)
         elif unscaled:
             scaler.note_outcome(optimizer, bad)

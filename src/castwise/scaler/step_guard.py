@@ -20,7 +20,7 @@ from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host, view_on_host
 
-__all__ = ["UnitScaler", "hand_over", "take_back"]
+__all__ = ["StepGuard", "hand_over", "take_back"]
 
 
 def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ _Found = tuple[dict[torch.device, torch.Tensor], ctypes.c_float | None]
 """Whether gradients are not finite: a flag per device, and where there is one in the host's memory, that memory."""
 
 
-class UnitScaler(GradScaler):
+class StepGuard(GradScaler):
     """A scale of one that never moves, under the same calls, so that a session need not ask whether there is a scale.
 
     Gradients are looked at once, by the kernel that unscales them elsewhere, which writes nothing where the factor is
