@@ -26,7 +26,7 @@ from castwise._torch import OperatorMode
 from castwise.casting.trees import map_tensors
 from castwise.numerics.damage import Grams, estimate
 from castwise.numerics.probes import REFERENCE, Prober
-from castwise.tuning.trials import judge_losses
+from castwise.tuning.pairs import judge_losses
 from castwise.workload import find_workload
 from common import write
 
@@ -100,9 +100,9 @@ def damage(workload: Workload, model: nn.Module, bits: int, towards_zero: bool) 
         n for n, g in floor.items() if g.error.trace() > 1e-4 * g.signal.trace() or not g.signal.trace() > 0
     }
     with Coarse(bits, towards_zero):
-        trial = prober.trial(REFERENCE, range(8))
-    plain = estimate(Grams.total(prober.grams(trial).values())).value
-    weighted = prober.grams(trial, prober.preconditioner())
+        probe = prober.probe(REFERENCE, range(8))
+    plain = estimate(Grams.total(prober.grams(probe).values())).value
+    weighted = prober.grams(probe, prober.preconditioner())
     return plain, estimate(Grams.total([g for n, g in weighted.items() if n not in dead])).value
 
 

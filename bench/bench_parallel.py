@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from bench_overhead import build
-from castwise import parallel
 from castwise.measure import ranks
 from castwise.measure.stats import paired_speedup
 from castwise.measure.timing import paired, race
+from castwise.ranks import ALONE
 from castwise.workload import find_workload
 from common import check_losses_agree, write
 from loops import Loop
@@ -79,13 +79,9 @@ def by_castwise(device: torch.device) -> Loop:
 
 
 def agreeing(device: torch.device, max_norm: float | None, asks: bool) -> Loop:
-    """No wrapper: nothing is averaged, and ranks ask each other unless they act apart."""
+    """No wrapper: nothing is averaged, and ranks ask each other unless each acts alone."""
     model, optimizer, x, y = build(device)
-    if asks:
-        amp = castwise.Amp("fp16-mixed", device=device)
-    else:
-        with parallel.agreement.apart():
-            amp = castwise.Amp("fp16-mixed", device=device)
+    amp = castwise.Amp("fp16-mixed", device=device, group=None if asks else ALONE)
     amp.prepare(model, optimizer)
     loss_fn = nn.MSELoss()
 
@@ -177,7 +173,7 @@ def gpt_step(
     if layout == "ddp":
         call = nn.parallel.DistributedDataParallel(model)
         if hook is not None:
-            call.register_comm_hook(None, getattr(parallel, f"compress_to_{hook}"))
+            call.register_comm_hook(None, getattr(castwise.parallel, f"compress_to_{hook}"))
     batches = workload.batches(0)
     size, rank = dist.get_world_size(), dist.get_rank()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise
-from castwise import checkpoint, errors, scaler, workload
+from castwise import casting, checkpoint, errors, masters, scaler, workload
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -37,14 +37,33 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Sections and the names of ``castwise.__all__`` in them."""
 
+FURTHER_TEXT = """\
+For single questions, and for libraries on top of castwise: the drop-ins for Apex and Colossal-AI use nothing that is not
+on this page."""
+
 FURTHER = (
+    ("castwise.casting", casting, ("AmbientAutocast",)),
     ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
+    ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     ("castwise.plans.plan", plan, ("as_plan",)),
     ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),
-    ("castwise.scaler", scaler, ("next_state", "from_apex", "to_apex", "from_colossalai", "to_colossalai")),
+    (
+        "castwise.scaler",
+        scaler,
+        (
+            "check_and_multiply",
+            "set_aside",
+            "add_up",
+            "next_state",
+            "from_apex",
+            "to_apex",
+            "from_colossalai",
+            "to_colossalai",
+        ),
+    ),
     ("castwise.workload", workload, ("find_workload",)),
 )
-"""Functions of single modules that a user may want: what to import them from, the module, their names."""
+"""What a user may want of single modules: what to import it from, the module, names. Drop-ins may use no more."""
 
 
 def page() -> str:
@@ -56,7 +75,7 @@ def page() -> str:
         parts += (_entry(name, getattr(castwise, name)) for name in names)
         if title == "Errors":
             parts.append(_errors())
-    parts.append("## Further functions\n\n| call | |\n|---|---|\n")
+    parts.append(f"## Further names\n\n{FURTHER_TEXT}\n\n| call | |\n|---|---|\n")
     for where, module, names in FURTHER:
         parts += (f"| `{where}.{_call(name, getattr(module, name))}` | {_summary(getattr(module, name))} |\n"
                   for name in names)  # fmt: skip
@@ -74,7 +93,9 @@ def _entry(name: str, value: Any) -> str:
 
 
 def _members(cls: type) -> Iterator[tuple[str, str]]:
-    bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("castwise.session")]
+    bases = [
+        base for base in cls.__mro__[1:] if base.__module__.startswith(("castwise.session", "castwise.jobs"))
+    ]
     for name, value in {**vars(cls), **{k: v for base in bases for k, v in vars(base).items()}}.items():
         if name.startswith("_"):
             continue

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Iterable
 from pathlib import Path
 
-from castwise.compat.coverage import STATUSES, Covered
+from castwise.compat.coverage import STATUSES, covered
 
 PAGE = Path(__file__).parent.parent / "docs" / "compat.md"
 DROP_INS = {
-    "castwise.compat.apex.coverage": (
+    "apex": (
         "Apex",
         "The contract is that of NVIDIA/apex at e13873de, the last commit that held `apex.amp`. "
         "[From Apex](from-apex.md) has the way over.",
     ),
-    "castwise.compat.colossalai.coverage": ("Colossal-AI", "The contract is that of its legacy AMP."),
+    "colossalai": ("Colossal-AI", "The contract is that of its legacy AMP."),
 }
 _COUNTED = {"works": "work", "differs": "differ", "absent": "are absent"}
 INTRODUCTION = """\
 # Drop-ins, name by name
 
-<!-- Written by scripts/compat_page.py from the coverage lists in src/castwise/compat. Edit those instead. -->
+<!-- Written by scripts/compat_page.py from the lists src/castwise/compat/*/coverage.toml. Edit those instead. -->
 
 Scripts that were written for these libraries run on castwise. *Works*: as in the original. *Differs*: it is there and
 does something else, for the reason given. *Absent*: using it raises, and the note says what to use instead.
@@ -33,18 +30,12 @@ does something else, for the reason given. *Absent*: using it raises, and the no
 def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    for module, (title, text) in DROP_INS.items():
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is not None:
-            parts.append(_section(title, text, importlib.import_module(module).COVERED))
+    parts += (_section(package, title, text) for package, (title, text) in DROP_INS.items())
     return "".join(parts).rstrip() + "\n"
 
 
-def _section(title: str, text: str, names: Iterable[Covered]) -> str:
-    rows = list(names)
+def _section(package: str, title: str, text: str) -> str:
+    rows = covered(package)
     counts = ", ".join(
         f"{sum(row.status == status for row in rows)} {_COUNTED[status]}" for status in STATUSES
     )

@@ -235,7 +235,7 @@ def test_public_names_are_listed_once_and_in_order() -> None:
 
 # --- what is written about the code -------------------------------------------------------------------------
 
-HARD_ROOMS = ("casting", "masters", "scaler", "session")
+HARD_ROOMS = ("casting", "masters", "ranks", "scaler", "session")
 GUIDES = [ROOT / "CONTRIBUTING.md", *sorted(SOURCE.rglob("README.md"))]
 
 

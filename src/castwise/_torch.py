@@ -912,8 +912,8 @@ _is_grad_enabled = torch.is_grad_enabled
 def without_grad(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function under ``torch.no_grad()``, which costs a microsecond less this way."""
     was = _is_grad_enabled()
-    _set_grad_enabled(False)
     try:
+        _set_grad_enabled(False)
         return function(*args)
     finally:
         _set_grad_enabled(was)

@@ -35,14 +35,13 @@ from castwise.casting.trees import cast_floating, map_tensors
 from castwise.errors import StateError
 from castwise.mismatch import explain_mismatch
 from castwise.plans import rules
-from castwise.plans.formats import FORMATS
+from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
 from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
 
-LOW_DTYPES = (torch.bfloat16, torch.float16)
 _NOT_FP32 = (*LOW_DTYPES, torch.float64)
 _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from castwise.errors import CastwiseError
+from castwise.errors import CastwiseError, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -179,7 +179,7 @@ def tune(
 
         from castwise.casting.context import default_device_type
         from castwise.jobs import tune as job
-        from castwise.jobs.ranks import joined
+        from castwise.jobs.processes import joined
         from castwise.tuning.axes import FORMATS
 
         chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
@@ -231,12 +231,12 @@ def train(
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
     with _errors(show_traceback):
-        from castwise.jobs import ranks
         from castwise.jobs import train as job
+        from castwise.jobs.processes import started
         from castwise.plans.plan import as_plan
 
         chosen = as_plan(plan)
-        leads = ranks.started()[0] == 0
+        leads = started()[0] == 0
         with _folder(out, "train", workload, make=leads) as folder, _bars() as progress:
             result = job.train(
                 workload, chosen, steps=steps, out=folder, device=device, seed=seed, layout=layout,
@@ -341,14 +341,14 @@ def _errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback:
             traceback.print_exc(file=sys.stderr)
-        _fault(f"{_sentence(error)}{_notes(error)}")
+        _fault(f"{_said(error)}{_notes(error)}")
         raise typer.Exit(1) from None
 
 
 def _fault(text: str) -> None:
     """Say what went wrong; of several processes the first to fail does, and names itself."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from castwise.jobs.ranks import first_fault, started
+        from castwise.jobs.processes import first_fault, started
 
         rank = f"rank {started()[0]}: "
         if not first_fault(text).startswith(rank):
@@ -357,13 +357,10 @@ def _fault(text: str) -> None:
     typer.echo(f"castwise: {text}", err=True)
 
 
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, CastwiseError):
-        return text
-    if isinstance(error, OSError) and error.strerror:
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, CastwiseError):
         return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {text} (--traceback shows where)"
+    return sentence(error) + ("" if isinstance(error, CastwiseError) else " (--traceback shows where)")
 
 
 def _notes(error: BaseException) -> str:

@@ -61,11 +61,13 @@ class RankError(CastwiseError, RuntimeError):
 
     Attributes:
         reason: What failed where, as a clause.
+        cannot_run: Whether every failure says that a plan cannot run there; else one at least is a fault of the code.
     """
 
-    def __init__(self, message: str, *, reason: str = "") -> None:
+    def __init__(self, message: str, *, reason: str = "", cannot_run: bool = False) -> None:
         super().__init__(message)
         self.reason = reason or message
+        self.cannot_run = cannot_run
 
 
 class LossScaleError(CastwiseError, RuntimeError):
@@ -86,3 +88,16 @@ class MigrateError(CastwiseError, ValueError):
 
 class CheckpointError(CastwiseError, ValueError):
     """A saved state that is not what it claims to be or does not fit."""
+
+
+def sentence(error: BaseException, whole: bool = True) -> str:
+    """An exception on one line: castwise's own are sentences already, others get the name of their type.
+
+    Args:
+        error: Any.
+        whole: All that it says, or its first line alone.
+    """
+    said = str(error).strip()
+    text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()
+    name = "" if isinstance(error, CastwiseError) else type(error).__name__
+    return ": ".join(part for part in (name, text) if part)

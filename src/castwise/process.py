@@ -7,6 +7,7 @@ plans that want different values are an error and not a race.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ _lock = threading.RLock()  # a claim may be collected, and so closed, while its 
 
 
 class _Setting(NamedTuple):
-    """A setting that is claimed."""
+    """A setting that is claimed, by those of its holders that are alive: an interrupt can keep one from giving it up."""
 
     value: str
     before: str
-    holders: set[Claim]
+    holders: weakref.WeakSet[Claim]
 
 
 _claimed: dict[str, _Setting] = {}
@@ -140,15 +141,27 @@ class Claim:
         with _lock:
             self._held.append((name, backend))
             setting = _claimed.get(name)
-            if setting is None:
-                setting = _claimed[name] = _Setting(value, backend.fp32_precision, set())
+            if setting is None or not setting.holders:
+                before = backend.fp32_precision if setting is None else setting.before
+                setting = _claimed[name] = _Setting(value, before, weakref.WeakSet())
             elif setting.value != value:
                 raise StateError(
                     f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, and the "
                     "setting is the whole process's. Close the other Amp first, or give both plans the same value."
                 )
             setting.holders.add(self)
-            backend.fp32_precision = value
+            if _claimed.get(name) is setting:
+                backend.fp32_precision = value
+            else:  # whoever held it last gave it up in between, in a signal handler
+                self._take(name, backend, value, what)
+
+    def close_collected(self) -> None:
+        """:meth:`close`, for who calls it once, as a finalizer does, whose exceptions Python swallows."""
+        try:
+            self.close()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the settings up; the last holder restores what was there before. An interrupted call can be made again."""

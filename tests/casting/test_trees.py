@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import pytest
 import torch
 
-from castwise.casting.trees import cast_floating, map_tensors
+from castwise.casting.trees import cast_floating, map_tensors, tensors_in, to_device
 
 LOW = torch.ones(2, dtype=torch.bfloat16)
 
@@ -200,3 +200,17 @@ def test_model_outputs_of_transformers() -> None:
     assert type(out) is type(value)
     assert out.logits.dtype is out["logits"].dtype is out[1][0].dtype is torch.float32
     assert value.logits is LOW
+
+
+def test_batches_of_any_shape_move() -> None:
+    batch = {"a": (torch.ones(1), [torch.ones(2)]), "b": "text", "c": 3}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert (moved["b"], moved["c"]) == ("text", 3)
+
+
+def test_tensors_are_found_in_their_order_wherever_they_lie() -> None:
+    first, second, third = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert tensors_in({"a": (first, [second]), "b": "text", "c": 3, "d": third}) == [first, second, third]
+    assert tensors_in(None) == []

@@ -539,3 +539,15 @@ def test_larc_can_be_initialised(level: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) != moves
     assert torch.equal(model.weight.detach(), after[0].to(model.weight.dtype))
     assert optimizer.param_groups[0]["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize(("level", "masters"), [("O2", 2), ("O3", 0)])
+def test_the_stash_lists_parameters_by_what_they_are_stored_in(level: str, masters: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level=level, keep_batchnorm_fp32=True, verbosity=0)
+    stash = optimizer._amp_stash
+    assert [p is q for p, q in zip(stash.all_fp16_params, model[0].parameters(), strict=True)] == [True, True]
+    assert [p.dtype for p in stash.all_fp32_from_fp16_params] == [torch.float32] * masters
+    for listed in (stash.all_fp32_params, stash.all_fp32_from_fp32_params):
+        assert [p is q for p, q in zip(listed, model[1].parameters(), strict=True)] == [True, True]

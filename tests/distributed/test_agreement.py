@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import threading
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch import nn
 
 import castwise
 from castwise import LossScale, Plan
-from castwise.errors import PatternError, PlanError, StateError
-from castwise.parallel import Agreement
+from castwise.errors import CheckpointError, PatternError, PlanError, RankError, StateError
+from castwise.measure.steps import InferenceRun, TrainingRun
+from castwise.ranks import ALONE, Agreement, Ranks
 
 from . import model
 from .model import LOSS, Options, build, mesh_of
@@ -67,11 +70,11 @@ def test_a_step_sends_one_message_where_ranks_can_differ(
         assert sum(sent.values()) == want
 
 
-def undeclared(rank: int, size: int) -> tuple[bool, bool]:
-    """A model that nothing is known of; by default all ranks decide together, a group of one decides alone."""
+def undeclared(rank: int, size: int) -> tuple[bool, ...]:
+    """A model that nothing is known of; by default all ranks decide together, a group of one and ALONE decide alone."""
     skipped = []
     groups = [dist.new_group([r]) for r in range(size)]
-    for group in (None, groups[rank]):
+    for group in (None, groups[rank], ALONE):
         net = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         plan = Plan(compute="fp16", loss_scale=LossScale(init=64.0))
@@ -86,7 +89,92 @@ def undeclared(rank: int, size: int) -> tuple[bool, bool]:
 
 
 def test_all_ranks_by_default_and_those_of_a_group(two: World) -> None:
-    assert two.run(undeclared) == [(True, False), (True, True)]
+    assert two.run(undeclared) == [(True, False, False), (True, True, True)]
+
+
+def measured(rank: int, size: int) -> dict[str, int]:
+    """Rank 1 alone trains, infers and compares gradients, each by sessions of castwise's own."""
+    with Counted() as counts:
+        if rank == 1:
+            net, data = nn.Linear(4, 4), [torch.ones(2, 4), torch.zeros(2, 4)]
+            workload = castwise.Workload(
+                "linear",
+                lambda: copy.deepcopy(net),
+                lambda params: torch.optim.SGD(params, 0.1),
+                lambda seed: itertools.cycle(data),
+                lambda model, batch: model(batch).square().mean(),
+            )
+            for run in (
+                TrainingRun(workload, Plan.preset("fp16-master"), torch.device("cpu")),
+                InferenceRun(workload, Plan.preset("bf16-true"), torch.device("cpu")),
+            ):
+                run.before(1)
+                run.run(1)
+                run.after()
+                run.close()
+            castwise.parity(net, workload.loss, data * 4, Plan.preset("bf16-master"))
+    return counts
+
+
+def test_measuring_on_one_rank_asks_no_other(two: World) -> None:
+    """Ranks may measure different things, or fail at different places."""
+    assert two.run(measured) == [{}, {}]
+
+
+# --- all or none -----------------------------------------------------------------------------------------------
+
+
+def all_or_none(rank: int, size: int) -> None:
+    ranks, checked, alone = Ranks(), Ranks(error=CheckpointError), Ranks(ALONE)
+
+    def fail(*on: int) -> int:
+        if rank in on:
+            raise ValueError("broken\nhere" if rank < 3 else "otherwise")
+        return rank
+
+    assert ranks.every(fail) == [0, 1, 2, 3]
+    assert ranks.each(fail) == rank
+    assert ranks.first(lambda: rank) == 0
+    assert ranks.to_first(rank) == ([0, 1, 2, 3] if rank == 0 else [])
+    for run in (ranks.every, ranks.each):
+        with pytest.raises(RankError) as some:
+            run(lambda: fail(1, 2, 3))
+        text = "on ranks 1, 2: ValueError: broken; on rank 3: ValueError: otherwise"
+        assert (str(some.value), some.value.reason) == (text, text)
+        assert isinstance(some.value.__cause__, ValueError) == (rank > 0)
+    same = ArithmeticError("no")
+
+    def all_fail() -> None:
+        raise same
+
+    with pytest.raises(ArithmeticError) as own:
+        ranks.every(all_fail)
+    assert own.value is same
+    with pytest.raises(CheckpointError, match=r"^ArithmeticError: no$"):
+        checked.every(all_fail)
+    with pytest.raises(CheckpointError, match=r"^on rank 2: ValueError: broken\nhere$"):
+        checked.each(lambda: fail(2))
+    with pytest.raises(CheckpointError, match=r"^ValueError: broken\nhere$"):
+        checked.first(lambda: fail(0))
+    assert (alone.size, alone.rank, alone.gather(rank), alone.to_first(rank)) == (1, 0, [rank], [rank])
+    if rank == 2:  # nobody else is there
+        assert alone.first(lambda: fail(1)) == alone.each(fail) == 2
+        with pytest.raises(ValueError, match="broken"):
+            alone.every(lambda: fail(2))
+    mine, other = (dist.new_group([r, r + 1]) for r in (0, 2))
+    if rank > 1:
+        mine, other = other, mine
+    assert (
+        Ranks(mine).gather(rank) == Ranks(mine).duplicate().gather(rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    )
+    assert Ranks(mine).first(lambda: rank) == rank // 2 * 2
+    for error, kind in ((None, StateError), (CheckpointError, CheckpointError)):
+        with pytest.raises(kind, match=rf"this rank is not in it \({rank} of all\)"):
+            Ranks(other, error)
+
+
+def test_all_ranks_go_on_or_all_raise(four: World) -> None:
+    four.run(all_or_none)
 
 
 def named_losses(rank: int, size: int) -> tuple[float, float, bool]:

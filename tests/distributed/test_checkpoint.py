@@ -203,7 +203,7 @@ def errors(folder: Path) -> None:
     if rank:
         hook = run.model.layers["last"].register_load_state_dict_pre_hook(lambda *_: 1 / 0)
     raises(
-        "nothing was changed: rank 1: ZeroDivisionError",
+        "nothing was changed: on rank 1: ZeroDivisionError",
         lambda: checkpoint.load(folder / "ddp" / "step-00000003", **run.parts()),
     )
     same(run.state(), before)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import castwise
 from castwise import GradScaler, LossScale, Plan
@@ -157,3 +158,43 @@ def test_every_rank_raises(two: World) -> None:
     first, second = two.run(refused)
     assert "those of another rank" in first
     assert "those of bias" in second
+
+
+def unwrapped(rank: int, size: int, plan: str, how: str) -> list[tuple[list[bool], bool]]:
+    """Steps of a model that no DistributedDataParallel averages, after one had to do with it; NaN on rank 0 in two of four."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+
+    def train(forward: nn.Module) -> list[bool]:
+        skipped = []
+        for step in range(4):
+            optimizer.zero_grad()
+            bad = rank == 0 and step % 2
+            amp.backward(forward(torch.ones(3, 4)).square().mean() * (float("nan") if bad else 1.0))
+            skipped.append(amp.step(optimizer).skipped)
+        return skipped
+
+    if how == "failed":
+        try:
+            DistributedDataParallel(model, bucket_cap_mb="not a number")  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            pass
+        else:
+            raise AssertionError("planted")
+    else:
+        train(DistributedDataParallel(model))
+        amp.close()
+        amp.prepare(model, optimizer)
+    skipped = train(model)
+    return [(skipped, all(bool(parameter.isfinite().all()) for parameter in model.parameters()))]
+
+
+@pytest.mark.parametrize("how", ["failed", "closed"])
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed+loss_scale.init=4.0"])
+def test_ranks_agree_where_no_wrapper_averages_any_more(two: World, plan: str, how: str) -> None:
+    for ((skipped, finite),) in two.run(unwrapped, plan, how):
+        assert skipped == [False, True, False, True]
+        assert finite

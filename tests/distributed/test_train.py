@@ -20,7 +20,7 @@ from torch import nn
 
 from castwise.errors import NonFiniteError, PatternError, PlanError, WorkloadError
 from castwise.jobs.parts import Whole, build_whole
-from castwise.jobs.ranks import join
+from castwise.jobs.processes import join
 from castwise.jobs.train import train
 from castwise.session import Amp
 from castwise.workload import Pipeline, Workload, find_workload

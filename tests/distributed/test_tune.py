@@ -22,8 +22,8 @@ import castwise
 from castwise import Plan, Workload
 from castwise.measure import ranks
 from castwise.tuning import contest, fastest
+from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import SearchState, Settings
-from castwise.tuning.weighing import weigh
 from tests.fresh import SOURCE
 from tests.processes import leave
 
@@ -116,7 +116,7 @@ def one_fails_in_the_race(rank: int, folder: Path) -> dict[str, Any]:
     def low() -> None:
         calls[0] += 1
         if rank == 1 and calls[0] > 14:  # it is timed alone in 8 of them
-            raise FloatingPointError("a kernel\nthat cannot")
+            raise NotImplementedError("a kernel\nthat cannot")
 
     return said(tune(network(low)))
 
@@ -124,7 +124,7 @@ def one_fails_in_the_race(rank: int, folder: Path) -> dict[str, Any]:
 def one_fails_in_the_numerics(rank: int, folder: Path) -> dict[str, Any]:
     def low() -> None:
         if rank == 1:
-            raise FloatingPointError("no such kernel")
+            raise NotImplementedError("no such kernel")
 
     return said(tune(network(low), goal="numerics", formats=("bf16",)))
 
@@ -175,9 +175,9 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
 
     made = Workload("hoarder", model, rmsprop, lambda seed: iter(data()), loss)
     plan = Plan.preset("fp32")
-    with ranks.lockstep("weigh"):
+    with ranks.lockstep("peaks"):
         search = SearchState(made, torch.device("cpu"), Settings())
-        weigh(search, [plan])
+        measure_peaks(search, [plan])
     return {"peak": search.peaks.get(plan), "notes": search.notes}
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from castwise.errors import DeviceError, WorkloadError
 from castwise.jobs.doctor import _load_note, doctor, findings, verdicts
 from castwise.measure.limits import OperatorTime, Product, StepProfile, profile_steps
+from castwise.measure.matrix_units import cpu_units, cuda_units
 from castwise.measure.rates import Rate
 from castwise.measure.stats import Ratio, Summary
-from castwise.measure.units import cpu_units, cuda_units
 from castwise.workload import Workload
 
 TENSOR_CORES = cuda_units((8, 0))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from castwise.errors import DeviceError, WorkloadError
-from castwise.measure.steps import InferenceRun, TrainingRun, build_model, to_device
+from castwise.measure.steps import InferenceRun, TrainingRun, build_model
 from castwise.plans.plan import Plan
 from castwise.workload import Workload, find_workload
 
@@ -136,11 +136,3 @@ def test_model_must_be_a_module(mlp: Workload) -> None:
 def test_what_the_device_lacks_is_refused_though_it_is_set_by_hand(mlp: Workload) -> None:
     with pytest.raises(DeviceError, match="tf32"):
         TrainingRun(mlp, replace(FP32, fp32_conv="tf32"), CPU)
-
-
-def test_batches_of_any_shape_move() -> None:
-    batch = {"a": (torch.ones(1), [torch.ones(2)]), "b": "text", "c": 3}
-    moved = to_device(batch, torch.device("meta"))
-    assert moved["a"][0].is_meta
-    assert moved["a"][1][0].is_meta
-    assert (moved["b"], moved["c"]) == ("text", 3)

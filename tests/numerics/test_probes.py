@@ -1,4 +1,4 @@
-"""Probes: dither, isolation, what counts as a gradient, and the loss-scale window."""
+"""Probes: dither, isolation, what counts as a gradient, and the range of loss scales."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_zero_stays_zero() -> None:
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "fp16-mixed", "fp16-master"])
 def test_gradients_come_unscaled_and_in_fp32(plan: str) -> None:
     found = prober(mlp())
-    trial = found.trial(Plan.preset(plan), range(4))
-    assert trial.finite
-    for errors, micro in zip(trial.errors, found.micros, strict=True):
+    probe = found.probe(Plan.preset(plan), range(4))
+    assert probe.finite
+    for errors, micro in zip(probe.errors, found.micros, strict=True):
         d, g = torch.cat(errors), torch.cat(micro.gradients)
         assert d.dtype is torch.float32
         assert 0 < float(d.norm() / g.norm()) < 0.05
@@ -84,10 +84,10 @@ def test_a_scale_that_overflows_is_lowered() -> None:
 
     found = Prober(mlp(), steep, batches(), CPU)
     found.extend(2)
-    trial = found.trial(Plan.preset("fp16-mixed"), range(2))
-    assert trial.finite
-    assert trial.scale is not None
-    assert trial.scale < 65536.0
+    probe = found.probe(Plan.preset("fp16-mixed"), range(2))
+    assert probe.finite
+    assert probe.scale is not None
+    assert probe.scale < 65536.0
 
 
 # --- loss scale ---------------------------------------------------------------------------------------------------

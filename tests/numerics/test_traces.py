@@ -165,7 +165,7 @@ def test_buffers_start_every_pass_as_they_were() -> None:
     want = (model[1].running_mean.tolist(), 1)  # type: ignore[union-attr]
     prober = Prober(model, loss, _batches(), CPU)
     prober.extend(3)
-    prober.trial(Plan.preset("bf16-mixed"), range(3))
+    prober.probe(Plan.preset("bf16-mixed"), range(3))
     prober.floor(range(2))
     assert prober.passes == len(seen) == 8
     assert all(state == want for state in seen)
@@ -181,7 +181,7 @@ def test_a_plan_sees_the_weights_data_and_draws_of_its_reference() -> None:
 
     prober = Prober(_model(), loss, _batches(), CPU)
     prober.extend(3)
-    prober.trial(Plan.preset("bf16-mixed"), [2, 0])
+    prober.probe(Plan.preset("bf16-mixed"), [2, 0])
     assert seen[3] == seen[2]
     assert seen[4] == seen[0]
     assert seen[0][0] != seen[1][0]  # microbatches have dithers of their own
@@ -232,7 +232,7 @@ def test_rounded_weights_are_no_bias_where_dithered_and_are_where_not() -> None:
     def persistent(dither: str) -> float:
         prober = Prober(model, loss, batches(), CPU, dither=dither)
         prober.extend(16)
-        errors = prober.trial(Plan.preset("bf16-mixed"), range(16)).errors
+        errors = prober.probe(Plan.preset("bf16-mixed"), range(16)).errors
         d = torch.stack([torch.cat(e) for e in errors]).double()
         return float(((d.mean(0) ** 2).sum() - d.var(0).sum() / 16) / (d**2).sum(1).mean())
 
@@ -275,9 +275,9 @@ def test_a_tied_parameter_counts_once_with_the_sum_of_both_uses(plan: str) -> No
         want = exact.embed.weight.grad
         assert want is not None
         torch.testing.assert_close(micro.gradients[0].double(), want.flatten(), rtol=1e-4, atol=1e-7)
-    trial = prober.trial(Plan.preset(plan), range(4))
-    assert trial.finite
-    assert estimate(Grams.total(prober.grams(trial).values())).value < 0.01
+    probe = prober.probe(Plan.preset(plan), range(4))
+    assert probe.finite
+    assert estimate(Grams.total(prober.grams(probe).values())).value < 0.01
 
 
 def test_a_parameter_that_takes_no_part_has_a_gradient_of_zero() -> None:
@@ -303,7 +303,7 @@ def test_masters_have_fp32_gradients(plan: str) -> None:
 
     prober.extend(2)
     prober._gradients = spy  # type: ignore[method-assign]
-    prober.trial(Plan.preset(plan), range(2))
+    prober.probe(Plan.preset(plan), range(2))
     low = Plan.preset(plan).compute_dtype
     assert (low, torch.float32) in kinds
     assert (low, low) not in kinds
@@ -316,7 +316,7 @@ def test_samples_of_large_parameters_are_unbiased(monkeypatch: pytest.MonkeyPatc
             nn.Linear(64, 64, bias=False), lambda m, b: m(b).square().mean(), iter(data), CPU, seed=seed
         )
         prober.extend(4)
-        grams = prober.grams(prober.trial(Plan.preset("bf16-mixed"), range(4)))["weight"]
+        grams = prober.grams(prober.probe(Plan.preset("bf16-mixed"), range(4)))["weight"]
         return np.array([grams.signal.trace(), grams.signal.sum(), grams.error.trace(), grams.error.sum()])
 
     data = [torch.randn(8, 64) for _ in range(4)]

@@ -9,7 +9,7 @@ from typing import Any
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
-from castwise.numerics.window import Histogram, ScaleWindow
+from castwise.numerics.gradient_range import Histogram, ScaleRange
 from castwise.plans.plan import Plan, Region
 from castwise.tuning.evidence import Candidate, Damage, Evidence, RegionEvidence, Stage, Verification
 
@@ -104,7 +104,7 @@ def make_evidence(**changes: Any) -> Evidence:
     made = Evidence(
         workload="convnext", description="a small ConvNeXt on <random> images",
         command="castwise tune convnext --out out", goal="time", formats=("fp32", "bf16", "fp16"),
-        plan=line, digest=CHOSEN.digest,
+        plan=line, digest=CHOSEN.digest, compute="bf16",
         answer="On this machine bf16 with the depthwise convolutions and norms kept in fp32 and a fused optimizer trains "
         "convnext 1.79x as fast as fp32 and 1.30x as fast as torch.autocast, with gradients that cannot be told "
         "from fp32's.",
@@ -116,8 +116,8 @@ def make_evidence(**changes: Any) -> Evidence:
             _bell("stages.*.blocks.*.norm", -24, 5, 3_000_000), _bell("stages.*.blocks.*.pwconv*", -26, 4, 8_000_000),
             _bell("head", -9, 2, 2_000),
         ),
-        scale=ScaleWindow(0.4, 2e-9, 29.8, 163_760.0, 16_384.0),
-        floor=2e-9, repeat=0.0, lines={"pass": 0.01, "fail": 0.1},
+        scale=ScaleRange(0.4, 2e-9, 29.8, 163_760.0, 16_384.0),
+        floor=2e-9, repeat=0.0,
         stages=(
             Stage("checks", 1.2, passes=3), Stage("costs", 14.5), Stage("race", 61.0, steps=212),
             Stage("reference", 3.1, passes=8), Stage("floor", 1.4, passes=4), Stage("all low", 5.9, passes=16),
@@ -134,7 +134,7 @@ def make_bare(**changes: Any) -> Evidence:
     """What is left of a search that was interrupted at once."""
     made = Evidence(
         workload="m", description="", command="", goal="time", formats=("fp32", "bf16"), plan="fp32",
-        digest=Plan.preset("fp32").digest, answer="", complete=False, settings={}, environment=ENVIRONMENT,
+        digest=Plan.preset("fp32").digest, compute="fp32", answer="", complete=False, settings={}, environment=ENVIRONMENT,
         candidates=(), regions=(),
     )  # fmt: skip
     return dataclasses.replace(made, **changes)

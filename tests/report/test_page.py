@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 
-from castwise.report import plots, text
-from castwise.report.page import bench_page, write_bench_page
+from castwise.jobs.bench_result import PlanResult
+from castwise.report.bench import PICTURES, headline
+from castwise.report.plots import draw
+from castwise.report.show import page as show_page
+from castwise.report.show import write
+from castwise.report.train import plot_curves
 
+Row = Callable[..., PlanResult]
 Make = Callable[..., dict[str, Any]]
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -41,8 +46,8 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture
-def full(record: Make, row: Make, lost: Make) -> dict[str, Any]:
-    mixed = row("bf16-mixed", 0.05, 0.202, peak=60 * 2**20) | {"metrics": {"accuracy": 0.9}}
+def full(record: Make, row: Row, lost: Row) -> dict[str, Any]:
+    mixed = row("bf16-mixed", 0.05, 0.202, peak=60 * 2**20, metrics={"accuracy": 0.9})
     wave = [[0.0, 0.5, 1.0]] * 3
     return record(
         mixed,
@@ -53,12 +58,12 @@ def full(record: Make, row: Make, lost: Make) -> dict[str, Any]:
 
 
 def test_opens_with_the_answer_and_needs_nothing_from_elsewhere(full: dict[str, Any]) -> None:
-    page = bench_page(full)
+    page = show_page(full)
     reader = Reader()
     reader.feed(page)
     assert reader.open == []
     said = " ".join(" ".join(reader.text).split())
-    assert said.index(text.headline(full)) < said.index("Speed")
+    assert said.index(headline(full)) < said.index("Speed")
     for words in (
         "a <wave>",
         "no <TF32> here",
@@ -76,7 +81,7 @@ def test_opens_with_the_answer_and_needs_nothing_from_elsewhere(full: dict[str, 
 
 
 def test_has_every_picture_as_a_valid_svg_in_the_pages_colours(full: dict[str, Any]) -> None:
-    page = bench_page(full)
+    page = show_page(full)
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(pictures) == 4
     for picture in pictures:
@@ -91,11 +96,11 @@ def test_has_every_picture_as_a_valid_svg_in_the_pages_colours(full: dict[str, A
 
 
 def test_same_record_same_page(full: dict[str, Any]) -> None:
-    assert bench_page(full) == bench_page(full)
+    assert show_page(full) == show_page(full)
 
 
 def test_writes_the_page_and_a_png_per_picture(full: dict[str, Any], tmp_path: Path) -> None:
-    paths = write_bench_page(full, tmp_path)
+    paths = write(full, tmp_path / "bench.html")
     assert [path.name for path in paths] == [
         "bench.html",
         "time.png",
@@ -106,15 +111,15 @@ def test_writes_the_page_and_a_png_per_picture(full: dict[str, Any], tmp_path: P
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 
 
-def test_leaves_out_pictures_that_have_no_numbers(record: Make, row: Make) -> None:
-    made = record(row("bf16-mixed", 0.05, 0.2))
-    for line in made["plans"]:
-        line |= {"memory": None, "inference": None}
-    assert list(plots.bench_figures(made)) == ["time", "loss"]
+def test_leaves_out_pictures_that_have_no_numbers(record: Make, row: Row) -> None:
+    without = {"inference": None, "memory": None}
+    base = row("fp32", 0.1, 0.2, base_s=None, **without)
+    made = record(row("bf16-mixed", 0.05, 0.2, **without), base=base)
+    assert list(draw(PICTURES, made)) == ["time", "loss"]
 
 
 def test_bars_are_as_long_as_the_numbers(full: dict[str, Any]) -> None:
-    figures = plots.bench_figures(full)
+    figures = draw(PICTURES, full)
     training, inference = figures["time"].axes
     assert [bar.get_width() for bar in training.patches] == [0.1, 0.05]
     assert [bar.get_width() for bar in inference.patches] == pytest.approx([0.1 / 3, 0.05 / 3])
@@ -128,8 +133,8 @@ def test_bars_are_as_long_as_the_numbers(full: dict[str, Any]) -> None:
     assert peaks == [[100, 60], [25, 15], [50, 30]]
 
 
-def test_a_bar_much_longer_than_the_baselines_is_cut_and_says_so(record: Make, row: Make) -> None:
-    figure = plots.bench_figures(record(row("fp16-mixed", 0.9, 0.2), row("O1", 0.2, 0.2)))["time"]
+def test_a_bar_much_longer_than_the_baselines_is_cut_and_says_so(record: Make, row: Row) -> None:
+    figure = draw(PICTURES, record(row("fp16-mixed", 0.9, 0.2), row("O1", 0.2, 0.2)))["time"]
     axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.1, 0.3, 0.2])
     assert [text.get_text() for text in axes.texts] == ["100 ms", "//", "900 ms, 0.111x", "200 ms, 0.500x"]
@@ -137,7 +142,7 @@ def test_a_bar_much_longer_than_the_baselines_is_cut_and_says_so(record: Make, r
 
 def test_curves_have_gaps_where_a_loss_was_not_finite(full: dict[str, Any]) -> None:
     full["plans"][1]["losses"] = [1.0, None, 0.01]
-    (axes,) = plots.bench_figures(full)["loss"].axes
+    (axes,) = draw(PICTURES, full)["loss"].axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
     assert lines["fp32"] == [1.0, 0.5, 0.2]
     assert lines["bf16-mixed"][::2] == [1.0, 0.01]
@@ -147,7 +152,7 @@ def test_curves_have_gaps_where_a_loss_was_not_finite(full: dict[str, Any]) -> N
 
 def test_predictions_share_the_targets_scale(full: dict[str, Any]) -> None:
     full["images"]["bf16-mixed"] = [[5.0, None]]
-    axes = [a for a in plots.bench_figures(full)["prediction"].axes if a.images]
+    axes = [a for a in draw(PICTURES, full)["prediction"].axes if a.images]
     assert [a.get_title(loc="left") for a in axes] == ["target", "fp32", "bf16-mixed"]
     assert {a.images[0].get_clim() for a in axes} == {(0.0, 1.0)}
 
@@ -155,5 +160,5 @@ def test_predictions_share_the_targets_scale(full: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_training_curves(scaled: bool, tmp_path: Path) -> None:
     records = [{"step": 5 * n, "loss": 1 / n, "loss_scale": 65536.0 if scaled else None} for n in range(1, 9)]
-    path = plots.plot_curves(records, tmp_path / "curves.png")
+    path = plot_curves(records, tmp_path / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from castwise.report import text
-from castwise.report.tables import bench_table
+from castwise.jobs.bench_result import PlanResult
+from castwise.report import bench, words
+from castwise.report.show import table
 
 Make = Callable[..., dict[str, Any]]
+Row = Callable[..., PlanResult]
 
 
 def test_imports_no_torch() -> None:
     code = (
-        "import sys, castwise.report.text, castwise.report.tables, castwise.report.plots, castwise.report.page; "
+        "import sys, castwise.report.show; "
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules or 'rich' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -36,7 +40,7 @@ def test_imports_no_torch() -> None:
     ],
 )
 def test_times(seconds: float, said: str) -> None:
-    assert text.format_time(seconds) == said
+    assert words.time(seconds) == said
 
 
 @pytest.mark.parametrize(
@@ -44,128 +48,128 @@ def test_times(seconds: float, said: str) -> None:
     [(512, "512 B"), (2**20, "1.00 MiB"), (150 * 2**20, "150 MiB"), (3.5 * 2**30, "3.50 GiB")],
 )
 def test_bytes(count: float, said: str) -> None:
-    assert text.format_bytes(count) == said
+    assert words.size(count) == said
 
 
-def test_the_answer_names_the_fastest_plan_with_interval_memory_and_loss(record: Make, row: Make) -> None:
+def test_the_answer_names_the_fastest_plan_with_interval_memory_and_loss(record: Make, row: Row) -> None:
     made = record(row("bf16-mixed", 0.05, 0.202, peak=60 * 2**20), row("bf16-true", 0.08, 0.2))
-    assert text.headline(made) == (
+    assert bench.headline(made) == (
         "On this machine bf16-mixed trains sine 2.00x as fast as fp32 (95 % interval 1.90 to 2.10) with 40 % less peak "
         "memory; its final loss is 0.002 higher, 1 % of fp32's."
     )
 
 
-def test_plans_that_the_rounds_do_not_tell_apart_are_said_to_be_level(record: Make, row: Make) -> None:
+def test_plans_that_the_rounds_do_not_tell_apart_are_said_to_be_level(record: Make, row: Row) -> None:
     made = record(row("bf16-mixed", 0.05, 0.2), row("bf16-master", 0.05, 0.2), row("O1", 0.06, 0.2))
-    assert text.headline(made).endswith("The measurement does not tell it apart from bf16-master in speed.")
+    assert bench.headline(made).endswith("The measurement does not tell it apart from bf16-master in speed.")
 
 
-def test_of_level_plans_the_first_asked_for_is_the_answer(record: Make, row: Make) -> None:
-    made = record(row("bf16-mixed", 0.0501, 0.2), row("O1", 0.07, 0.2), row("bf16-true", 0.05, 0.2))
-    made["plans"][1]["training"]["rounds_s"] = [0.0501 + 0.001 * (-1) ** n for n in range(12)]
-    said = text.headline(made)
+def test_of_level_plans_the_first_asked_for_is_the_answer(record: Make, row: Row) -> None:
+    first = row("bf16-mixed", 0.0501, 0.2)
+    rounds = tuple(0.0501 + 0.001 * (-1) ** n for n in range(12))
+    first = replace(first, training=replace(first.training, rounds_s=rounds))
+    made = record(first, row("O1", 0.07, 0.2), row("bf16-true", 0.05, 0.2))
+    assert (made["best"], made["level_with_best"]) == ("bf16-mixed", ["bf16-true"])
+    said = bench.headline(made)
     assert said.startswith("On this machine bf16-mixed trains sine 2.00x as fast")
     assert said.endswith("does not tell it apart from bf16-true in speed.")
 
 
-def test_a_tie_with_the_baseline_is_said_as_a_tie(record: Make, row: Make) -> None:
-    said = text.headline(record(row("bf16-mixed", 0.098, 0.2)))
+def test_a_tie_with_the_baseline_is_said_as_a_tie(record: Make, row: Row) -> None:
+    said = bench.headline(record(row("bf16-mixed", 0.098, 0.2)))
     assert said.startswith(
         "On this machine no plan that learns as well trains sine measurably faster than fp32."
     )
     assert "bf16-mixed and fp32 are a tie: 1.02x as fast (95 % interval 0.969 to 1.07)" in said
 
 
-def test_a_slower_plan_is_not_recommended(record: Make, row: Make) -> None:
-    said = text.headline(record(row("fp16-mixed", 0.2, 0.2)))
+def test_a_slower_plan_is_not_recommended(record: Make, row: Row) -> None:
+    said = bench.headline(record(row("fp16-mixed", 0.2, 0.2)))
     assert "measurably faster than fp32. fp16-mixed comes closest: 0.500x as fast" in said
 
 
-def test_the_fastest_plan_is_not_the_answer_if_it_does_not_learn(record: Make, row: Make) -> None:
+def test_the_fastest_plan_is_not_the_answer_if_it_does_not_learn(record: Make, row: Row) -> None:
     made = record(row("bf16-true", 0.03, 0.6), row("bf16-mixed", 0.05, 0.21))
-    said = text.headline(made)
+    said = bench.headline(made)
     assert said.startswith("On this machine bf16-mixed trains")
     assert said.endswith("bf16-true learned visibly less than fp32 in the same steps.")
-    assert "bf16-true learned visibly less than fp32 in the same steps." in text.notes(made)
+    assert "bf16-true learned visibly less than fp32 in the same steps." in bench.notes(made)
 
 
-def test_a_loss_that_is_not_finite_is_behind_and_said(record: Make, row: Make) -> None:
-    diverged = row("fp16-true", 0.03, 0.2)
-    diverged |= {"losses": [1.0, None, None], "final_loss": None, "final_loss_difference": None}
-    made = record(diverged)
-    assert text.behind(made["plans"][1], made["plans"][0])
-    assert "its final loss is not finite" in text.headline(made)
-    assert text.grids(made)[2].rows[1][1] == "not finite"
+def test_a_loss_that_is_not_finite_is_behind_and_said(record: Make, row: Row) -> None:
+    nan = math.nan
+    made = record(
+        row("fp16-true", 0.03, 0.2, losses=(1.0, nan, nan), final_loss=nan, final_loss_difference=nan)
+    )
+    assert made["behind"] == ["fp16-true"]
+    assert "its final loss is not finite" in bench.headline(made)
+    assert bench.grids(made)[2].rows[1].cells[1] == "not finite"
 
 
-def test_the_answer_when_nothing_could_be_measured(record: Make, lost: Make) -> None:
-    said = text.headline(record(lost("tf32", "unsupported", "no TF32 here")))
+def test_the_answer_when_nothing_could_be_measured(record: Make, lost: Row) -> None:
+    said = bench.headline(record(lost("tf32", "unsupported", "no TF32 here")))
     assert said == "On this machine no other plan than fp32 could be measured on sine. tf32: no TF32 here."
 
 
-def test_the_answer_when_the_baseline_was_lost(record: Make, row: Make, lost: Make) -> None:
-    made = record(row("bf16-mixed", 0.05, 0.2))
-    made["plans"][0] = lost("fp32", "failed", "out of memory")
+def test_the_answer_when_the_baseline_was_lost(record: Make, row: Row, lost: Row) -> None:
+    made = record(row("bf16-mixed", 0.05, 0.2), base=lost("fp32", "failed", "out of memory"))
     assert (
-        text.headline(made)
+        bench.headline(made)
         == "fp32 did not finish on sine, so nothing can be compared with it: out of memory."
     )
 
 
-def test_rows_without_numbers_say_why(record: Make, row: Make, lost: Make) -> None:
+def test_rows_without_numbers_say_why(record: Make, row: Row, lost: Row) -> None:
     made = record(
         lost("fp16-mixed", "stopped", "stopped: 69x slower than fp32"),
         lost("tf32", "unsupported", "no TF32 here"),
         lost("O3", "failed", "FloatingPointError: x"),
     )
-    speed = text.grids(made)[0]
-    assert [line[1:3] for line in speed.rows[1:]] == [
+    speed = bench.grids(made)[0]
+    assert [line.cells[1:3] for line in speed.rows[1:]] == [
         ("stopped", "69x slower than fp32"),
         ("unsupported", ""),
         ("failed", ""),
     ]
-    assert speed.dim == {1, 2, 3}
-    assert text.notes(made) == [
+    assert [line.status for line in speed.rows] == ["ok", "stopped", "unsupported", "failed"]
+    assert bench.notes(made) == [
         "fp16-mixed was stopped: 69x slower than fp32.",
         "tf32, unsupported: no TF32 here",
         "O3, failed: FloatingPointError: x",
     ]
 
 
-def test_cells(record: Make, row: Make) -> None:
-    skipping = row("fp16-mixed", 0.05, 0.19, peak=51 * 2**20) | {
-        "skipped_steps": 2,
-        "metrics": {"accuracy": 0.97},
-    }
-    speed, memory, learning = text.grids(record(skipping))
+def test_cells(record: Make, row: Row) -> None:
+    skipping = row("fp16-mixed", 0.05, 0.19, peak=51 * 2**20, skipped_steps=2, metrics={"accuracy": 0.97})
+    speed, memory, learning = bench.grids(record(skipping))
     assert speed.header == ("plan", "training step", "vs fp32", "inference", "vs fp32")
-    assert speed.rows[0] == ("fp32", "100 ±2 ms", "", "33.3 ±0.7 ms", "")
-    assert speed.rows[1] == (
+    assert speed.rows[0].cells == ("fp32", "100 ±2 ms", "", "33.3 ±0.7 ms", "")
+    assert speed.rows[1].cells == (
         "fp16-mixed",
         "50.0 ±1.0 ms",
         "2.00x (1.90-2.10)",
         "16.7 ±0.3 ms",
         "2.00x (1.90-2.10)",
     )
-    assert memory.rows[1] == ("fp16-mixed", "51.0 MiB (-49 %)", "12.8 MiB (-49 %)", "25.5 MiB (-49 %)")
+    assert memory.rows[1].cells == ("fp16-mixed", "51.0 MiB (-49 %)", "12.8 MiB (-49 %)", "25.5 MiB (-49 %)")
     assert learning.header == ("plan", "final loss", "vs fp32", "skipped steps", "accuracy")
-    assert learning.rows[1] == ("fp16-mixed", "0.19", "-0.01 (-5.0 %)", "2", "0.97")
+    assert learning.rows[1].cells == ("fp16-mixed", "0.19", "-0.01 (-5.0 %)", "2", "0.97")
 
 
-def test_a_bench_without_inference_and_memory_has_no_columns_for_them(record: Make, row: Make) -> None:
-    made = record(row("bf16-mixed", 0.05, 0.2))
-    for line in made["plans"]:
-        line |= {"inference": None, "memory": None}
-    assert [grid.title for grid in text.grids(made)] == ["Speed", "Learning"]
-    assert text.grids(made)[0].header == ("plan", "training step", "vs fp32")
-    assert "memory" not in text.headline(made)
+def test_a_bench_without_inference_and_memory_has_no_columns_for_them(record: Make, row: Row) -> None:
+    without = {"inference": None, "memory": None}
+    base = row("fp32", 0.1, 0.2, base_s=None, **without)
+    made = record(row("bf16-mixed", 0.05, 0.2, **without), base=base)
+    assert [grid.title for grid in bench.grids(made)] == ["Speed", "Learning"]
+    assert bench.grids(made)[0].header == ("plan", "training step", "vs fp32")
+    assert "memory" not in bench.headline(made)
 
 
-def test_the_terminal_keeps_square_brackets(record: Make, row: Make, lost: Make) -> None:
+def test_the_terminal_keeps_square_brackets(record: Make, row: Row, lost: Row) -> None:
     made = record(row("bf16-mixed; a[0].*: fp32", 0.05, 0.2), lost("x", "failed", "E: shape [2, 3]"))
     with open("/dev/null", "w", encoding="utf-8") as nowhere:
         console = Console(width=160, record=True, file=nowhere)
-        console.print(bench_table(made))
+        console.print(table(made))
         said = console.export_text()
     assert "bf16-mixed; a[0].*: fp32" in said
     assert "shape [2, 3]" in said

@@ -7,8 +7,6 @@ import html
 import io
 import math
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,11 +16,12 @@ import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
 
-from castwise.numerics.window import ScaleWindow
+from castwise.numerics.gradient_range import ScaleRange
 from castwise.plans.formats import FORMATS
-from castwise.report import tune_plots, tune_text
-from castwise.report.tune_page import tune_page, write_tune_page
-from castwise.report.tune_table import tune_table
+from castwise.report import show, tune, tune_plots
+from castwise.report.grids import Grid
+from castwise.report.plots import draw
+from castwise.report.show import table, write
 
 VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
@@ -61,17 +60,13 @@ def read(page: str) -> str:
     return " ".join("".join(reader.text).split())
 
 
-def test_imports_no_torch() -> None:
-    code = (
-        "import sys, castwise.report.tune_page, castwise.report.tune_table; "
-        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules or 'rich' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def drawn(record: dict[str, Any]) -> dict[str, Any]:
+    return draw(tune.PICTURES, record)
 
 
 def test_opens_with_the_answer_and_holds_what_decides() -> None:
     record = make_record()
-    page = tune_page(record)
+    page = show.page(record)
     said = read(page)
     places = [
         said.index(words)
@@ -92,15 +87,15 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
 
 
 def test_rejected_plans_stand_below_and_are_folded_when_many() -> None:
-    page = tune_page(make_record())
+    page = show.page(make_record())
     assert "<details><summary>6 rejected" in page
     assert page.index("fp16-true") > page.index("<details>")
     few = make_evidence(candidates=make_evidence().candidates[:6])
-    assert "<details open><summary>2 rejected" in tune_page(make_record(few))
+    assert "<details open><summary>2 rejected" in show.page(make_record(few))
 
 
 def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
-    page = tune_page(make_record())
+    page = show.page(make_record())
     assert re.findall(r'<figure id="(\w+)">', page) == FIGURES
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(pictures) == len(FIGURES)
@@ -114,11 +109,11 @@ def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
 
 
 def test_same_record_same_page() -> None:
-    assert tune_page(make_record()) == tune_page(make_record())
+    assert show.page(make_record()) == show.page(make_record())
 
 
 def test_writes_the_page_and_a_png_per_picture(tmp_path: Path) -> None:
-    paths = write_tune_page(make_record(), tmp_path)
+    paths = write(make_record(), tmp_path / "report.html")
     assert [path.name for path in paths] == ["report.html", *(f"{name}.png" for name in FIGURES)]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
@@ -129,7 +124,7 @@ def test_writes_the_page_and_a_png_per_picture(tmp_path: Path) -> None:
 
 def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
     record = make_record(make_bare())
-    page = tune_page(record)
+    page = show.page(record)
     said = read(page)
     assert "The search ended before it could compare plans on m, so the plan is fp32." in said
     assert "interrupted or ran out of its budget" in said
@@ -141,14 +136,14 @@ def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
 @pytest.mark.parametrize(
     ("field", "empty"),
     [
-        (field.name, None if field.default is None else {} if field.name in ("lines", "settings") else ())
+        (field.name, None if field.default is None else {} if field.name == "settings" else ())
         for field in dataclasses.fields(make_evidence())
-        if field.name in ("regions", "histograms", "scale", "floor", "repeat", "lines", "stages", "verification",
+        if field.name in ("regions", "histograms", "scale", "floor", "repeat", "stages", "verification",
                           "candidates", "settings", "notes")
     ],
 )  # fmt: skip
 def test_every_part_may_be_missing(field: str, empty: object) -> None:
-    read(tune_page(make_record(make_evidence(**{field: empty}))))
+    read(show.page(make_record(make_evidence(**{field: empty}))))
 
 
 def test_rows_may_hold_nothing_but_names() -> None:
@@ -156,17 +151,17 @@ def test_rows_may_hold_nothing_but_names() -> None:
     bare = [dataclasses.replace(make_candidate(c.name, None, c.status), plan=c.plan) for c in full.candidates]
     regions = [type(r)(r.pattern, r.kind, r.modules, r.parameters, r.format) for r in full.regions]
     record = make_record(make_evidence(candidates=tuple(bare), regions=tuple(regions), histograms=()))
-    page = tune_page(record)
+    page = show.page(record)
     assert "None" not in read(page)
     assert "<svg" not in page
-    assert tune_text.facts(record) == []
+    assert tune.facts(record) == []
 
 
 def test_a_search_for_numerics_alone_has_damage_and_no_times() -> None:
     one = dataclasses.replace(make_candidate("bf16-mixed", None, "chosen"), parity=make_damage(0.004))
     record = make_record(make_evidence(goal="numerics", candidates=(one,)))
-    assert list(tune_plots.tune_figures(record)) == ["gradients", "gradients_by_region", "regions"]
-    assert tune_text.facts(record) == [
+    assert list(drawn(record)) == ["gradients", "gradients_by_region", "regions"]
+    assert tune.facts(record) == [
         ("gradients", "pass", "damage 0.004 (0.0024-0.0068), the relative error of an update")
     ]
 
@@ -177,12 +172,7 @@ def test_when_fp32_is_best_its_numbers_are_shown() -> None:
         make_candidate("bf16-mixed", 0.2, "rejected", reason="not faster"),
     )
     record = make_record(make_evidence(plan="fp32", candidates=rows, answer="fp32 is best"))
-    assert ("a training step", "100 ms", "12 rounds") in tune_text.facts(record)
-
-
-def test_a_loss_that_is_not_deterministic_is_said() -> None:
-    assert "not deterministic" in tune_text.remarks(make_record(make_evidence(repeat=0.02)))[0]
-    assert not any("deterministic" in note for note in tune_text.remarks(make_record()))
+    assert ("a training step", "100 ms", "12 rounds") in tune.facts(record)
 
 
 # --- words --------------------------------------------------------------------------------------------------
@@ -193,7 +183,7 @@ SAID = "relative error of an update"
 def terminal(record: dict[str, Any]) -> str:
     """What the terminal shows, in one line."""
     console = Console(width=100, file=io.StringIO())
-    console.print(tune_table(record))
+    console.print(table(record))
     return " ".join(console.file.getvalue().split())
 
 
@@ -211,61 +201,70 @@ def terminal(record: dict[str, Any]) -> str:
 def test_damage_is_introduced_where_it_is_printed(changes: dict[str, Any]) -> None:
     """Nobody need open the docs to learn what the number is."""
     record = make_record(make_evidence(**changes))
-    for said in (read(tune_page(record)), terminal(record)):
+    for said in (read(show.page(record)), terminal(record)):
         assert SAID in said or "damage" not in said.lower()
 
 
 def test_pictures_of_damage_say_what_it_is() -> None:
-    figures = tune_plots.tune_figures(make_record())
+    figures = drawn(make_record())
     assert SAID in figures["scatter"].axes[0].get_ylabel()
     assert SAID in figures["regions"].axes[0].get_title() + figures["regions"].axes[0].get_xlabel()
 
 
-def test_plan_rows() -> None:
-    rows = {row.name: row for row in tune_text.plan_rows(make_record())}
-    best = rows[str(CHOSEN)]
-    assert (best.status, best.step, best.speed) == ("chosen", "56.0 ±1.1 ms", "1.79x (1.73-1.84)")
-    assert (best.peak, best.verdict, best.loss) == ("736 MiB (-26 %)", "pass", "2.346")
-    assert (rows["fp32"].speed, rows["fp32"].peak) == ("1", "1000 MiB")
-    assert (rows["fp16-mixed"].verdict, rows["fp16-mixed"].damage) == ("fail", "not finite")
-    assert rows["tf32"].step == rows["tf32"].speed == rows["tf32"].damage == rows["tf32"].loss == "-"
+def cells(grid: Grid) -> list[dict[str, str]]:
+    """Per row what each column says, and its status."""
+    return [{**dict(zip(grid.header, row.cells, strict=True)), "status": row.status} for row in grid.rows]
 
 
-def test_region_rows_mark_what_is_kept_apart() -> None:
-    rows = tune_text.region_rows(make_record())
-    assert [row.apart for row in rows] == [False, True, True, False, False]
-    assert rows[0].gained == "7.00 ms (2.40x)"
-    assert rows[1].gained == "-8.60 ms (0.590x)"
-    assert rows[4].gained == rows[4].share == rows[4].own == rows[4].range == "-"
+def test_rows_of_plans() -> None:
+    rows = {row["plan"]: row for row in cells(tune.plan_grid(make_record()))}
+    best, base, broken, none = (rows[name] for name in (str(CHOSEN), "fp32", "fp16-mixed", "tf32"))
+    assert (best["status"], best["training step"], best["vs fp32"]) == (
+        "chosen",
+        "56.0 ±1.1 ms",
+        "1.79x (1.73-1.84)",
+    )
+    assert (best["peak memory"], best["parity"], best["loss"]) == ("736 MiB (-26 %)", "pass", "2.346")
+    assert (base["vs fp32"], base["peak memory"]) == ("1", "1000 MiB")
+    assert (broken["parity"], broken["damage"]) == ("fail", "not finite")
+    assert {none[name] for name in ("training step", "vs fp32", "damage", "loss")} == {"-"}
 
 
-def test_the_plans_own_format_is_read_from_its_line_even_where_most_regions_differ() -> None:
+def test_rows_of_regions_mark_what_is_kept_apart() -> None:
+    rows = cells(tune.region_grid(make_record()))
+    assert [row["status"] for row in rows] == ["", "apart", "apart", "", ""]
+    assert [row["time gained"] for row in rows[:2]] == ["7.00 ms (2.40x)", "-8.60 ms (0.590x)"]
+    assert {rows[4][name] for name in ("time gained", "bias / noise", "alone", "gradients")} == {"-"}
+
+
+def test_the_plans_own_format_counts_even_where_most_regions_differ() -> None:
     regions = tuple(
         dataclasses.replace(r, format="fp32" if i else "bf16") for i, r in enumerate(make_evidence().regions)
     )
-    rows = tune_text.region_rows(make_record(make_evidence(regions=regions)))
-    assert [row.apart for row in rows] == [False, True, True, True, True]
+    rows = tune.region_grid(make_record(make_evidence(regions=regions))).rows
+    assert [row.status for row in rows] == ["", *["apart"] * 4]
 
 
-def test_an_empty_window_of_loss_scales_is_said() -> None:
-    window = ScaleWindow(4e4, 1e-12, 6e4, 1.6, 0.125)
+def test_an_empty_range_of_loss_scales_is_said() -> None:
+    scales = ScaleRange(4e4, 1e-12, 6e4, 1.6, 0.125)
     assert "No loss scale holds both" in " ".join(
-        tune_text.scale_sentences(make_record(make_evidence(scale=window)))
+        tune.scale_sentences(make_record(make_evidence(scale=scales)))
     )
 
 
 # --- pictures -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tune_plots.RANGES)
-def test_drawn_ranges_are_those_of_the_formats(name: str) -> None:
-    known = FORMATS[name]
-    ends = (known.smallest_subnormal, known.smallest_normal, known.max)
-    assert tune_plots.RANGES[name] == pytest.approx([math.log2(end) for end in ends], abs=0.01)
+def test_drawn_ranges_are_those_of_the_formats() -> None:
+    below = drawn(make_record(make_evidence(scale=None)))["gradients"].axes[1]
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in below.patches]
+    known = FORMATS["fp8_e4m3"]
+    ends = (known.smallest_normal, known.max), (known.smallest_subnormal, known.smallest_normal)
+    assert bars[-2:] == [pytest.approx([math.log2(end) for end in pair]) for pair in ends]
 
 
 def test_the_scatter_marks_the_chosen_plan_and_the_lines() -> None:
-    (axes,) = tune_plots.tune_figures(make_record())["scatter"].axes
+    (axes,) = drawn(make_record())["scatter"].axes
     points = {
         c.get_label(): c.get_offsets().tolist() for c in axes.collections if not c.get_label().startswith("_")
     }
@@ -279,7 +278,7 @@ def test_the_scatter_marks_the_chosen_plan_and_the_lines() -> None:
 
 
 def test_the_histogram_sums_regions_and_the_loss_scale_moves_fp16() -> None:
-    figure = tune_plots.tune_figures(make_record())["gradients"]
+    figure = drawn(make_record())["gradients"]
     top, below = figure.axes
     assert sum(bar.get_height() for bar in top.patches) == pytest.approx(100)
     assert [text.get_text() for text in below.texts] == [
@@ -289,10 +288,11 @@ def test_the_histogram_sums_regions_and_the_loss_scale_moves_fp16() -> None:
         "fp8_e5m2",
         "fp8_e4m3",
     ]
-    assert sorted(line.get_xdata()[0] for line in top.lines) == [-38, 2]
+    edges = math.log2(FORMATS["fp16"].smallest_subnormal), math.log2(FORMATS["fp16"].max)
+    assert sorted(line.get_xdata()[0] for line in top.lines) == [edge - 14 for edge in edges]
     starts = [bar.get_x() for bar in below.patches if bar.get_alpha() == 0.45]
     assert starts[1:3] == [-14, -28]
-    plain = tune_plots.tune_figures(make_record(make_evidence(scale=None)))["gradients"]
+    plain = drawn(make_record(make_evidence(scale=None)))["gradients"]
     assert [text.get_text() for text in plain.axes[1].texts] == ["bf16", "fp16", "fp8_e5m2", "fp8_e4m3"]
     assert not plain.axes[0].lines
 
@@ -305,7 +305,7 @@ def test_pictures_of_many_regions_keep_the_extremes() -> None:
     regions = tuple(
         dataclasses.replace(full.regions[0], pattern=f"r{i}", bias=1e-6 * (i + 1)) for i in range(40)
     )
-    figures = tune_plots.tune_figures(make_record(make_evidence(histograms=many, regions=regions)))
+    figures = drawn(make_record(make_evidence(histograms=many, regions=regions)))
     shown = [label.get_text() for label in figures["gradients_by_region"].axes[0].get_yticklabels()]
     assert shown == [f"blocks.{i}" for i in (*range(8), *range(32, 40))]
     assert len(figures["regions"].axes[0].get_yticklabels()) == tune_plots.REGIONS
@@ -317,7 +317,7 @@ def test_words_of_the_record_cannot_become_markup() -> None:
     region = dataclasses.replace(full.regions[0], pattern=evil, reason=evil, bias=0.5)
     candidate = dataclasses.replace(full.candidates[0], name=evil, reason=evil)
     histogram = dataclasses.replace(full.histograms[0], pattern=evil)
-    page = tune_page(
+    page = show.page(
         make_record(
             make_evidence(
                 workload=evil, description=evil, answer=evil, notes=(evil,), command=evil, regions=(region,),

@@ -1,4 +1,4 @@
-"""The axes, the costs of units, the contest and the training trials."""
+"""The axes, the costs of parts, the contest and the pairs of training runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from castwise.errors import PlanError, WorkloadError
 from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
 from castwise.process import _claimed
-from castwise.tuning import fastest, search, unit_costs
+from castwise.tuning import fastest, part_costs, search
 from castwise.tuning.axes import (
     check_formats,
     numerics_of,
@@ -28,9 +28,9 @@ from castwise.tuning.axes import (
     with_operators_as_is,
 )
 from castwise.tuning.contest import BASELINE, Contest
-from castwise.tuning.trials import affordable_steps, is_doubtful, judge_losses, training_trials
-from castwise.tuning.unit_costs import _slowdown_on_a_piece, losing_units, measure_costs
-from castwise.tuning.units import find_units
+from castwise.tuning.pairs import affordable_steps, is_doubtful, judge_losses, train_pairs
+from castwise.tuning.part_costs import _slowdown_on_a_piece, losing_parts, measure_costs
+from castwise.tuning.parts import find_parts
 
 CPU = torch.device("cpu")
 
@@ -147,34 +147,83 @@ def test_losses_inside_the_model_may_follow_their_inputs() -> None:
 # --- costs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_unit_that_is_slower_low_is_found() -> None:
+def test_a_part_that_is_slower_low_is_found() -> None:
     made = workload(SlowWhenLow)
     model = made.model()
     batch = next(batches(0))
-    units = find_units(model, lambda: loss(model, batch))
-    costs = measure_costs(model, loss, batch, units, ["bf16"], CPU)
+    parts = find_parts(model, lambda: loss(model, batch))
+    costs = measure_costs(model, loss, batch, parts, ["bf16"], CPU)
     assert set(costs) == {"0", "1", "2"}
-    assert losing_units("bf16", costs)[0] == "1"  # it sleeps 20 ms; what else is slow is the machine's mood
+    assert losing_parts("bf16", costs)[0] == "1"  # it sleeps 20 ms; what else is slow is the machine's mood
     assert costs["1"].times_s["bf16"] > 0.02
 
 
-def test_a_unit_that_cannot_run_low_says_why() -> None:
+def test_a_part_that_cannot_run_low_says_why() -> None:
     made = workload(Fragile)
     model = made.model()
     batch = next(batches(0))
-    units = find_units(model, lambda: loss(model, batch))
-    costs = measure_costs(model, loss, batch, units, ["bf16"], CPU)
+    parts = find_parts(model, lambda: loss(model, batch))
+    costs = measure_costs(model, loss, batch, parts, ["bf16"], CPU)
     assert costs["1"].reasons == {"bf16": "not supported by this device: no kernel for bf16"}
-    assert losing_units("bf16", costs)[0] == "1"
+    assert losing_parts("bf16", costs)[0] == "1"
+
+
+class Faulty(nn.Module):
+    """Has a fault that shows in bf16, which is not that it cannot run there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.bfloat16:
+            raise LookupError("a key is missing")
+        return x * 2
+
+
+def test_a_fault_of_the_code_is_no_word_on_a_format() -> None:
+    model = workload(Faulty).model()
+    batch = next(batches(0))
+    parts = find_parts(model, lambda: loss(model, batch))
+    with pytest.raises(LookupError, match="a key is missing"):
+        measure_costs(model, loss, batch, parts, ["bf16"], CPU)
+    made = search.Search(workload(Faulty), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    made._refer()
+    with pytest.raises(LookupError, match="a key is missing"):
+        made.find(Plan.preset("bf16-mixed"))
+    assert made.numerics is not None
+    with pytest.raises(LookupError, match="a key is missing"):
+        made.numerics.repair(Plan.preset("bf16-mixed"), None)
+    with Contest(workload(Faulty), CPU) as contest:  # a candidate that fails is one that failed
+        contest.halve([Plan.preset("bf16-mixed")])
+        assert contest.entries[Plan.preset("bf16-mixed")].reason == "LookupError: a key is missing"
+
+
+class Remembers(nn.Module):
+    """Keeps a graph from call to call, so that it can neither be copied nor run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is not None:
+            x = x + self.last
+        self.last = x * 2
+        return self.last
+
+
+def test_a_module_that_does_not_run_by_itself_is_left_out() -> None:
+    model = workload(Remembers).model()
+    batch = next(batches(0))
+    parts = find_parts(model, lambda: loss(model, batch))
+    costs = measure_costs(model, loss, batch, parts, ["bf16"], CPU)
+    assert set(costs) == {"0", "2"}
 
 
 def test_buffers_and_gradients_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     batch = next(batches(0))
-    measure_costs(model, loss, batch, find_units(model, lambda: None), ["bf16"], CPU)
-    units = find_units(nn.Sequential(nn.Linear(16, 2)), lambda: None)
-    assert units == ()
+    measure_costs(model, loss, batch, find_parts(model, lambda: None), ["bf16"], CPU)
+    parts = find_parts(nn.Sequential(nn.Linear(16, 2)), lambda: None)
+    assert parts == ()
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -199,7 +248,7 @@ def test_a_module_shows_on_a_piece_what_it_takes(module: nn.Module, shape: tuple
 def test_an_activation_in_place_can_be_timed() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 2))
     batch = next(batches(0))
-    costs = measure_costs(model, loss, batch, find_units(model, lambda: loss(model, batch)), ["bf16"], CPU)
+    costs = measure_costs(model, loss, batch, find_parts(model, lambda: loss(model, batch)), ["bf16"], CPU)
     assert set(costs["1"].times_s) == {"fp32", "bf16"}
     assert model[1].inplace is True
 
@@ -269,7 +318,7 @@ def test_a_region_is_a_candidate_where_batches_have_four_axes_and_nothing_convol
         batches=masked,
         loss=lambda model, batch: loss(model, (batch[0].flatten(1), batch[1])),
     )
-    monkeypatch.setattr(unit_costs, "SLOWER", math.inf)  # tiny layers make any low format look slow
+    monkeypatch.setattr(part_costs, "SLOWER", math.inf)  # tiny layers make any low format look slow
     found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
     found._refer()
     out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
@@ -288,7 +337,7 @@ def test_ties_go_to_the_simpler_plan() -> None:
         assert contest.reason(simple, other) == "not faster: takes 1.25 times as long"
 
 
-# --- trials -------------------------------------------------------------------------------------------------------
+# --- pairs --------------------------------------------------------------------------------------------------------
 
 
 def test_losses_are_judged_as_students_t_says() -> None:
@@ -309,11 +358,11 @@ def test_losses_are_judged_as_students_t_says() -> None:
 
 
 def test_the_same_plan_is_not_worse_than_itself() -> None:
-    found = training_trials(workload(), Plan.preset("fp32"), CPU, steps=10, seeds=3)
+    found = train_pairs(workload(), Plan.preset("fp32"), CPU, steps=10, seeds=3)
     assert found.difference == 0.0
     assert found.verdict == "not worse"
     with pytest.raises(PlanError, match="verify_steps=3, verify_seeds=3: needs 5 steps and 2 seeds at least"):
-        training_trials(workload(), Plan.preset("fp32"), CPU, steps=3, seeds=3)
+        train_pairs(workload(), Plan.preset("fp32"), CPU, steps=3, seeds=3)
 
 
 def test_training_decides_only_near_the_lines() -> None:

@@ -1,4 +1,4 @@
-"""Units: the regions that a search decides about, and the plans made of them."""
+"""Parts: the regions that a search decides about, and the plans made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan
-from castwise.tuning.units import Unit, exempt, find_units, only, operators_used
+from castwise.tuning.parts import Part, exempt, find_parts, only, operators_used
 
 
 class Gate(nn.Module):
@@ -50,8 +50,8 @@ class Model(nn.Module):
         return self.tail(x)
 
 
-def units_of(model: nn.Module) -> tuple[Unit, ...]:
-    return find_units(model, lambda: model(torch.randn(4, 8)))
+def parts_of(model: nn.Module) -> tuple[Part, ...]:
+    return find_parts(model, lambda: model(torch.randn(4, 8)))
 
 
 def formats_seen(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
@@ -69,21 +69,21 @@ def formats_seen(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
 
 
 @pytest.mark.parametrize("depth", [2, 48])
-def test_repeated_blocks_are_one_unit_whatever_the_depth(depth: int) -> None:
-    units = units_of(Model(depth))
-    assert [u.pattern for u in units] == [
+def test_repeated_blocks_are_one_part_whatever_the_depth(depth: int) -> None:
+    parts = parts_of(Model(depth))
+    assert [u.pattern for u in parts] == [
         "blocks.*.norm", "blocks.*.gate", "blocks.*.gate.left", "blocks.*.gate.right", "tail.0", "tail.1", "tail.2",
     ]  # fmt: skip
-    assert units[0].paths == tuple(f"blocks.{i}.norm" for i in range(depth))
-    assert units[1].inner == ("blocks.*.gate.left", "blocks.*.gate.right")
-    assert units[1].parameters == 0
-    assert units[2].parameters == depth * 72
+    assert parts[0].paths == tuple(f"blocks.{i}.norm" for i in range(depth))
+    assert parts[1].inner == ("blocks.*.gate.left", "blocks.*.gate.right")
+    assert parts[1].parameters == 0
+    assert parts[2].parameters == depth * 72
 
 
 def test_blocks_that_differ_are_units_of_their_own() -> None:
     model = Model()
     model.blocks[1].norm = nn.LayerNorm(8, eps=1e-3)
-    assert {"blocks.0.norm", "blocks.1.norm", "blocks.2.norm"} <= {u.pattern for u in units_of(model)}
+    assert {"blocks.0.norm", "blocks.1.norm", "blocks.2.norm"} <= {u.pattern for u in parts_of(model)}
 
 
 def test_the_model_itself_can_be_a_unit() -> None:
@@ -95,19 +95,19 @@ def test_the_model_itself_can_be_a_unit() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x).exp()
 
-    units = units_of(Own())
-    assert [u.pattern for u in units] == ["type:Own", "layer"]
-    plan = exempt(Plan.preset("bf16-mixed"), units, ["type:Own"])
+    parts = parts_of(Own())
+    assert [u.pattern for u in parts] == ["type:Own", "layer"]
+    plan = exempt(Plan.preset("bf16-mixed"), parts, ["type:Own"])
     assert formats_seen(Own(), plan)["layer"] is torch.bfloat16
 
 
 def test_what_is_kept_runs_wide_and_nothing_else_does() -> None:
-    units = units_of(Model())
-    seen = formats_seen(Model(), exempt(Plan.preset("bf16-mixed"), units, ["tail.0"]))
+    parts = parts_of(Model())
+    seen = formats_seen(Model(), exempt(Plan.preset("bf16-mixed"), parts, ["tail.0"]))
     assert seen["blocks.0.gate.left"] is torch.bfloat16
-    seen = formats_seen(Model(), exempt(Plan.preset("bf16-mixed"), units, ["blocks.*.gate"]))
+    seen = formats_seen(Model(), exempt(Plan.preset("bf16-mixed"), parts, ["blocks.*.gate"]))
     assert seen["blocks.2.gate.left"] is torch.bfloat16  # given back: what the gate computes itself is kept
-    only_left = only(Plan.preset("bf16-mixed"), units, ["blocks.*.gate.left"])
+    only_left = only(Plan.preset("bf16-mixed"), parts, ["blocks.*.gate.left"])
     seen = formats_seen(Model(), only_left)
     assert only_left.compute == "fp32"
     assert seen["blocks.1.gate.right"] is torch.float32
@@ -115,12 +115,12 @@ def test_what_is_kept_runs_wide_and_nothing_else_does() -> None:
 
 def test_units_decided_alike_are_written_as_one_region() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 9 + i), nn.Linear(9 + i, 8)) for i in range(2)))
-    units = units_of(model)
-    assert [u.pattern for u in units] == ["0.0", "0.1", "1.0", "1.1"]
+    parts = parts_of(model)
+    assert [u.pattern for u in parts] == ["0.0", "0.1", "1.0", "1.1"]
     assert [
-        r.pattern for r in exempt(Plan.preset("bf16-mixed"), units, [u.pattern for u in units]).regions
+        r.pattern for r in exempt(Plan.preset("bf16-mixed"), parts, [u.pattern for u in parts]).regions
     ] == ["*.*"]
-    assert [r.pattern for r in exempt(Plan.preset("bf16-mixed"), units, ["0.0", "1.1"]).regions] == [
+    assert [r.pattern for r in exempt(Plan.preset("bf16-mixed"), parts, ["0.0", "1.1"]).regions] == [
         "0.0",
         "1.1",
     ]

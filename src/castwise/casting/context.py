@@ -14,7 +14,7 @@ from castwise.casting import frames, kernels, tracing
 from castwise.casting.kernels import frame_of
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans import rules
-from castwise.plans.formats import get_format
+from castwise.plans.formats import LOW_DTYPES, get_format
 from castwise.plans.parts import Region, shown
 from castwise.plans.plan import Plan, as_plan
 
@@ -22,7 +22,7 @@ __all__ = ["autocast", "default_device_type", "override_rows"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 DEVICE_TYPES = tuple(_torch.AUTOCAST_KEYS)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (*LOW_DTYPES, torch.float32)
 
 
 def default_device_type() -> str:

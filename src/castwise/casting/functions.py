@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from castwise.casting import frames
 from castwise.casting.frames import Frame
 from castwise.casting.kernels import widest_dtype
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import map_tensors, tensors_in
 from castwise.errors import StateError
 
 __all__ = ["custom_bwd", "custom_fwd", "fp32_function", "lower_function", "widest_function"]
@@ -20,20 +20,9 @@ __all__ = ["custom_bwd", "custom_fwd", "fp32_function", "lower_function", "wides
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return iter(found)
-
-
 def _autocast_device(args: Any, kwargs: Any) -> str | None:
     """Device type of the first floating tensor whose device is autocast now."""
-    for tensor in _tensors((args, kwargs)):
+    for tensor in tensors_in((args, kwargs)):
         if tensor.is_floating_point() and torch.is_autocast_enabled(tensor.device.type):
             return tensor.device.type
     return None
@@ -82,7 +71,7 @@ def widest_function(function: _F) -> _F:
     def choose(device: str, values: Any) -> torch.dtype | None:
         return widest_dtype(
             tensor.dtype
-            for tensor in _tensors(values)
+            for tensor in tensors_in(values)
             if tensor.is_floating_point()
             and tensor.dtype is not torch.float64
             and tensor.device.type == device
@@ -107,7 +96,7 @@ def _frame_now(device: str) -> Frame:
 def _device_of(device_type: str | None, args: Any, kwargs: Any) -> str:
     if device_type is not None:
         return device_type
-    for tensor in _tensors((args, kwargs)):
+    for tensor in tensors_in((args, kwargs)):
         return tensor.device.type
     return "cpu"
 

@@ -27,12 +27,12 @@ from castwise.casting import frames, tracing
 from castwise.casting.attention import unfused_attention
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.rules import Row, advice, operator_overloads
 
 __all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
 
 Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def _eligible(value: Any, device_type: str) -> bool:
@@ -97,7 +97,7 @@ def _lower(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _lower_if_any(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _floating_dtypes((*args, *kwargs.values()), device)
-    return (_lower if found.intersection(_LOW) else _as_is)(op, device, args, kwargs)
+    return (_lower if found.intersection(LOW_DTYPES) else _as_is)(op, device, args, kwargs)
 
 
 def _fp32(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,13 +138,13 @@ def _widest(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _widest_if_first(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (_as_is if args[0].dtype in _LOW else _widest)(op, device, args, kwargs)
+    return (_as_is if args[0].dtype in LOW_DTYPES else _widest)(op, device, args, kwargs)
 
 
 def _banned(row: Row) -> Action:
     def action(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = _floating_dtypes((*args, *kwargs.values()), device)
-        if _torch.inside_operator() or (row.only_low and not any(dtype in _LOW for dtype in found)):
+        if _torch.inside_operator() or (row.only_low and not any(dtype in LOW_DTYPES for dtype in found)):
             return _as_is(op, device, args, kwargs)
         if row.message:
             raise BannedOperatorError(row.message)
@@ -291,27 +291,41 @@ def _on(device_type: str, values: Iterable[Any]) -> bool:
 
 
 _lock = threading.RLock()
-_registered: dict[tuple[str, str], tuple[list[Callable[[], None]], set[object]]] = {}
-"""By operator and device type what undoes the registration, and who holds it; "" for in front of transforms."""
+_Key = tuple[str, str]
+_registered: dict[_Key, tuple[list[Callable[[], None]], weakref.WeakSet[_Holder]]] = {}
+"""By operator and device type what undoes the registration, and who holds it, of those that are alive: an interrupt can keep
+one from giving it up. "" is in front of transforms."""
 
 
-def _hold(key: tuple[str, str], holder: object) -> None:
-    if key in _registered:
-        _registered[key][1].add(holder)
-    else:
-        _registered[key] = _register(*key), {holder}
+class _Holder:
+    """Who holds kernels; a lease gives them up when it is collected, so that it cannot stand for itself."""
 
 
-def _release(held: tuple[tuple[str, str], ...], holder: object) -> None:
+def _hold(key: _Key, holder: _Holder) -> None:
+    entry = _registered.get(key)
+    if entry is None or not entry[1]:
+        _drop(key)
+        entry = _registered[key] = _register(*key), weakref.WeakSet()
+    entry[1].add(holder)
+    if _registered.get(key) is not entry:  # whoever held it last gave it up in between, in a signal handler
+        _hold(key, holder)
+
+
+def _drop(key: _Key) -> None:
+    for function in _registered.get(key, ((), None))[0]:
+        function()
+    _registered.pop(key, None)
+
+
+def _release(held: tuple[_Key, ...], holder: _Holder) -> None:
     """Give up what is held; an interrupted call can be made again."""
     with _lock:
         for key in held:
-            undo, holders = _registered.get(key, ((), set()))
-            holders.discard(holder)
-            if not holders:
-                for function in undo:
-                    function()
-                _registered.pop(key, None)
+            if key in _registered:
+                holders = _registered[key][1]
+                holders.discard(holder)
+                if not holders:
+                    _drop(key)
 
 
 def registered(device_type: str) -> frozenset[str]:
@@ -342,7 +356,7 @@ class Lease:
         names = tuple(names)
         in_front = {*names, *_torch.NUMBERS_FOR_TENSORS}  # one kernel for all devices
         held = (*((name, device_type) for name in names), *((name, "") for name in in_front))
-        holder = object()
+        holder = _Holder()
         self.close = functools.partial(_release, held, holder)
         """Give the kernels up, or nothing where that was done."""
         weakref.finalize(self, self.close).atexit = False

@@ -92,7 +92,7 @@ def _ready() -> bool:
 
 
 _BETWEEN_GRAPHS = tuple(
-    f"castwise.{name}" for name in ("_torch", "casting", "borders", "rules", "plan", "masters", "scaler")
+    f"castwise.{name}" for name in ("_torch", "casting", "borders", "plans", "masters", "scaler")
 )
 
 

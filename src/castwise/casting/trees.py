@@ -1,4 +1,4 @@
-"""Cast the floating tensors in whatever a module takes or returns."""
+"""The tensors in whatever a module takes or returns: found, cast, moved, mapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from castwise import _torch
 
-__all__ = ["cast_floating", "map_tensors"]
+__all__ = ["cast_floating", "map_tensors", "tensors_in", "to_device"]
 
 _LEAVES = (str, bytes, int, float, bool, type)
 
@@ -184,3 +184,24 @@ def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] 
     if isinstance(value, torch.Tensor):
         return convert(value)
     return map_tensors(convert, value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors inside ``value``, in its order, wherever :func:`map_tensors` finds them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors inside ``value`` to a device.
+
+    Returns:
+        The same structure; the very same object where nothing had to be moved.
+    """
+    return map_tensors(lambda tensor: tensor.to(device), value)

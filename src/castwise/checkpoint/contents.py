@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from castwise import masters
 from castwise.checkpoint.names import Names
-from castwise.checkpoint.ranks import Ranks
 from castwise.checkpoint.tree import encode
 from castwise.errors import CheckpointError
+from castwise.ranks import Ranks
 from castwise.session import Amp
 
 __all__ = ["Contents", "collect", "merge", "random_states", "set_random_states"]
@@ -130,7 +130,7 @@ def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
     digest = _digest(contents.common)
     common = None if ranks.first(lambda: digest) == digest and ranks.rank else contents.common
     parts = ranks.to_first((common, contents.own))
-    return ranks.agree(lambda: _merge([c for c, _ in parts if c], [own for _, own in parts]))
+    return ranks.each(lambda: _merge([c for c, _ in parts if c], [own for _, own in parts]))
 
 
 def _digest(value: Any) -> str:

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from castwise.checkpoint.folder import Skipped, candidates, read_manifest, wrong_files
 from castwise.checkpoint.names import joined
-from castwise.checkpoint.ranks import Ranks
 from castwise.checkpoint.restore import Restore
 from castwise.checkpoint.saving import as_list, settle
 from castwise.errors import CheckpointError
+from castwise.ranks import Ranks
 from castwise.session import Amp
 
 __all__ = ["Found", "Loaded", "load", "newest"]
@@ -82,7 +82,7 @@ def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_gr
         UserWarning: For each folder that was passed over, on the first rank.
     """
     settle()
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, CheckpointError)
     skipped: list[Skipped] = []
     found = Found()
     for step, path in ranks.first(lambda: candidates(Path(folder))):
@@ -145,7 +145,7 @@ def load(
         CheckpointError: A checkpoint that is damaged, does not fit (all its misfits are named) or is not accepted.
     """
     settle()
-    ranks = Ranks(process_group)
+    ranks = Ranks(process_group, CheckpointError)
     found = checkpoint if isinstance(checkpoint, Found) else Found(Path(checkpoint))
     path = found.path
     if path is None:
@@ -158,14 +158,14 @@ def load(
         raise CheckpointError(
             f"load({str(path)!r}): {manifest}. Allowed: a complete checkpoint, as newest(folder) finds it."
         )
-    restore = ranks.agree(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
+    restore = ranks.each(lambda: Restore(path, manifest, joined(model), as_list(optimizers), amp, ranks))
     restore.check(ranks)
     try:
-        ranks.agree(restore.read)
-        extra = ranks.agree(restore.extra)
+        ranks.each(restore.read)
+        extra = ranks.each(restore.extra)
         if accept is not None:
-            ranks.agree(lambda: accept(extra))
-        ranks.agree(restore.apply)
+            ranks.each(lambda: accept(extra))
+        ranks.each(restore.apply)
     except BaseException as error:
         restore.undo()
         if not isinstance(error, CheckpointError):

@@ -26,12 +26,12 @@ from castwise.checkpoint.options import (
     state_keys,
     takes,
 )
-from castwise.checkpoint.ranks import Ranks
 from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
 from castwise.checkpoint.undo import Before
 from castwise.errors import CheckpointError
 from castwise.plans.parts import shown
+from castwise.ranks import Ranks
 from castwise.session import Amp
 
 __all__ = ["Restore"]

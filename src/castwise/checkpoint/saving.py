@@ -19,8 +19,8 @@ from castwise.checkpoint import storage
 from castwise.checkpoint.contents import collect, merge
 from castwise.checkpoint.folder import Draft
 from castwise.checkpoint.names import joined
-from castwise.checkpoint.ranks import Ranks
 from castwise.errors import CheckpointError
+from castwise.ranks import Ranks
 from castwise.session import Amp
 
 __all__ = ["Saving", "as_list", "save", "settle"]
@@ -121,12 +121,12 @@ def save(
     """
     global _last
     settle()
-    ranks = Ranks(process_group)
-    ranks.agree(lambda: _check(step, keep, amp))
+    ranks = Ranks(process_group, CheckpointError)
+    ranks.each(lambda: _check(step, keep, amp))
     draft = Draft(Path(folder).absolute(), step)
-    contents = ranks.agree(lambda: collect(joined(model), as_list(optimizers), amp, extra, ranks))
+    contents = ranks.each(lambda: collect(joined(model), as_list(optimizers), amp, extra, ranks))
     index = storage.lay_out(contents.tensors, ranks)
-    stage = ranks.agree(lambda: storage.Stage(contents.tensors, index, ranks.rank, copied=asynchronous))
+    stage = ranks.each(lambda: storage.Stage(contents.tensors, index, ranks.rank, copied=asynchronous))
     values = {**merge(contents, ranks), "tensors": {name: entry.to_json() for name, entry in index.items()}}
     later = ranks.first(lambda: _begin(draft, values))
     if later is not None and ranks.rank == 0:
@@ -142,7 +142,7 @@ def save(
         "world_size": ranks.size,
     }
     if asynchronous:
-        future = _background().submit(_finish, draft, stage, about, keep, ranks.apart())
+        future = _background().submit(_finish, draft, stage, about, keep, ranks.duplicate())
     else:
         _finish(draft, stage, about, keep, ranks)
         future = Future()

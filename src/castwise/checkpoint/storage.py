@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from castwise import _torch
-from castwise.checkpoint.ranks import Ranks
 from castwise.errors import CheckpointError
-from castwise.parallel.pieces import is_dtensor
+from castwise.ranks import Ranks
+from castwise.ranks.pieces import is_dtensor
 
 __all__ = ["Entry", "Index", "Stage", "lay_out", "read", "read_index"]
 
@@ -118,7 +118,7 @@ def lay_out(tensors: Mapping[str, Tensor], ranks: Ranks) -> Index:
     Raises:
         CheckpointError: What cannot be saved, or tensors of one name that differ between ranks.
     """
-    parts = ranks.to_first(ranks.agree(lambda: [_held(name, tensor) for name, tensor in tensors.items()]))
+    parts = ranks.to_first(ranks.each(lambda: [_held(name, tensor) for name, tensor in tensors.items()]))
     return ranks.first(lambda: _arrange(parts))
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch, masters
 from castwise.checkpoint.contents import random_states, set_random_states
-from castwise.parallel.pieces import is_dtensor
+from castwise.ranks.pieces import is_dtensor
 from castwise.session import Amp
 
 __all__ = ["Before"]

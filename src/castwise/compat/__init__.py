@@ -1,7 +1,8 @@
-"""Drop-ins: scripts that were written for other libraries run on castwise.
+"""Drop-ins: scripts that were written for other libraries run on castwise, by its public names alone.
 
-``apex``: ``apex.amp`` and what scripts import along with it. ``colossalai``: Colossal-AI's AMP and the frame around it. ``coverage``: how a drop-in says which names it has.
-``installing``: ``import apex`` and ``import colossalai`` from castwise.
+``apex``: ``apex.amp`` and what scripts import along with it. ``colossalai``: Colossal-AI's AMP and the frame around
+it. ``coverage``: which names they have, by the ``coverage.toml`` of each. ``devices``: where they run. ``installing``:
+``import apex`` and ``import colossalai`` from castwise.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""How a drop-in says what it has: every public name of the original, and what became of it."""
+"""What a drop-in has: every public name of the original, and what became of it, from the ``coverage.toml`` beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from importlib import resources
+from typing import Any, Final, Literal, NoReturn, get_args
 
-__all__ = ["STATUSES", "Covered", "Status", "absent_row"]
+__all__ = ["STATUSES", "Covered", "Status", "absent_row", "covered", "missing_attribute"]
 
 Status = Literal["works", "differs", "absent"]
 STATUSES: Final[tuple[Status, ...]] = get_args(Status)
@@ -43,10 +46,40 @@ class Covered:
             raise ValueError(f"Covered({self.name!r}): the note is a cell of a table: one line, no '|'")
 
 
-def absent_row(covered: Iterable[Covered], name: str) -> Covered | None:
+@functools.cache
+def covered(package: str) -> tuple[Covered, ...]:
+    """Every name of an original's contract, by the order in which a reader meets them.
+
+    Args:
+        package: ``apex`` or ``colossalai``.
+    """
+    text = resources.files(__package__).joinpath(package, "coverage.toml").read_text(encoding="utf-8")
+    parts = {name: said.partition(": ") for name, said in tomllib.loads(text).items()}
+    return tuple(Covered(name, status, note) for name, (status, _, note) in parts.items())
+
+
+def absent_row(name: str) -> Covered | None:
     """The nearest row that says that a name, or what it is in, is absent."""
-    rows = {row.name: row for row in covered if row.status == "absent"}
+    rows = {row.name: row for row in covered(name.partition(".")[0]) if row.status == "absent"}
     parts = name.split(".")
     return next(
         (rows[key] for end in range(len(parts), 0, -1) if (key := ".".join(parts[:end])) in rows), None
     )
+
+
+def missing_attribute(module: str) -> Callable[[str], Any]:
+    """A module's ``__getattr__``: an error that says what to use instead.
+
+    Args:
+        module: Its name in the original, such as ``apex.optimizers``.
+    """
+
+    def lookup(name: str) -> NoReturn:
+        row = None if name.startswith("_") else absent_row(f"{module}.{name}")
+        message = f"{module!r} of castwise.compat has no {name!r}"
+        if row is not None:
+            # `from module import name` would put a text of its own in the place of an AttributeError's
+            raise ImportError(f"{message}. Instead: {row.note.replace('`', '')}.", name=module)
+        raise AttributeError(f"{message}; docs/compat.md lists what there is")
+
+    return lookup

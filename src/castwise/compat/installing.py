@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from castwise.compat.coverage import absent_row
+from castwise.compat.coverage import absent_row, covered
 
 __all__ = ["install", "serving", "uninstall"]
 
@@ -49,9 +49,9 @@ def _home_of(fullname: str) -> str:
 def _instead(fullname: str) -> str:
     """What to use in the place of a module that a drop-in has not."""
     name = _home_of(fullname).removeprefix(f"{_HOME}.")
-    covered = importlib.import_module(f"{_HOME}.{name.partition('.')[0]}.coverage").COVERED
-    inside = [row for row in covered if row.status == "absent" and f"{row.name}.".startswith(f"{name}.")]
-    row = absent_row(covered, name) or next(iter(inside), None)
+    rows = covered(name.partition(".")[0])
+    inside = [row for row in rows if row.status == "absent" and f"{row.name}.".startswith(f"{name}.")]
+    row = absent_row(name) or next(iter(inside), None)
     if row is not None:
         return f"castwise, which serves it here, has no such part; {row.note.replace('`', '')}"
     return "castwise, which serves it here, has no such part; docs/compat.md lists those that it has"
@@ -117,9 +117,13 @@ def uninstall() -> None:
     """Undo :func:`install`: modules that were imported meanwhile are forgotten under their short names."""
     finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
     for finder in finders:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
-            del sys.modules[name]
+        _remove(finder)
+
+
+def _remove(finder: _Finder) -> None:
+    sys.meta_path.remove(finder)
+    for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
+        del sys.modules[name]
 
 
 @contextlib.contextmanager
@@ -133,6 +137,4 @@ def serving(package: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            del sys.modules[name]
+        _remove(finder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 from castwise.casting.context import default_device_type
-from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError
+from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError, sentence
 from castwise.jobs import Event, Progress
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
 from castwise.measure import stats
 from castwise.measure.environment import environment
-from castwise.measure.memory import Memory, measure_memory
+from castwise.measure.memory import measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, paired, race
 from castwise.plans.plan import PRESETS, Plan, as_plan
@@ -35,23 +36,28 @@ PICTURE_SIDE = 128
 class _Row:
     """A plan while the bench works on it."""
 
-    name: str
     plan: Plan
-    status: str = "ok"
-    reason: str = ""
+    result: PlanResult
     run: TrainingRun | None = None
     training: Lap | None = None
     inference: Lap | None = None
-    memory: Memory | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    skipped_steps: int = 0
-    notes: list[str] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
     images: dict[str, list[list[float]]] = field(default_factory=dict)
 
-    def end(self, status: str, reason: str) -> None:
-        self.status, self.reason = status, reason
+    @property
+    def name(self) -> str:
+        return self.result.name
+
+    @property
+    def is_ok(self) -> bool:
+        return self.result.status == "ok"
+
+    def found(self, **changes: Any) -> None:
+        """Enter something into the result."""
+        self.result = dataclasses.replace(self.result, **changes)
+
+    def note(self, text: str) -> None:
+        self.found(notes=(*self.result.notes, text))
 
 
 def bench(
@@ -131,9 +137,13 @@ def _rows(plans: Iterable[Any]) -> list[_Row]:
         name = _name(given, plan)
         if name in rows and rows[name].plan != plan:
             name = f"{name} ({plan.digest[:8]})"
-        rows.setdefault(name, _Row(name, plan))
-    base = rows.get(BASELINE) or _Row(BASELINE, PRESETS[BASELINE])
+        rows.setdefault(name, _row(name, plan))
+    base = rows.get(BASELINE) or _row(BASELINE, PRESETS[BASELINE])
     return [base, *(row for row in rows.values() if row is not base)]
+
+
+def _row(name: str, plan: Plan) -> _Row:
+    return _Row(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
 
 def _name(given: object, plan: Plan) -> str:
@@ -170,7 +180,7 @@ class _Work:
                 row.run = TrainingRun(self.workload, row.plan, self.device, self.seed, initial)
             except Exception as error:
                 self._lost(row, error)
-                self.progress(Event("training", row.name, self.steps, self.steps, row.reason))
+                self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
                 continue
             initial = initial or row.run.weights()
         runners: list[tuple[str, Runner]] = [(row.name, row.run) for row in self.rows if row.run is not None]
@@ -193,7 +203,7 @@ class _Work:
             row.training = laps[row.name]
             self._settle(row, row.training, "training")
             rest = self.steps - WARMUP - timed
-            if row.status == "ok":
+            if row.is_ok:
                 try:
                     if rest:
                         row.run.before(rest)
@@ -204,10 +214,10 @@ class _Work:
                     self._look(row)
                 except Exception as error:
                     self._lost(row, error)
-            row.losses, row.skipped_steps = row.run.losses, row.run.skipped_steps
+            row.found(losses=tuple(row.run.losses), skipped_steps=row.run.skipped_steps)
             row.run.close()
             row.run = None
-            self.progress(Event("training", row.name, self.steps, self.steps, row.reason))
+            self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
 
     def _check_baseline(self) -> None:
         run = self.rows[0].run
@@ -230,7 +240,8 @@ class _Work:
         row.state = row.run.weights()
         with row.run.evaluating() as model:
             if self.workload.evaluate is not None:
-                row.metrics = {key: float(value) for key, value in self.workload.evaluate(model).items()}
+                metrics = self.workload.evaluate(model)
+                row.found(metrics={key: float(value) for key, value in metrics.items()})
             picture = getattr(self.workload, "picture", None)
             if picture is not None:
                 row.images = {key: _thin(value) for key, value in picture(model).items()}
@@ -240,12 +251,12 @@ class _Work:
     def infer(self) -> None:
         runs: list[tuple[_Row, InferenceRun]] = []
         for row in self.rows:
-            if row.status != "ok":
+            if not row.is_ok:
                 continue
             try:
                 runs.append((row, InferenceRun(self.workload, row.plan, self.device, self.seed, row.state)))
             except Exception as error:
-                row.notes.append(f"inference: {_sentence(error)}")
+                row.note(f"inference: {sentence(error, whole=False)}")
         if not runs:
             return
         total = WARMUP + self.rounds * self.per_round
@@ -268,9 +279,9 @@ class _Work:
         for row, _ in runs:
             row.inference = laps[row.name]
             if row.inference.slowdown is not None:
-                row.notes.append(f"inference {_stopped(row.inference.slowdown)}")
+                row.note(f"inference {_stopped(row.inference.slowdown)}")
             elif row.inference.error is not None:
-                row.notes.append(f"inference: {_sentence(row.inference.error)}")
+                row.note(f"inference: {sentence(row.inference.error, whole=False)}")
             self.progress(Event("inference", row.name, total, total))
 
     def weigh(self) -> None:
@@ -278,13 +289,14 @@ class _Work:
             gc.collect()
             torch.accelerator.empty_cache()  # what this process holds is not to be had by the next
         for row in self.rows:
-            if row.status != "ok":
+            if not row.is_ok:
                 continue
             self.progress(Event("memory", row.name, 0, 1))
             try:
-                row.memory = measure_memory(self.spec or self.workload, row.plan, self.device, seed=self.seed)
+                memory = measure_memory(self.spec or self.workload, row.plan, self.device, seed=self.seed)
+                row.found(memory=memory)
             except CastwiseError as error:
-                row.notes.append(_sentence(error))
+                row.note(sentence(error, whole=False))
             self.progress(Event("memory", row.name, 1, 1))
 
     # --- results ------------------------------------------------------------------------------------------
@@ -293,7 +305,7 @@ class _Work:
         if lap.error is not None:
             self._lost(row, lap.error, first=not any(lap.times_s))
         elif lap.slowdown is not None:
-            row.end("stopped", _stopped(lap.slowdown))
+            row.found(status="stopped", reason=_stopped(lap.slowdown))
 
     def _lost(self, row: _Row, error: Exception, first: bool = True) -> None:
         """A plan ended with an exception; where the baseline cannot even start, nothing can be compared."""
@@ -301,9 +313,10 @@ class _Work:
             if isinstance(error, CastwiseError):
                 raise error
             raise WorkloadError(
-                f"workload {self.workload.name!r} fails in fp32: {_sentence(error)}"
+                f"workload {self.workload.name!r} fails in fp32: {sentence(error, whole=False)}"
             ) from error
-        row.end("unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed", _sentence(error))
+        status = "unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed"
+        row.found(status=status, reason=sentence(error, whole=False))
 
     def close(self) -> None:
         for row in self.rows:
@@ -332,24 +345,17 @@ class _Work:
 
 
 def _plan_result(row: _Row, base: _Row) -> PlanResult:
-    final = row.losses[-1] if row.losses and row.status == "ok" else None
-    same = final is not None and len(base.losses) == len(row.losses)
-    return PlanResult(
-        name=row.name,
-        plan=str(row.plan),
-        digest=row.plan.digest,
-        status=row.status,
-        reason=row.reason,
+    losses, others = row.result.losses, base.result.losses
+    final = losses[-1] if losses and row.is_ok else None
+    row.found(
         training=_timing(row.training, base.training, row is base),
         inference=_timing(row.inference, base.inference, row is base),
-        memory=row.memory,
-        notes=tuple(row.notes),
-        losses=tuple(row.losses),
         final_loss=final,
-        final_loss_difference=final - base.losses[-1] if same and final is not None else None,
-        skipped_steps=row.skipped_steps,
-        metrics=row.metrics,
+        final_loss_difference=final - others[-1]
+        if final is not None and len(others) == len(losses)
+        else None,
     )
+    return row.result
 
 
 def _timing(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
@@ -365,17 +371,6 @@ def _timing(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
 
 def _stopped(slowdown: float) -> str:
     return f"stopped: {slowdown:.0f}x slower than {BASELINE}"
-
-
-def _sentence(error: BaseException) -> str:
-    """An exception as one line that a person can read in a table."""
-    lines = str(error).strip().splitlines()
-    text = lines[0].strip() if lines else ""
-    if isinstance(error, CastwiseError):
-        return text
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory: {text}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _thin(picture: torch.Tensor) -> list[list[float]]:

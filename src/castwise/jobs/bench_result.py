@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+from castwise.jobs.result import Result
 from castwise.measure import stats
 from castwise.measure.environment import Environment
 from castwise.measure.memory import Memory
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 __all__ = ["BenchResult", "PlanResult", "Timing"]
+
+BEHIND = 0.1
+"""A plan is not recommended if its final loss is above the baseline's by this part of what that one gained."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,14 @@ class PlanResult:
     skipped_steps: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def speedup(self) -> stats.Ratio | None:
+        """Of training over the baseline."""
+        return self.training.speedup if self.training is not None else None
+
 
 @dataclass(frozen=True)
-class BenchResult:
+class BenchResult(Result):
     """Plans side by side on one workload and one machine.
 
     Attributes:
@@ -89,6 +94,7 @@ class BenchResult:
         images: ``target`` and a prediction per plan, rows of numbers, for workloads that have a picture.
     """
 
+    kind: ClassVar[str] = "bench"
     workload: str
     description: str
     baseline: str
@@ -99,24 +105,48 @@ class BenchResult:
     plans: tuple[PlanResult, ...]
     images: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The record that reports are made from: plain data, with numbers that are not finite as None."""
-        record: dict[str, Any] = _plain({"kind": "bench", "version": 1, **dataclasses.asdict(self)})
-        return record
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """Plans that learned visibly less than the baseline in the same steps, or whose loss is not finite."""
+        base = next(row.losses for row in self.plans if row.name == self.baseline)
+        return tuple(row.name for row in self.plans if row.status == "ok" and _learned_less(row.losses, base))
 
-    def to_json(self) -> str:
-        """The record as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+    @property
+    def best(self) -> str | None:
+        """The plan to take; None where none that learns as well as the baseline trains measurably faster."""
+        return next(iter(self._best()), None)
 
-    def table(self) -> RenderableType:
-        """The rows as a table for ``rich.print``."""
-        from castwise.report.tables import bench_table
+    @property
+    def level_with_best(self) -> tuple[str, ...]:
+        """The others that train faster than the baseline, where the rounds do not tell them from the best."""
+        return self._best()[1:]
 
-        return bench_table(self.to_dict())
+    def _best(self) -> tuple[str, ...]:
+        """The best and those level with it.
+
+        Of those that the rounds do not tell from the fastest, the first that was asked for is the best: on a second run the
+        fastest may be another, the answer should not.
+        """
+        behind = self.behind
+        sound = (row for row in self.plans if row.status == "ok" and row.name not in behind)
+        faster = sorted(
+            (row for row in sound if row.speedup is not None and row.speedup.low > 1.0), key=_slowness
+        )
+        if not faster:
+            return ()
+        best = min(
+            (row for row in faster if row is faster[0] or _are_level(row, faster[0])), key=self.plans.index
+        )
+        return (best.name, *(row.name for row in faster if row is not best and _are_level(row, best)))
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(self), "behind": self.behind, "best": self.best, "level_with_best": self.level_with_best
+        }  # fmt: skip
 
     def headline(self) -> str:
         """The answer in a sentence or two."""
-        from castwise.report.text import headline
+        from castwise.report.bench import headline
 
         return headline(self.to_dict())
 
@@ -129,22 +159,25 @@ class BenchResult:
         Returns:
             Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures.
         """
-        from castwise.report.page import write_bench_page
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        data = folder / "bench.json"
-        data.write_text(self.to_json() + "\n", encoding="utf-8")
-        page, *pictures = write_bench_page(self.to_dict(), folder)
-        return (page, data, *pictures)
+        return self._save(Path(folder) / "bench.html", Path(folder) / "bench.json")
 
 
-def _plain(value: Any) -> Any:
-    """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+def _learned_less(losses: Sequence[float], base: Sequence[float]) -> bool:
+    if not losses or not base or not math.isfinite(base[-1]):
+        return False
+    if not math.isfinite(losses[-1]) or not math.isfinite(base[0]):
+        return True
+    return losses[-1] - base[-1] > max(BEHIND * (base[0] - base[-1]), 0.0)
+
+
+def _slowness(row: PlanResult) -> float:
+    return -row.speedup.value if row.speedup is not None else 0.0
+
+
+def _are_level(one: PlanResult, other: PlanResult) -> bool:
+    """Whether two plans' own rounds do not tell which is faster."""
+    assert one.training is not None
+    assert other.training is not None
+    rounds = zip(one.training.rounds_s, other.training.rounds_s, strict=True)
+    pairs = [(a, b) for a, b in rounds if a is not None and b is not None]
+    return bool(pairs) and stats.paired_speedup([a for a, _ in pairs], [b for _, b in pairs]).is_tie

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,8 +15,8 @@ from castwise.jobs.doctor_result import DoctorResult, Finding, WorkloadReport
 from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.measure.limits import Product, StepProfile, padding_gain, profile_steps
+from castwise.measure.matrix_units import MatrixUnits, matrix_units
 from castwise.measure.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
-from castwise.measure.units import MatrixUnits, matrix_units
 from castwise.plans.plan import Plan
 from castwise.process import check_device
 from castwise.workload import Workload, find_workload
@@ -129,11 +129,7 @@ def _load_note(load: float, cores: int) -> tuple[str, ...]:
 
 
 def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
-    """What to do with each format.
-
-    Returns:
-        A verdict per measured format but fp32; bf16 and fp16 have one where the device cannot run them, too.
-    """
+    """A verdict per measured format but fp32; bf16 and fp16 have one where the device cannot run them, too."""
     _, cannot = variants(device_type)
     names = dict.fromkeys(rate.format for rate in rates if rate.format != "fp32")
     lacks = [Judgement(v.name, "avoid", reason) for v, reason in cannot if v.dtype != torch.float32]
@@ -151,16 +147,13 @@ def _best_dtype(said: Sequence[Judgement]) -> torch.dtype:
 def findings(
     profile: StepProfile, units: MatrixUnits, rates: Sequence[Rate], gain: Gain
 ) -> tuple[Finding, ...]:
-    """What limits a workload.
+    """What limits a workload, in the order in which to look at it; empty if nothing stands out.
 
     Args:
         profile: Where a step's time goes.
         units: The device's matrix units.
-        rates: What the device reached, as :func:`~castwise.measure.rates.measure_rates` gives it.
+        rates: What the device reached.
         gain: Measures how much faster a product becomes with its sizes rounded up.
-
-    Returns:
-        Findings in the order in which to look at them; empty if nothing stands out.
     """
     found = [_data(profile), _dispatch(profile), _outside(profile, rates), *_sizes(profile, units, gain)]
     return tuple(finding for finding in found if finding is not None)
@@ -218,18 +211,16 @@ def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Finding | None:
     most = sorted(by_name.items(), key=lambda item: -item[1])[:3]
     measured: dict[str, float | int | str] = {"share": share, **{f"share of {k}": v for k, v in most}}
     bound = ""
-    best = max(
-        (r for r in rates if r.kernel == "matmul" and r.verdict == "fast" and r.speedup is not None),
-        key=lambda rate: rate.speedup.value if rate.speedup is not None else 0.0,
-        default=None,
-    )
-    if best is not None and best.speedup is not None:
-        limit = 1.0 / (share + (1.0 - share) / best.speedup.value)
+    fast = [
+        (r.speedup.value, r.format)
+        for r in rates
+        if r.kernel == "matmul" and r.verdict == "fast" and r.speedup
+    ]
+    if fast:
+        speedup, name = max(fast)
+        limit = 1.0 / (share + (1.0 - share) / speedup)
         measured["most_from_faster_products"] = limit
-        bound = (
-            f" Faster products alone ({best.format}, {best.speedup.value:.2g}x) could make it {limit:.2f}x as fast "
-            "at most."
-        )
+        bound = f" Faster products alone ({name}, {speedup:.2g}x) could make it {limit:.2f}x as fast at most."
     return Finding(
         "outside matrix units",
         measured,
@@ -242,37 +233,25 @@ def _outside(profile: StepProfile, rates: Sequence[Rate]) -> Finding | None:
 
 def _sizes(profile: StepProfile, units: MatrixUnits, gain: Gain) -> list[Finding]:
     """Products that miss the multiples: with matrix units always, without only where padding was measured to pay."""
-    shares: dict[tuple[str, tuple[int, ...]], float] = defaultdict(float)
-    largest: dict[tuple[str, tuple[int, ...]], tuple[float, Product]] = {}
+    alike: dict[tuple[str, tuple[int, ...]], list[tuple[float, Product]]] = defaultdict(list)
     for operator in profile.operators:
         product = operator.product
-        if product is None or product.kind == "depthwise" or not _missed(product, units.multiples):
+        if product is None or product.kind == "depthwise" or not product.missed(units.multiples):
             continue
         # forward and backward do the same product with its sides exchanged
         key = (product.kind, tuple(sorted((product.m, product.n, product.k))))
-        shares[key] += operator.share
-        if key not in largest or operator.share > largest[key][0]:
-            largest[key] = (operator.share, product)
+        alike[key].append((operator.share, product))
     found = []
-    for key, share in sorted(shares.items(), key=lambda item: -item[1])[:PRODUCTS]:
+    most = sorted(((sum(s for s, _ in same), same) for same in alike.values()), key=lambda item: -item[0])
+    for share, same in most[:PRODUCTS]:
         if share < SMALL:
-            continue
-        product = largest[key][1]
+            break
+        product = max(same, key=lambda item: item[0])[1]
         ratio = gain(product)
         pays = ratio is not None and ratio.low > 1.0
         if units.present or pays:
             found.append(_size(product, share, units, ratio, pays))
     return found
-
-
-def _missed(product: Product, multiples: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Per side its size and the next that fits."""
-    sides = {"m": product.m, "n": product.n, "k": product.k}
-    return {
-        side: (size, -(-size // multiples[side]) * multiples[side])
-        for side, size in sides.items()
-        if side in multiples and size % multiples[side]
-    }
 
 
 def _size(
@@ -281,7 +260,7 @@ def _size(
     words = {"m": "rows", "n": "columns", "k": "terms"}
     if product.kind == "convolution":
         words = {"m": "rows", "n": "output channels", "k": "input channels"}
-    missed = _missed(product, units.multiples)
+    missed = product.missed(units.multiples)
     sizes = ", ".join(f"{size} {words[s]} (next that fits: {fits})" for s, (size, fits) in missed.items())
     what = (
         "convolution"

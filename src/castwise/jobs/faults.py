@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from castwise.errors import CastwiseError, WorkloadError
+from castwise.errors import CastwiseError, WorkloadError, sentence
 from castwise.plans.plan import Plan
 from castwise.workload import Workload
 
-__all__ = ["calls", "remedy", "sentence"]
+__all__ = ["calls", "remedy"]
 
 
 @contextlib.contextmanager
@@ -29,18 +29,6 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise WorkloadError(f"workload {workload.name!r}: {what} failed: {sentence(error)}") from error
-
-
-def sentence(error: BaseException) -> str:
-    """An exception as one line.
-
-    Args:
-        error: Castwise's own are sentences already; others get their type's name.
-    """
-    text = " ".join(str(error).split())
-    if isinstance(error, CastwiseError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def remedy(plan: Plan) -> str:

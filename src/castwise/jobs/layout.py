@@ -1,7 +1,7 @@
 """How many processes train one model and what each of them does: data, sharded, tensor and pipeline parallelism.
 
 A layout is written as ``dp2``, ``fsdp2``, ``tp2``, ``pp2``, a product of them such as ``dp2xtp2``, or ``single``.
-Everything here is arithmetic; :mod:`castwise.jobs.ranks` starts the process group.
+Everything here is arithmetic; :mod:`castwise.jobs.processes` starts the process group.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import Layout
-from castwise.jobs.ranks import Ranks
+from castwise.jobs.processes import TrainingRanks
 from castwise.measure.steps import build_model
 from castwise.plans.plan import Plan
+from castwise.ranks import ALONE
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
@@ -83,7 +84,7 @@ def check_workload(workload: Workload, layout: Layout) -> None:
         )
 
 
-def cut_layers(workload: Workload, model: nn.Module, ranks: Ranks) -> None:
+def cut_layers(workload: Workload, model: nn.Module, ranks: TrainingRanks) -> None:
     """Cut a model's layers for tensor parallelism, in place.
 
     Args:
@@ -122,7 +123,7 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
             yield from _members(child)
 
 
-def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: Ranks) -> None:
+def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: TrainingRanks) -> None:
     """Shard a module by FSDP2, in place.
 
     Args:
@@ -170,7 +171,7 @@ class Whole:
         ranks: What the processes share out.
     """
 
-    def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: TrainingRanks) -> None:
         self.amp = amp
         self._workload = workload
         self._ranks = ranks
@@ -207,7 +208,7 @@ class Whole:
         return full if leads else None
 
 
-def build_whole(workload: Workload, ranks: Ranks, seed: int) -> nn.Module:
+def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Module:
     """The whole model with equal weights on every rank, its layers cut where the layout says so.
 
     Args:
@@ -227,7 +228,7 @@ def evaluate_whole(
 ) -> dict[str, float]:
     """What ``workload.evaluate`` says of a fresh copy of the model with given weights, under the plan."""
     assert workload.evaluate is not None
-    with Amp(plan, device=device) as amp:
+    with Amp(plan, device=device, group=ALONE) as amp:
         model = build_model(workload, device, seed, weights)
         amp.prepare(model)
         return evaluate(workload, model)

@@ -17,7 +17,8 @@ from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import check_splits
 from castwise.jobs.parts import blocks_of, full_weights, shard
-from castwise.jobs.ranks import Ranks
+from castwise.jobs.processes import TrainingRanks
+from castwise.ranks import Ranks
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
@@ -40,7 +41,13 @@ class Stages:
     """
 
     def __init__(
-        self, workload: Workload, amp: Amp, model: nn.Module, ranks: Ranks, microbatches: int, schedule: str
+        self,
+        workload: Workload,
+        amp: Amp,
+        model: nn.Module,
+        ranks: TrainingRanks,
+        microbatches: int,
+        schedule: str,
     ) -> None:
         assert workload.pipeline is not None
         self._workload, self._pipeline = workload, workload.pipeline
@@ -146,9 +153,8 @@ class Stages:
             mine |= full_weights(self.amp, module, gathers)
         if not gathers:
             return None
-        parts: list[Any] | None = [None] * self._ranks.layout.pp if self._ranks.leads else None
-        dist.gather_object(mine, parts, dst=0, group=self._ranks.of("pp").get_group())
-        return None if parts is None else {key: value for part in parts for key, value in part.items()}
+        parts = Ranks(self._ranks.of("pp").get_group()).to_first(mine)
+        return {key: value for part in parts for key, value in part.items()} if parts else None
 
 
 def _contiguous(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -206,7 +212,7 @@ def _shared(stages: Sequence[nn.Module]) -> list[dict[int, str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def _groups(shared: Sequence[dict[int, str]], ranks: Ranks) -> dict[int, list[tuple[str, Any]]]:
+def _groups(shared: Sequence[dict[int, str]], ranks: TrainingRanks) -> dict[int, list[tuple[str, Any]]]:
     """By stage the names of shared parameters, with the group of processes whose gradients are added up.
 
     Every process makes every group, its own or not, in the same order.

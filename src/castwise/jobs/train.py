@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from castwise.casting.context import default_device_type
-from castwise.errors import NonFiniteError, PlanError, WorkloadError
+from castwise.casting.trees import to_device
+from castwise.errors import NonFiniteError, PlanError, WorkloadError, sentence
 from castwise.jobs import Event, Progress
-from castwise.jobs.faults import calls, remedy, sentence
+from castwise.jobs.faults import calls, remedy
 from castwise.jobs.journal import Journal
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
-from castwise.jobs.ranks import Ranks, first_fault, join, started
+from castwise.jobs.processes import TrainingRanks, first_fault, join, started
+from castwise.jobs.result import finite
 from castwise.jobs.saves import Saves
-from castwise.jobs.train_result import TrainEvent, TrainResult, finite
+from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment
-from castwise.measure.steps import to_device
 from castwise.plans.plan import Plan, as_plan
 from castwise.scaler import StepResult
 from castwise.session import Amp
@@ -144,7 +145,7 @@ class _Step:
 class _Run:
     workload: Workload
     plan: Plan
-    ranks: Ranks
+    ranks: TrainingRanks
     seed: int
     steps: int
     out: Path
@@ -348,7 +349,7 @@ class _Run:
     def _finish(self, status: str, reason: str) -> TrainResult:
         leads = self.ranks.leads
         if self.history and leads:
-            from castwise.report.plots import plot_curves
+            from castwise.report.train import plot_curves
 
             self.files.append(plot_curves([*self.earlier, *self.history], self.out / "curves.png").name)
         last = [{}, *self.earlier, *self.history][-1]

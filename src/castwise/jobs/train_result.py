@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from castwise.jobs import Event
+from castwise.jobs.result import Result
 from castwise.measure.environment import Environment
 
-__all__ = ["TrainEvent", "TrainResult", "finite"]
+__all__ = ["TrainEvent", "TrainResult"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainEvent(Event):
 
 
 @dataclass(frozen=True)
-class TrainResult:
+class TrainResult(Result):
     """What became of a training.
 
     Attributes:
@@ -58,6 +58,7 @@ class TrainResult:
         files: Names of what was written beside ``result.json``, in its folder.
     """
 
+    kind: ClassVar[str] = "train"
     workload: str
     description: str
     plan: str
@@ -79,23 +80,8 @@ class TrainResult:
     environment: Environment
     files: tuple[str, ...]
 
-    def to_json(self) -> str:
-        """The record as JSON text; numbers that JSON does not have are null."""
-        record = {"kind": "train", "version": 1, **dataclasses.asdict(self)}
-        record["metrics"] = {key: finite(value) for key, value in self.metrics.items()}
-        return json.dumps(record, indent=1, allow_nan=False)
-
     def summary(self) -> str:
         """The outcome in a sentence."""
-        loss = "not finite" if self.final_loss is None else f"{self.final_loss:.4g}"
-        where = f" on {self.layout}" if self.world_size > 1 else ""
-        said = f"{self.workload} under {self.plan}{where}: loss {loss} after {self.steps_done} steps"
-        said += f" ({self.steps_per_s:.3g} steps/s"
-        said += f", {self.steps_before} of them before" if self.steps_before else ""
-        said += f", {self.skipped_steps} skipped)" if self.skipped_steps else ")"
-        return "; ".join([said, *(f"{key} {value:.4g}" for key, value in self.metrics.items())])
+        from castwise.report.train import summary
 
-
-def finite(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+        return summary(self.to_dict())

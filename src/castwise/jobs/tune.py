@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from castwise.casting.context import default_device_type
 from castwise.errors import PlanError, WorkloadError
 from castwise.jobs import Event, Progress
+from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure import ranks
 from castwise.measure.environment import environment
@@ -158,7 +159,7 @@ def _result(search: Search, command: str) -> TuneResult:
         "date": record.environment.date,
         "answer": record.answer,
         "speedup": chosen.speedup.value if chosen.speedup is not None else None,
-        "damage": chosen.parity.value if chosen.parity is not None else None,
+        "damage": finite(chosen.parity.value) if chosen.parity is not None else None,
         "complete": record.complete,
     }
     return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)

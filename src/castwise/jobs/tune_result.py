@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from castwise.jobs.bench_result import _plain
+from castwise.jobs.result import Result
 from castwise.plans.plan import Plan
 from castwise.tuning.evidence import Evidence
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["TuneResult"]
 
 
 @dataclass(frozen=True)
-class TuneResult:
+class TuneResult(Result):
     """The plan that a search chose, and why.
 
     Attributes:
@@ -28,6 +24,7 @@ class TuneResult:
         evidence: All that was measured on the way.
     """
 
+    kind: ClassVar[str] = "tune"
     plan: Plan
     evidence: Evidence
 
@@ -36,25 +33,8 @@ class TuneResult:
         """The result in one sentence."""
         return self.evidence.answer
 
-    def to_dict(self) -> dict[str, Any]:
-        """The record that reports are made from: plain data, with numbers that are not finite as None."""
-        record: dict[str, Any] = _plain({
-            "kind": "tune",
-            "version": 1,
-            **dataclasses.asdict(self.evidence),
-            "passes": self.evidence.passes,
-        })
-        return record
-
-    def to_json(self) -> str:
-        """The record as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    def table(self) -> RenderableType:
-        """The answer and the plans as a table for ``rich.print``."""
-        from castwise.report.tune_table import tune_table
-
-        return tune_table(self.to_dict())
+    def _fields(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self.evidence), "passes": self.evidence.passes}
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         """Write the page, the plan, the evidence and the plots.
@@ -65,13 +45,7 @@ class TuneResult:
         Returns:
             Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures.
         """
-        from castwise.report.tune_page import write_tune_page
-
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        plan = folder / "plan.json"
+        page, data, *pictures = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
+        plan = Path(folder) / "plan.json"
         self.plan.save(plan)
-        data = folder / "evidence.json"
-        data.write_text(self.to_json() + "\n", encoding="utf-8")
-        page, *pictures = write_tune_page(self.to_dict(), folder)
         return (page, plan, data, *pictures)

@@ -8,7 +8,7 @@ it. ``averages``: averages of weights; ``copies``: averages that would lose thei
 
 from __future__ import annotations
 
-from castwise.masters.attachment import Attachment, attach, attachment_of, refresh_master
+from castwise.masters.attachment import Attachment, attach, attachment_of, copy_to_model, refresh_master
 from castwise.masters.averages import AveragedModel
 from castwise.masters.originals import (
     fit_grad,
@@ -31,6 +31,7 @@ __all__ = [
     "Master",
     "attach",
     "attachment_of",
+    "copy_to_model",
     "fit_grad",
     "fit_state",
     "forget_original",

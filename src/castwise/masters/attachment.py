@@ -568,6 +568,17 @@ def _put(params: list[Any], group: dict[str, Any]) -> None:
         group["params"] = tuple(params)
 
 
+def copy_to_model(optimizer: Optimizer) -> None:
+    """Write the masters of an optimizer into the model, rounded; nothing happens where it has none.
+
+    A step does so by itself, and so does the next forward of a prepared model after masters were written by hand. Call it
+    where the parameters themselves are read before that.
+    """
+    attachment = attachment_of(optimizer)
+    if attachment is not None:
+        attachment.copy_to_model()
+
+
 def _is_cast(master: Any) -> bool:
     """Whether a parameter is not in the format any more in which it got its master, as after ``model.float()``."""
     return master.stored.dtype is not master.former_dtype
@@ -575,6 +586,9 @@ def _is_cast(master: Any) -> bool:
 
 def refresh_master(parameter: nn.Parameter) -> bool:
     """Bring the parameter's master up to date with it, as after ``parameter.data.copy_(...)``, which is invisible.
+
+    Args:
+        parameter: Of a model.
 
     Returns:
         Whether anything differed; False also if there is no master. Synchronises with the device.

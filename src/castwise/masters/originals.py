@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch
-from castwise.plans.formats import LOW, get_format
+from castwise.plans.formats import LOW_DTYPES
 
 __all__ = [
     "address",
@@ -30,7 +30,6 @@ __all__ = [
     "store",
 ]
 
-_LOW_DTYPES = frozenset(get_format(name).dtype for name in LOW)
 _originals: Any = WeakTensorKeyDictionary()
 
 
@@ -44,7 +43,7 @@ class _Original(NamedTuple):
 
 def is_low(tensor: Tensor) -> bool:
     """Whether a tensor is stored in bf16 or fp16."""
-    return tensor.dtype in _LOW_DTYPES
+    return tensor.dtype in LOW_DTYPES
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ def merge_values(
     if torch.equal(rounded.to(values.dtype), values):
         return False
     same = rounded.to(values.dtype) == values
-    for way in _LOW_DTYPES if cast else ():
+    for way in LOW_DTYPES if cast else ():
         same |= rounded.to(way).to(values.dtype) == values
     full.copy_(torch.where(same, full, values.to(full.dtype)))
     return True

@@ -55,15 +55,7 @@ class Environment:
 
 
 def environment(device: torch.device | str = "cpu", command: str | None = None) -> Environment:
-    """Record what this process measures on.
-
-    Args:
-        device: The device that is measured.
-        command: What to say was run; by default this process's command line.
-
-    Returns:
-        The record.
-    """
+    """What this process measures on; ``command`` is by default this process's command line."""
     device = torch.device(device)
     return Environment(
         device=_device_name(device),
@@ -82,11 +74,7 @@ def environment(device: torch.device | str = "cpu", command: str | None = None) 
 
 
 def command_line(argv: list[str]) -> str:
-    """A command line without the places where its files lie.
-
-    Returns:
-        One line; absolute and home paths are reduced to their last part.
-    """
+    """A command line in which absolute and home paths are reduced to their last part."""
     words = []
     for index, word in enumerate(argv):
         word = re.sub(r"(?:~|(?<![\w.:/])/)[\w.~+@-]*(?:/[\w.~+@-]*)*", lambda m: Path(m.group()).name, word)

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from castwise.errors import CastwiseError, RankError
+from castwise.errors import CastwiseError, RankError, WorkloadError
+from castwise.ranks.group import first_line
 
-__all__ = ["unfit"]
+__all__ = ["cannot_run", "unfit"]
+
+_LACKING = re.compile(
+    r"not implemented|unsupported|(?:not|only|n't)[ _]support|not create a primitive|types other than"
+    r"|dtype|scalar ?type|float16|\bHalf\b|should be the same",
+    re.IGNORECASE,
+)
+"""What torch says where an operator lacks a dtype or where two dtypes meet: 145 of the 146 messages with which the
+operators of torch's own test-suite refuse bf16 or fp16 on a CPU, and oneDNN's and cuBLAS's."""
+
+
+def cannot_run(error: BaseException) -> bool:
+    """Whether an error says that a plan cannot run: a format that an operator or the device lacks, or no memory.
+
+    Any other error is a fault of the code that ran, and no plan is to blame for it.
+    """
+    if isinstance(error, RankError):
+        return error.cannot_run
+    if isinstance(error, WorkloadError):
+        return False
+    if isinstance(error, (CastwiseError, MemoryError, torch.OutOfMemoryError, NotImplementedError)):
+        return True
+    return isinstance(error, (RuntimeError, TypeError)) and bool(_LACKING.search(str(error)))
 
 
 def unfit(error: BaseException) -> str:
     """Why a plan could not be tried, as a reason in a table."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out of memory"
     if isinstance(error, RankError):
         return error.reason
     if isinstance(error, CastwiseError):
-        return first
-    return f"not supported by this device: {first}"
+        return first_line(error)
+    what = "not supported by this device" if cannot_run(error) else type(error).__name__
+    return f"{what}: {first_line(error)}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
 from castwise.measure import stats
-from castwise.measure.steps import build_model, to_device
+from castwise.measure.rates import Loop, Variant, matmul
+from castwise.measure.steps import build_model
 from castwise.measure.timing import paired, race, synchronize
 from castwise.workload import Workload, check_loss
 
@@ -113,6 +115,15 @@ class Product:
     n: int
     k: int
 
+    def missed(self, multiples: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """By side its size and the next that fits, for sides that are no multiple of what they should be."""
+        sides = {"m": self.m, "n": self.n, "k": self.k}
+        return {
+            side: (size, -(-size // multiples[side]) * multiples[side])
+            for side, size in sides.items()
+            if side in multiples and size % multiples[side]
+        }
+
 
 @dataclass(frozen=True)
 class OperatorTime:
@@ -171,17 +182,8 @@ def profile_steps(
 ) -> StepProfile:
     """Train a fresh copy of a workload's model in fp32 for a few steps, timed and then profiled.
 
-    Random numbers are drawn from the seed and torch's own generators are given back as they were.
-
-    Args:
-        workload: Makes the model, the optimizer and the batches.
-        device: Device to train on.
-        seed: Of weights and data.
-        steps: How many to time at most.
-        budget_s: How long to time at most, in seconds; three steps are timed in any case.
-
-    Returns:
-        Where the time goes.
+    Random numbers are drawn from the seed and torch's own generators are given back as they were. At most ``steps``
+    steps are timed, and only three once ``budget_s`` seconds have gone.
 
     Raises:
         WorkloadError: The batches end, or the loss is not a scalar.
@@ -288,11 +290,7 @@ def _quiet() -> Iterator[None]:
 
 
 def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
-    """What kind of work an operator does.
-
-    Args:
-        name: As the profiler calls it, such as ``aten::addmm``.
-        shapes: Of its operands.
+    """What kind of work an operator does, by the profiler's name of it and the shapes of its operands.
 
     Returns:
         ``matrix``, ``depthwise`` (a convolution that matrix units cannot speed up), ``optimizer`` or ``other``.
@@ -307,14 +305,9 @@ def operator_class(name: str, shapes: Sequence[Sequence[int]]) -> str:
 
 
 def product_of(name: str, shapes: Sequence[Sequence[int]]) -> Product | None:
-    """The matrix product that an operator does.
+    """The matrix product that an operator does; None where it does none or the shapes do not tell.
 
-    Args:
-        name: As the profiler calls it.
-        shapes: Of its operands, an empty shape for each argument that is no tensor.
-
-    Returns:
-        Its sizes; None where it does none or the shapes do not tell.
+    An argument that is no tensor has an empty shape.
     """
     base = name.rpartition("::")[2]
     operands = [tuple(shape) for shape in shapes if len(shape) >= 2]
@@ -346,37 +339,38 @@ def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime,
     taken: dict[tuple[str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
     on_device = _has_device_times(device)
     for event in profiler.events():
-        if "::" not in event.name or event.name.startswith("autograd::"):
-            continue  # nodes of autograd and ranges: what they compute, operators inside them do
+        if not _is_operator(event.name):
+            continue
         if on_device and str(event.device_type) != "DeviceType.CPU":
             continue  # the kernel itself, which is counted with the operator that launched it
-        shapes = tuple(
-            tuple(s) for s in event.input_shapes or () if isinstance(s, (list, tuple)) and _plain(s)
+        shapes = tuple(tuple(s) for s in event.input_shapes or () if _is_shape(s))
+        taken[event.name, shapes].append(
+            event.self_device_time_total if on_device else event.self_cpu_time_total
         )
-        spent = event.self_device_time_total if on_device else event.self_cpu_time_total
-        taken[event.name, shapes].append(spent)
     # a median, as a busy neighbour stretches a call now and then to many times its length
     own = {key: statistics.median(spent) * len(spent) / PROFILED for key, spent in taken.items()}
     total = sum(own.values())
-    found = [
-        OperatorTime(
-            name, spent / total if total else 0.0, len(taken[name, shapes]) / PROFILED, product_of(name, shapes),
-            operator_class(name, shapes),
-        )
-        for (name, shapes), spent in own.items()
-    ]  # fmt: skip
+    found = []
+    for (name, shapes), spent in own.items():
+        share, calls = spent / total if total else 0.0, len(taken[name, shapes]) / PROFILED
+        found.append(OperatorTime(name, share, calls, product_of(name, shapes), operator_class(name, shapes)))
     return tuple(sorted(found, key=lambda operator: -operator.share)), total * 1e-6
 
 
-def _plain(shape: Sequence[Any]) -> bool:
-    return all(isinstance(size, int) for size in shape)
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(size, int) for size in value)
+
+
+def _is_operator(name: str) -> bool:
+    """Whether an event is an operator: what nodes of autograd and ranges compute, operators inside them do."""
+    return "::" in name and not name.startswith("autograd::")
 
 
 def _launches(profiler: Any) -> int:
     """Calls of operators that compute something and call no other that does."""
 
     def computes(name: str) -> bool:
-        return "::" in name and not name.startswith("autograd::") and name.rpartition("::")[2] not in _VIEWS
+        return _is_operator(name) and name.rpartition("::")[2] not in _VIEWS
 
     return sum(
         computes(event.name) and not any(computes(child.name) for child in event.cpu_children)
@@ -386,36 +380,13 @@ def _launches(profiler: Any) -> int:
 
 def _launch_s() -> float:
     """Time of an operator on four elements on the CPU: on any device, a call costs the host at least this."""
-    x = torch.zeros(4)
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(200):
-            torch.add(x, x)
-        best = min(best, (time.perf_counter() - start) / 200)
-    return best
+    return (
+        min(timeit.repeat("add(x, x)", globals={"add": torch.add, "x": torch.zeros(4)}, number=200, repeat=5))
+        / 200
+    )
 
 
 # --- sizes --------------------------------------------------------------------------------------------------
-
-
-class _Product:
-    """A runner of one matrix product."""
-
-    def __init__(self, m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._left = torch.ones(m, k, device=device, dtype=dtype)
-        self._right = torch.ones(k, n, device=device, dtype=dtype)
-
-    def before(self, steps: int) -> None:
-        pass
-
-    def run(self, steps: int) -> None:
-        with torch.inference_mode():
-            for _ in range(steps):
-                torch.mm(self._left, self._right)
-
-    def after(self) -> None:
-        pass
 
 
 def padding_gain(
@@ -428,25 +399,15 @@ def padding_gain(
 ) -> stats.Ratio | None:
     """How much faster a product becomes when its sides are rounded up to the multiples, more arithmetic included.
 
-    Args:
-        product: A matrix product.
-        multiples: Per side ``m``, ``n``, ``k``.
-        device: Device to multiply on.
-        dtype: Of the operands.
-        rounds: Interleaved rounds.
-
-    Returns:
-        The speed-up with its interval; None where it cannot be measured.
+    None for convolutions, and where no round succeeded.
     """
     if product.kind != "matmul":
         return None
-    sides = {"m": product.m, "n": product.n, "k": product.k}
-    padded = {
-        side: -(-size // multiples.get(side, 1)) * multiples.get(side, 1) for side, size in sides.items()
-    }
+    sizes = {"m": product.m, "n": product.n, "k": product.k}
+    padded = sizes | {side: fits for side, (_, fits) in product.missed(multiples).items()}
     runners = [
-        (name, _Product(sizes["m"], sizes["n"], sizes["k"], device, dtype))
-        for name, sizes in (("as it is", sides), ("padded", padded))
+        (name, Loop(matmul(**sides), Variant("", dtype), device))
+        for name, sides in (("as it is", sizes), ("padded", padded))
     ]
     steps = max(1, min(200, round(2e7 / max(1, product.m * product.n * product.k))))
     laps = race(runners, rounds=rounds, steps=steps, device=device)

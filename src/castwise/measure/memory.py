@@ -67,20 +67,11 @@ def measure_memory(
     inference: bool = True,
     timeout_s: float = 900.0,
 ) -> Memory:
-    """Measure a plan's memory in a new process.
+    """Measure a plan's memory in a new process, which is ended after ``timeout_s`` seconds.
 
-    Args:
-        workload: A specification as :func:`castwise.workload.find_workload` takes it, or a workload. One that
-            cannot be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this
-            process, where the operating system and the device allow it.
-        plan: What training and inference run by.
-        device: Device whose memory counts.
-        seed: Of weights and data.
-        inference: Whether to measure inference too.
-        timeout_s: The process is ended after this many seconds.
-
-    Returns:
-        The bytes.
+    A workload that cannot be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this
+    process, where the operating system and the device allow it. A specification is one that
+    :func:`castwise.workload.find_workload` takes.
 
     Raises:
         CastwiseError: The process could not be started or failed; the message says why.
@@ -118,11 +109,7 @@ def measure_memory(
 
 
 def main(answer: str) -> None:
-    """Entry point of the process: a request on standard input, the answer into a file.
-
-    Args:
-        answer: Path of the file.
-    """
+    """Entry point of the process: a request on standard input, the answer into a file of this path."""
     request = json.load(sys.stdin)
     sys.path[:] = request["path"]
 
@@ -140,18 +127,7 @@ def main(answer: str) -> None:
 
 
 def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int, inference: bool) -> Memory:
-    """Measure a plan's memory in this process, which should hold nothing else.
-
-    Args:
-        workload: Makes the model, the optimizer and the batches.
-        plan: What training and inference run by.
-        device: Device whose memory counts.
-        seed: Of weights and data.
-        inference: Whether to measure inference too.
-
-    Returns:
-        The bytes.
-    """
+    """Measure a plan's memory in this process, which should hold nothing else."""
     training = peak_bytes(lambda: TrainingRun(workload, plan, device, seed), device)
     called = peak_bytes(lambda: InferenceRun(workload, plan, device, seed), device) if inference else None
     run = TrainingRun(workload, plan, device, seed)
@@ -167,14 +143,9 @@ def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int
 
 
 def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.device) -> int | None:
-    """Most bytes allocated at once during one step, after others that warm it up.
+    """Most bytes allocated at once during one step, after others that warm it up; None where the device does not tell.
 
-    Args:
-        build: Makes the runner; what it allocates and keeps is counted.
-        device: Device whose memory counts.
-
-    Returns:
-        The peak, or None where the device type does not tell.
+    What the runner that ``build`` makes allocates and keeps is counted.
     """
     gc.collect()
     if device.type == "cpu":
@@ -258,17 +229,11 @@ class _Saved:
 
 @contextlib.contextmanager
 def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
-    """Count what autograd keeps for the backward pass of the code inside.
+    """Count what autograd keeps for the backward pass of the code inside, as ``total_bytes`` of what is yielded.
 
     A storage that several operators save is counted once, and those of the model's parameters and buffers not at
     all. Casts of weights to a lower format are counted: they are memory that training needs. The storages stay
     alive until the block ends, so peaks should be measured elsewhere.
-
-    Args:
-        model: Whose parameters and buffers do not count.
-
-    Yields:
-        An object whose ``total_bytes`` is the sum so far.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved = _Saved()

@@ -13,6 +13,7 @@ that leaves early writes why into the group's store and closes its connections; 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,50 +21,61 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from castwise.errors import RankError, StateError
-from castwise.measure.failures import unfit
-from castwise.parallel.agreement import apart
+from castwise.errors import StateError
+from castwise.measure.failures import cannot_run, unfit
+from castwise.ranks.group import ALONE, Ranks, first_line, running
 
 __all__ = ["alike", "count", "each", "lockstep", "now", "rank", "same", "slowest", "together", "worst"]
 
 T = TypeVar("T")
+_CURE = "give every rank the same model, batches and arguments"
 
 
 class _Gone(BaseException):
     """Another rank has left. No ``Exception``: nobody may take it for the failure of a candidate and go on alone."""
 
 
-class _Meeting:
+class _Meeting(Ranks):
+    """All ranks, in a group of their own, where they meet for one exchange."""
+
     def __init__(self, call: str) -> None:
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
         try:
-            self._group: Any = dist.new_group(backend="gloo")
+            super().__init__(dist.new_group(backend="gloo"))
         except RuntimeError as error:
             raise StateError(
-                f"{call}: not all {self.count} ranks came ({_first(error)}); call it on every rank of the process group, "
-                "or before init_process_group"
+                f"{call}: not all {dist.get_world_size()} ranks came ({first_line(error)}); call it on every rank of the process "
+                "group, or before init_process_group"
             ) from error
+        self._what = ""
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """What every rank sent, by rank."""
-        heard: list[Any] = [None] * self.count
+    def at(self, what: str) -> Ranks:
+        """The same, for another exchange."""
+        other = copy.copy(self)
+        other._what = what
+        return other
+
+    def gather(self, value: T) -> list[T]:
         try:
-            dist.all_gather_object(heard, (what, value), group=self._group)
+            heard = super().gather((self._what, value))
         except RuntimeError as error:
             raise self._absence(error) from None
         places = [place for place, _ in heard]
         if len(set(places)) > 1:
             where = ", ".join(f"rank {at} at {place}" for at, place in enumerate(places))
-            raise _Gone(
-                f"the ranks went separate ways: {where}; give every rank the same model, batches and arguments"
-            )
+            raise _Gone(f"the ranks went separate ways: {where}; {_CURE}")
         return [sent for _, sent in heard]
+
+    def _reason(self, failure: Exception) -> str:
+        return unfit(failure)
+
+    def _cannot_run(self, failure: Exception) -> bool:
+        return cannot_run(failure)
 
     def _absence(self, error: RuntimeError) -> BaseException:
         """Why ranks are missing, as they said themselves."""
         try:
-            store = self._group.get_group_store()
-            for at in range(self.count):
+            store = self.group.get_group_store()
+            for at in range(self.size):
                 if store.check([f"left/{at}"]):
                     said = json.loads(store.get(f"left/{at}"))
                     if said["interrupted"]:
@@ -71,21 +83,21 @@ class _Meeting:
                     return _Gone(f"rank {at} ended it: {said['words']}")
         except RuntimeError:  # the store has gone with the rank that kept it
             pass
-        return _Gone(f"another rank has gone without a word ({_first(error)})")
+        return _Gone(f"another rank has gone without a word ({first_line(error)})")
 
     def leave(self, error: BaseException) -> None:
         """Say why this rank leaves before the end."""
         said = {
             "interrupted": isinstance(error, KeyboardInterrupt),
-            "words": f"{type(error).__name__}: {_first(error)}",
+            "words": f"{type(error).__name__}: {first_line(error)}",
         }
         with contextlib.suppress(RuntimeError):
-            self._group.get_group_store().set(f"left/{self.rank}", json.dumps(said))
+            self.group.get_group_store().set(f"left/{self.rank}", json.dumps(said))
 
     def close(self) -> None:
         """Let go of the connections, which wakes whoever waits for this rank."""
-        dist.destroy_process_group(self._group)
-        self._group = None
+        dist.destroy_process_group(self.group)
+        self.group = None
 
 
 _meeting: _Meeting | None = None
@@ -105,15 +117,13 @@ def lockstep(call: str) -> Iterator[None]:
         KeyboardInterrupt: Another rank was interrupted.
     """
     global _meeting
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if _meeting is not None or not several:
+    if _meeting is not None or not running() or dist.get_world_size() == 1:
         yield
         return
     meeting = _meeting = _Meeting(call)
     try:
-        with apart():  # what is tried must not ask other ranks, which may fail at another place
-            yield
-        meeting.exchange("the end", None)  # nobody closes while another still asks
+        yield
+        _at("the end").gather(None)  # nobody closes while another still asks
     except _Gone as gone:
         raise StateError(f"{call}: {gone}") from None
     except BaseException as error:
@@ -124,96 +134,63 @@ def lockstep(call: str) -> Iterator[None]:
         meeting.close()
 
 
+def _at(what: str) -> Ranks:
+    return Ranks(ALONE) if _meeting is None else _meeting.at(what)
+
+
 def count() -> int:
     """How many ranks measure together; 1 outside of :func:`lockstep`."""
-    return 1 if _meeting is None else _meeting.count
+    return _at("").size
 
 
 def rank() -> int:
     """Which of them this process is; 0 outside of :func:`lockstep`."""
-    return 0 if _meeting is None else _meeting.rank
+    return _at("").rank
 
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Run something on every rank and wait for all; collective.
+    """Run something on every rank and wait for all; what it returned, by rank. Collective.
 
     Args:
         what: What it is, the same on all ranks; for errors.
         work: What to run. What it returns is pickled.
 
-    Returns:
-        What it returned, by rank.
-
     Raises:
         RankError: It failed on some ranks; raised on all.
         Exception: It failed on all ranks alike: this rank's own exception.
     """
-    if _meeting is None:
-        return [work()]
-    value: T | None = None
-    failure: Exception | None = None
-    try:
-        value = work()
-    except Exception as error:  # the other ranks have to hear of it first
-        failure = error
-    said = None if failure is None else (unfit(failure), f"{type(failure).__name__}: {_first(failure)}")
-    heard = _meeting.exchange(what, (value, said))
-    failed = {at: words for at, (_, words) in enumerate(heard) if words is not None}
-    if not failed:
-        return [got for got, _ in heard]
-    if failure is not None and len(failed) == len(heard) and len({why for why, _ in failed.values()}) == 1:
-        raise failure
-    reasons, texts = ([words[part] for words in failed.values()] for part in (0, 1))
-    raise RankError(_by_rank(failed, texts), reason=_by_rank(failed, reasons)) from failure
+    return _at(what).every(work)
 
 
 def each(what: str, work: Callable[[], T]) -> T:
-    """Run something on every rank, each of which keeps what it got itself; collective.
-
-    Raises:
-        Exception: As :func:`together`.
-    """
-    held: list[T] = []
-    together(what, lambda: held.append(work()))
-    return held[0]
+    """Run something on every rank, each of which keeps what it got itself; as :func:`together`."""
+    return _at(what).each(work)
 
 
 def slowest(what: str, seconds: Callable[[], Sequence[float]]) -> list[float]:
-    """Take times on all ranks at once; collective.
+    """Take times on all ranks at once; each as the slowest rank had it. As :func:`together`.
 
-    Args:
-        what: Names what is timed where a rank fails.
-        seconds: Takes the times, as many on every rank. All ranks begin when the last is ready, if they come here
-            straight from another exchange.
-
-    Returns:
-        Each time as the slowest rank had it.
-
-    Raises:
-        Exception: As :func:`together`.
+    All ranks begin when the last is ready, if they come here straight from another exchange.
     """
     return [max(times) for times in zip(*together(what, seconds), strict=True)]
 
 
-def same(what: str, value: T) -> T:
-    """Rank 0's value on every rank; collective."""
-    if _meeting is None:
-        return value
-    return _meeting.exchange(what, value if _meeting.rank == 0 else None)[0]  # type: ignore[no-any-return]
-
-
 def worst(what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
-    """Run something on every rank and go on with the worst result; collective.
+    """Run something on every rank and go on with the worst result, the lowest rank's of equals; as :func:`together`.
 
     Args:
-        what: Names the work where a rank fails.
-        work: Called once on every rank.
-        weight: How bad a result is, in numbers that can be compared; the lowest rank's of those that are equally bad.
-
-    Raises:
-        Exception: As :func:`together`.
+        what: What it is.
+        work: What to run.
+        weight: How bad a result is, in numbers that can be compared.
     """
     return max(together(what, work), key=weight)
+
+
+def same(what: str, value: T) -> T:
+    """Rank 0's value on every rank; collective."""
+    ranks = _at(what)
+    sent: list[Any] = ranks.gather(value if ranks.rank == 0 else None)
+    return sent[0]  # type: ignore[no-any-return]
 
 
 def now() -> float:
@@ -234,19 +211,5 @@ def alike(call: str, **values: object) -> None:
     heard = together(f"what {call} compares", lambda: values)
     for name, value in heard[0].items():
         if any(other[name] != value for other in heard):
-            each = ", ".join(f"{other[name]} on rank {at}" for at, other in enumerate(heard))
-            raise StateError(
-                f"{call}: {name} differs between ranks: {each}; give every rank the same model, batches and arguments"
-            )
-
-
-def _by_rank(ranks: Sequence[int] | dict[int, Any], texts: Sequence[str]) -> str:
-    """``on rank 1: why; on ranks 2, 3: another``."""
-    grouped: dict[str, list[str]] = {}
-    for at, text in zip(ranks, texts, strict=True):
-        grouped.setdefault(text, []).append(str(at))
-    return "; ".join(f"on rank{'s' * (len(at) > 1)} {', '.join(at)}: {text}" for text, at in grouped.items())
-
-
-def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            held = ", ".join(f"{other[name]} on rank {at}" for at, other in enumerate(heard))
+            raise StateError(f"{call}: {name} differs between ranks: {held}; {_CURE}")

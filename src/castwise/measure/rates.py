@@ -7,6 +7,7 @@ of theirs would take seconds.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,24 +16,25 @@ from typing import Literal
 
 import torch
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from castwise.errors import DeviceError
 from castwise.measure import stats
 from castwise.measure.timing import Lap, paired, race, synchronize
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
+from castwise.ranks.group import first_line
 
 __all__ = [
     "Bandwidth",
     "Judgement",
     "Kernel",
+    "Loop",
     "Rate",
     "Variant",
     "Verdict",
-    "conv_flops",
     "judge",
     "kernels",
-    "matmul_flops",
     "measure_bandwidth",
     "measure_rates",
     "variants",
@@ -86,14 +88,7 @@ VARIANTS = (
 
 
 def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant, str], ...]]:
-    """The variants that a device can run, and the others with the reason.
-
-    Args:
-        device_type: ``cpu``, ``cuda``, ``xpu`` or ``mps``.
-
-    Returns:
-        Two tuples; fp32 comes first in the first.
-    """
+    """The variants that a device can run, fp32 first, and the others with the reason."""
     can: list[Variant] = []
     cannot: list[tuple[Variant, str]] = []
     for variant in VARIANTS:
@@ -130,15 +125,7 @@ class Kernel:
     call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """A call without arguments.
-
-        Args:
-            device: Where its operands lie.
-            dtype: Of the operands. Images are ``channels_last``, the layout that matrix units read.
-
-        Returns:
-            The call.
-        """
+        """The call on random operands; images are ``channels_last``, the layout that matrix units read."""
         generator = torch.Generator().manual_seed(0)
         tensors = []
         for shape in self.inputs:
@@ -152,72 +139,47 @@ class Kernel:
         return lambda: self.call(first, second)
 
 
-def matmul_flops(m: int, n: int, k: int) -> int:
-    """Operations of a product ``[m, k] @ [k, n]``.
-
-    Args:
-        m: Rows of the result.
-        n: Its columns.
-        k: Terms of each sum.
-
-    Returns:
-        Multiplications and additions.
-    """
-    return 2 * m * n * k
-
-
-def conv_flops(batch: int, inputs: int, outputs: int, kernel: int, side: int, groups: int = 1) -> int:
-    """Operations of a square 2-D convolution that keeps its picture's size.
-
-    Zeros at the border are counted like other values.
-
-    Args:
-        batch: Pictures.
-        inputs: Channels in.
-        outputs: Channels out.
-        kernel: Side of the kernel.
-        side: Of the pictures.
-        groups: Of channels.
-
-    Returns:
-        Multiplications and additions.
-    """
-    return 2 * batch * side * side * outputs * (inputs // groups) * kernel * kernel
-
-
 def kernels(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
-    """The operators that stand for a device's rates.
+    """The operators that stand for a device's rates: matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
 
     Args:
         device_type: A CPU gets sizes that take it some 10 ms in fp32, a GPU sizes that fill it.
         small: Sizes for a probe.
-
-    Returns:
-        Matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
     """
     cpu = device_type == "cpu"
     side = (256 if cpu else 512) if small else (1024 if cpu else 4096)
     batch = (1 if cpu else 8) if small else (8 if cpu else 64)
     wide = 1 if cpu else 2
-    matmul = Kernel("matmul", f"{side} x {side} x {side}", matmul_flops(side, side, side),
-                    ((side, side), (side, side)), torch.mm)  # fmt: skip
     return (
-        matmul,
-        _conv("conv3x3", batch, 64 * wide, 64 * wide, 3, 28 if small else 56),
-        _conv("conv1x1", batch, 256 * wide, 256 * wide, 1, 14 if small else 28),
-        _conv("depthwise", batch, 128 * wide, 128 * wide, 3, 28 if small else 56, 128 * wide),
+        matmul(side, side, side),
+        _conv("conv3x3", batch, 64 * wide, 3, 28 if small else 56),
+        _conv("conv1x1", batch, 256 * wide, 1, 14 if small else 28),
+        _conv("depthwise", batch, 128 * wide, 3, 28 if small else 56, groups=128 * wide),
     )
 
 
-def _conv(
-    name: str, batch: int, inputs: int, outputs: int, kernel: int, side: int, groups: int = 1
-) -> Kernel:
-    def call(image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.conv2d(image, weight, padding=kernel // 2, groups=groups)
+def matmul(m: int, n: int, k: int) -> Kernel:
+    """The product ``[m, k] @ [k, n]``."""
+    return _kernel("matmul", f"{m} x {k} x {n}", ((m, k), (k, n)), torch.mm)
 
-    size = f"batch {batch}, {inputs} to {outputs} channels, {side} x {side}"
-    shapes = ((batch, inputs, side, side), (outputs, inputs // groups, kernel, kernel))
-    return Kernel(name, size, conv_flops(batch, inputs, outputs, kernel, side, groups), shapes, call)
+
+def _conv(name: str, batch: int, channels: int, kernel: int, side: int, groups: int = 1) -> Kernel:
+    size = f"batch {batch}, {channels} to {channels} channels, {side} x {side}"
+    shapes = ((batch, channels, side, side), (channels, channels // groups, kernel, kernel))
+    return _kernel(
+        name, size, shapes, functools.partial(functional.conv2d, padding=kernel // 2, groups=groups)
+    )
+
+
+def _kernel(
+    name: str,
+    size: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Kernel:
+    with FlopCounterMode(display=False) as counter:
+        call(*(torch.empty(shape, device="meta") for shape in shapes))
+    return Kernel(name, size, counter.get_total_flops(), shapes, call)
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -270,30 +232,16 @@ class Judgement:
 
 
 def verdict_of(speedup: stats.Ratio) -> Verdict:
-    """What an interval says of a format.
-
-    Args:
-        speedup: Ratio to fp32, above 1 where it is faster.
-
-    Returns:
-        ``no gain`` where the interval contains 1.
-    """
+    """What a ratio to fp32 says of a format: ``no gain`` where its interval contains 1."""
     if speedup.is_tie:
         return "no gain"
     return "fast" if speedup.low > 1.0 else "avoid"
 
 
 def judge(name: str, rates: Sequence[Rate]) -> Judgement:
-    """One verdict on a format from its operators.
+    """One verdict on the variant of this name, from its rates among those of all.
 
     Depthwise convolutions are told but do not count: they move memory rather than multiply matrices.
-
-    Args:
-        name: Of the variant that is judged.
-        rates: What was measured of all variants; those of others are passed over.
-
-    Returns:
-        The verdict, with the ratios as its reason.
     """
     mine = [rate for rate in rates if rate.format == name]
     counted = [rate for rate in mine if rate.kernel != "depthwise"]
@@ -320,28 +268,27 @@ def _figures(value: float) -> str:
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
-class _Loop:
+class Loop:
     """A runner that calls one kernel in one variant."""
 
     def __init__(self, kernel: Kernel, variant: Variant, device: torch.device) -> None:
         self._call = kernel.on(device, variant.dtype)
-        self._plan = replace(variant.plan, compute="fp32")
-        self._device_type = device.type
-        self._claim: Claim | None = None
+        self._claim = Claim(replace(variant.plan, compute="fp32"), device.type)
 
     def before(self, steps: int) -> None:
-        self._claim = Claim(self._plan, self._device_type).take()
+        """Put the variant's settings in force."""
+        self._claim.take()
 
     def run(self, steps: int) -> None:
+        """Call it."""
         call = self._call
         with torch.inference_mode():
             for _ in range(steps):
                 call()
 
     def after(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        """Give the process back as it was."""
+        self._claim.close()
 
 
 def measure_rates(
@@ -351,16 +298,13 @@ def measure_rates(
     small: bool = False,
     on_kernel: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Rate, ...]:
-    """Measure every operator in every variant that the device can run.
+    """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
 
     Args:
-        device: Device to measure, while nothing else runs on it.
+        device: Device to measure.
         rounds: Interleaved rounds per operator; six or more give a 95 % interval.
         small: Measure the probe's sizes alone: quick and rough.
         on_kernel: Called with an operator's name, how many are done and how many there are.
-
-    Returns:
-        A rate per operator and variant, fp32 first in each operator.
     """
     can, _ = variants(device.type)
     probes = kernels(device.type, small=True)
@@ -382,15 +326,12 @@ def measure_rates(
 
 
 def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.device) -> list[Rate]:
-    """Rates of the variants that full size would be a waste for: they fail, are hopeless, or slower and too long.
-
-    The least of a few times decides, since a busy neighbour only ever makes one longer.
-    """
+    """Rates of the variants that full size would be a waste for: they fail, are hopeless, or slower and too long."""
     out: list[Rate] = []
     least: dict[str, float] = {}
     for variant in can:
         try:
-            least[variant.name] = min(_calls_s(_Loop(probe, variant, device), device))
+            least[variant.name] = _least_s(Loop(probe, variant, device), device)
         except RuntimeError as error:
             if variant is not can[0]:
                 out.append(_failed(probe, variant.name, error, probe=True))
@@ -407,35 +348,22 @@ def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.
 
 
 def _rates(kernel: Kernel, run: Sequence[Variant], device: torch.device, rounds: int) -> list[Rate]:
-    runners = [(variant.name, _Loop(kernel, variant, device)) for variant in run]
-    steps = _steps(runners[0][1], device)
+    runners = [(variant.name, Loop(kernel, variant, device)) for variant in run]
+    try:
+        steps = max(1, min(200, math.ceil(BLOCK_S / _least_s(runners[0][1], device))))
+    except RuntimeError:  # the race will tell
+        steps = 1
     laps = race(runners, rounds=rounds, steps=steps, device=device, hopeless=HOPELESS, sure_s=0.25)
     baseline = laps[runners[0][0]]
     return [_rate(kernel, name, baseline, laps[name]) for name, _ in runners]
 
 
-def _calls_s(loop: _Loop, device: torch.device) -> list[float]:
-    """Times of six single calls, after one that builds the kernel."""
-    taken = []
-    for _ in range(7):
-        try:
-            loop.before(1)
-            synchronize(device)
-            start = time.perf_counter()
-            loop.run(1)
-            synchronize(device)
-            taken.append(time.perf_counter() - start)
-        finally:
-            loop.after()
-    return taken[1:]
-
-
-def _steps(baseline: _Loop, device: torch.device) -> int:
-    """Calls per block, from the baseline's fastest; 1 if it fails, as the race will tell."""
-    try:
-        return max(1, min(200, math.ceil(BLOCK_S / min(_calls_s(baseline, device)))))
-    except RuntimeError:
-        return 1
+def _least_s(loop: Loop, device: torch.device) -> float:
+    """The least of six single calls, after one that builds the kernel: a busy neighbour only ever makes one longer."""
+    lap = race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""]
+    if lap.error is not None:
+        raise lap.error
+    return min(seconds for seconds in lap.times_s if seconds is not None)
 
 
 def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
@@ -462,8 +390,7 @@ def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
 
 
 def _failed(kernel: Kernel, name: str, error: Exception, *, probe: bool = False) -> Rate:
-    why = str(error).strip().splitlines() or [type(error).__name__]
-    return Rate(kernel.name, kernel.size, name, None, verdict="avoid", probe=probe, error=why[0])
+    return Rate(kernel.name, kernel.size, name, None, verdict="avoid", probe=probe, error=first_line(error))
 
 
 @dataclass(frozen=True)
@@ -486,16 +413,7 @@ class Bandwidth:
 def measure_bandwidth(
     device: torch.device, *, copied_bytes: int = 256 * 2**20, repetitions: int = 7
 ) -> Bandwidth:
-    """Copy a large tensor.
-
-    Args:
-        device: Device to measure, while nothing else runs on it.
-        copied_bytes: Size of the tensor, a multiple of 4; it is held twice.
-        repetitions: How many timed copies.
-
-    Returns:
-        The rate, with its spread.
-    """
+    """Time copies of a tensor of so many bytes, a multiple of 4; it is held twice."""
     source = torch.ones(copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     taken = []

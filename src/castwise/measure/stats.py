@@ -63,15 +63,8 @@ class Ratio:
 def quantile(values: Sequence[float], q: float) -> float:
     """The ``q``-quantile by linear interpolation between order statistics (type 7, NumPy's default).
 
-    Args:
-        values: At least one number, in any order.
-        q: Between 0 and 1.
-
-    Returns:
-        The quantile.
-
     Raises:
-        ValueError: No values, or ``q`` out of range.
+        ValueError: No values, or ``q`` not within 0 and 1.
     """
     if not values or not 0.0 <= q <= 1.0:
         raise ValueError(
@@ -85,14 +78,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summarise(times_s: Sequence[float]) -> Summary:
-    """Median and quartiles of times in seconds.
-
-    Args:
-        times_s: At least one time.
-
-    Returns:
-        Their centre and spread.
-    """
+    """Median and quartiles of at least one time in seconds."""
     return Summary(quantile(times_s, 0.5), quantile(times_s, 0.25), quantile(times_s, 0.75), len(times_s))
 
 

@@ -10,40 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
+from castwise.ranks import ALONE
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
-__all__ = ["InferenceRun", "TrainingRun", "build_model", "to_device"]
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors in a batch to a device, whatever containers they lie in.
-
-    Returns:
-        The batch, itself where nothing had to be moved.
-    """
-    return map_tensors(lambda tensor: tensor.to(device), value)
+__all__ = ["InferenceRun", "TrainingRun", "build_model"]
 
 
 def build_model(
     workload: Workload, device: torch.device, seed: int, state: Mapping[str, torch.Tensor] | None = None
 ) -> nn.Module:
-    """A fresh copy of a workload's model.
-
-    Args:
-        workload: Whose model.
-        device: Where it is to lie.
-        seed: Of torch's random numbers while it is built.
-        state: Weights to give it, under its own keys.
+    """A fresh copy of a workload's model, with weights drawn from the seed or given as a state dict.
 
     Returns:
-        The model, in training mode; parts of it that are in evaluation mode inside a training model (frozen
-        BatchNorm) stay so.
+        The model, in training mode; modules that are in evaluation mode inside a training model (frozen BatchNorm)
+        stay so.
 
     Raises:
         WorkloadError: ``workload.model()`` returned something else.
@@ -105,16 +91,39 @@ class _RandomState:
             self._outer = None
 
 
-def _split(plan: Plan, device: torch.device) -> Plan:
-    """The plan without its process-wide settings: those are put in force only while its own block runs.
+class _Run:
+    """A model under a plan, for a race: process-wide settings and random numbers are its own while its block runs alone.
 
-    Plans that disagree on them can so be timed in turns.
+    Plans that disagree on process-wide settings can so be timed in turns.
     """
-    check_device(plan, device.type)
-    return replace(plan, fp32_matmul="as_is", fp32_conv="as_is")
+
+    model: nn.Module
+    amp: Amp
+
+    def __init__(self, plan: Plan, device: torch.device, seed: int) -> None:
+        check_device(plan, device.type)
+        self._device = device
+        self._claim = Claim(plan, device.type)
+        self._random = _RandomState(device, seed)
+        self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is")
+
+    def before(self, steps: int) -> None:
+        """Put the plan's process-wide settings in force."""
+        self._random.enter()
+        self._claim.take()
+
+    def after(self) -> None:
+        """Give the process back as it was."""
+        self._claim.close()
+        self._random.leave()
+
+    def close(self) -> None:
+        """Take the plan off the model and let go of it."""
+        self.amp.close()
+        del self.model
 
 
-class TrainingRun:
+class TrainingRun(_Run):
     """A model in training under a plan, with the losses it went through.
 
     Every run with the same seed starts from the same weights and sees the same batches and random draws.
@@ -141,16 +150,12 @@ class TrainingRun:
         state: Mapping[str, torch.Tensor] | None = None,
         compile: bool = False,
     ) -> None:
+        super().__init__(plan, device, seed)
         self._workload = workload
-        self._plan = plan
-        self._device = device
-        self._claim: Claim | None = None
-        split = _split(plan, device)
-        self._random = _RandomState(device, seed)
         with self._random.in_force():
             self.model = build_model(workload, device, seed, state)
             self.optimizer = workload.optimizer(self.model.parameters())
-            self.amp = Amp(split, device=device)
+            self.amp = Amp(self._without_settings, device=device, group=ALONE)
             self.amp.prepare(self.model, self.optimizer)
             if compile:
                 self.model.compile()
@@ -175,7 +180,7 @@ class TrainingRun:
                 f"workload {self._workload.name!r}: batches(seed) ended after {len(self.losses)} batches; "
                 "make it an endless iterator, or ask for fewer steps"
             ) from None
-        self._claim = Claim(self._plan, self._device.type).take()
+        self._claim.take()
 
     def run(self, steps: int) -> None:
         """Train on the block that was fetched; never waits for the device, except where the scaler has to."""
@@ -191,21 +196,14 @@ class TrainingRun:
 
     def after(self) -> None:
         """Read the block's losses and give the process back as it was."""
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
-        self._random.leave()
+        super().after()
         self._block = []
         self.losses += [float(loss) for loss in self._losses]
         self.skipped_steps += sum(result.skipped for result in self._results)
         self._losses, self._results = [], []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights now, in fp32 under the model's own keys, on the CPU.
-
-        Returns:
-            Copies, so that they stay when the run goes on.
-        """
+        """Copies of the weights as they are now, in fp32 under the model's own keys, on the CPU."""
         return {
             key: value.detach().to("cpu", copy=True)
             for key, value in self.amp.model_state_dict(self.model).items()
@@ -214,23 +212,21 @@ class TrainingRun:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, without gradients, by the whole plan; in training mode again after it."""
-        claim = Claim(self._plan, self._device.type).take()
-        self._random.enter()
         try:
+            super().before(0)
             with torch.inference_mode():
                 yield self.model.eval()
         finally:
             self.model.train()
-            self._random.leave()
-            claim.close()
+            super().after()
 
     def close(self) -> None:
         """Take the plan off the model and let go of both."""
-        self.amp.close()
-        del self.model, self.optimizer
+        super().close()
+        del self.optimizer
 
 
-class InferenceRun:
+class InferenceRun(_Run):
     """The model's own forward under a plan, with weights cast once, under ``torch.inference_mode``.
 
     What is called is the model with the arguments that ``workload.loss`` gives it, without the loss around it;
@@ -256,11 +252,7 @@ class InferenceRun:
         seed: int = 0,
         state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._plan = plan
-        self._device = device
-        self._claim: Claim | None = None
-        split = _split(plan, device)
-        self._random = _RandomState(device, seed)
+        super().__init__(plan, device, seed)
         with self._random.in_force():
             self.model = build_model(workload, device, seed, state).eval()
             batch = to_device(next(iter(workload.batches(seed))), device)
@@ -276,13 +268,8 @@ class InferenceRun:
             self._call: Callable[[], Any] = lambda: self.model(*args, **kwargs)
         else:
             self._call = lambda: workload.loss(self.model, batch)
-        self.amp = Amp(split, device=device)
+        self.amp = Amp(self._without_settings, device=device, group=ALONE)
         self.amp.prepare(self.model, inference=True)
-
-    def before(self, steps: int) -> None:
-        """Put the plan's process-wide settings in force."""
-        self._random.enter()
-        self._claim = Claim(self._plan, self._device.type).take()
 
     def run(self, steps: int) -> None:
         """Call the model."""
@@ -290,14 +277,7 @@ class InferenceRun:
             for _ in range(steps):
                 self._call()
 
-    def after(self) -> None:
-        """Give the process back as it was."""
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
-        self._random.leave()
-
     def close(self) -> None:
         """Take the plan off the model and let go of it."""
-        self.amp.close()
-        del self.model, self._call
+        super().close()
+        del self._call

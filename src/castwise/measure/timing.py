@@ -181,11 +181,7 @@ def _hopeless(
 
 
 def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
-    """The times of the rounds that both ran.
-
-    Returns:
-        Two lists of equal length, in seconds per step.
-    """
+    """The times, in seconds per step, of the rounds that both ran."""
     both = [
         (a, b)
         for a, b in zip(baseline.times_s, candidate.times_s, strict=True)

@@ -11,48 +11,31 @@ from castwise.migrate.view import View
 
 __all__ = ["DROP_INS", "rewrite_imports", "uses"]
 
-DROP_INS: Mapping[str, frozenset[str]] = {
-    "apex": frozenset({"amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"}),
-    "colossalai": frozenset({
-        "amp",
-        "builder",
-        "context",
-        "core",
-        "engine",
-        "initialize",
-        "logging",
-        "nn",
-        "trainer",
-        "utils",
-    }),
-}
+DROP_INS: Mapping[str, set[str]] = {
+    "apex": {"amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"},
+    "colossalai": {
+        "amp", "builder", "context", "core", "engine", "initialize", "logging", "nn", "trainer", "utils",
+    },
+}  # fmt: skip
 """Libraries that have a drop-in in ``castwise.compat``, and their parts that it serves."""
-_FUNCTIONS = frozenset({
-    "get_default_parser",
-    "initialize",
-    "launch",
-    "launch_from_torch",
-    "launch_from_slurm",
-    "launch_from_openmpi",
-})
+_FUNCTIONS = {
+    "get_default_parser", "initialize", "launch", "launch_from_torch", "launch_from_slurm", "launch_from_openmpi",
+}  # fmt: skip
 """What ``from colossalai import`` may also name."""
 
 
 def uses(view: View, library: str) -> bool:
     """Whether a script imports a library or a part of it."""
-    return any(_library(name) == library for node in view.nodes for name in _imported(view, node))
+    return any(_imports(view, node, library) for node in view.nodes)
 
 
-def _library(dotted: str) -> str:
-    return dotted.partition(".")[0]
-
-
-def _imported(view: View, node: cst.CSTNode) -> list[str]:
+def _imports(view: View, node: cst.CSTNode, library: str) -> bool:
+    names: list[str] = []
     if isinstance(node, cst.Import):
-        return [alias.evaluated_name for alias in node.names]
-    if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
-        return [view.code(node.module)]
-    return []
+        names = [alias.evaluated_name for alias in node.names]
+    elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+        names = [view.code(node.module)]
+    return any(name.partition(".")[0] == library for name in names)
 
 
 def rewrite_imports(edits: Edits, library: str, gone: frozenset[str] = frozenset()) -> None:
@@ -63,15 +46,13 @@ def rewrite_imports(edits: Edits, library: str, gone: frozenset[str] = frozenset
         library: A key of :data:`DROP_INS`.
         gone: Dotted names whose uses are all rewritten already.
     """
-    view = edits.view
-    for node in view.nodes:
-        if isinstance(node, cst.ImportFrom) and any(
-            _library(name) == library for name in _imported(view, node)
-        ):
+    for node in edits.view.nodes:
+        if not _imports(edits.view, node, library):
+            continue
+        if isinstance(node, cst.ImportFrom):
             _rewrite_from(edits, node, library, gone)
-        elif isinstance(node, cst.Import) and any(
-            _library(name) == library for name in _imported(view, node)
-        ):
+        else:
+            assert isinstance(node, cst.Import)
             _rewrite_plain(edits, node, library)
 
 

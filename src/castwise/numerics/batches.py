@@ -8,22 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import tensors_in
 from castwise.errors import WorkloadError
 
 __all__ = ["endless", "same_batch"]
 
 
 def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
-    """Turn what a user gives as batches into ``batches(seed)``, an iterator without end.
+    """Turn what a user gives as batches into ``batches(seed)``, an iterator without end: what ends is begun again.
 
     Args:
         batches: A sequence, an iterable that can be gone through more than once (a DataLoader), or a function from a
-            seed to an iterator. What ends is begun again.
+            seed to an iterator.
         call: The caller, for errors.
-
-    Returns:
-        The function.
 
     Raises:
         WorkloadError: An iterator that can be gone through once, or something that is none of these.
@@ -73,13 +70,8 @@ def _iterator(make: Callable[[int], Any], seed: int, call: str) -> Iterator[Any]
 
 
 def same_batch(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same values. Synchronises with the device.
-
-    Args:
-        one: Tensors in containers.
-        other: Likewise.
-    """
-    mine, theirs = _tensors(one), _tensors(other)
+    """Whether two batches hold the same values. Synchronises with the device."""
+    mine, theirs = tensors_in(one), tensors_in(other)
     if one is other:
         return True
     return (
@@ -90,14 +82,3 @@ def same_batch(one: Any, other: Any) -> bool:
             for a, b in zip(mine, theirs, strict=True)
         )
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(keep, value)
-    return found

@@ -28,7 +28,6 @@ __all__ = [
     "ADAM_FAIL",
     "ADAM_PASS",
     "FAIL",
-    "MEANING",
     "PASS",
     "Estimate",
     "Grams",
@@ -44,11 +43,6 @@ PASS = 0.01
 """Damage below this cannot be told from the noise of data in training runs (docs/numerics.md)."""
 FAIL = 0.1
 """Damage above this shows in training runs."""
-MEANING = (
-    "the relative error of an update: the square of the error that a plan adds to one update, over the update's own "
-    "expected square"
-)
-"""What damage is, for whoever prints one."""
 ADAM_PASS = 0.03
 """The same in the units of Adam's steps."""
 ADAM_FAIL = 0.3
@@ -125,17 +119,16 @@ def _ratio(grams: Grams, weights: Matrix, per_update: int, whole: Grams) -> tupl
 
 
 def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed: int = 0) -> Estimate:
-    """Estimate the damage.
+    """The damage, with a percentile bootstrap over microbatches as its interval.
+
+    A resample repeats microbatches, which makes its variances too small by (K - 1)/K on average and its squared means
+    too large; both are put right.
 
     Args:
         grams: Of the gradients that are judged, K >= 2.
         per_update: Microbatches per update, m.
         whole: Of all gradients, whose update the error is held against; by default ``grams`` itself.
         seed: Of the bootstrap.
-
-    Returns:
-        The estimate. Its interval is a percentile bootstrap over microbatches. A resample repeats microbatches, which
-        makes its variances too small by (K - 1)/K on average and its squared means too large; both are put right.
     """
     whole = grams if whole is None else whole
     count = grams.count
@@ -167,16 +160,7 @@ def estimate(grams: Grams, per_update: int = 1, whole: Grams | None = None, seed
 
 
 def share(part: Grams, denominator: float, per_update: int = 1) -> tuple[float, float, float]:
-    """What one region contributes to the damage of the whole.
-
-    Args:
-        part: Of the region's gradients.
-        denominator: Of the whole's estimate.
-        per_update: Microbatches per update.
-
-    Returns:
-        Its bias, its noise and its data noise, all over the denominator.
-    """
+    """A region's contribution to the whole's damage: bias, noise and data noise over the whole's denominator."""
     if denominator <= 0.0 or not np.isfinite(part.error).all():
         return math.nan, math.nan, math.nan
     bias, noise, _, data = (float(x[0]) for x in _ratio(part, np.ones((1, part.count)), per_update, part))
@@ -184,16 +168,7 @@ def share(part: Grams, denominator: float, per_update: int = 1) -> tuple[float, 
 
 
 def quick_estimate(part: Grams, denominator: float, per_update: int = 1) -> float:
-    """The damage from a few microbatches, two at least, over a denominator that more of them have told.
-
-    Args:
-        part: Errors of the few.
-        denominator: Of the whole reference's estimate.
-        per_update: Microbatches per update.
-
-    Returns:
-        The damage, without an interval.
-    """
+    """The damage from a few microbatches, two at least, over a denominator that more of them have told; no interval."""
     if not np.isfinite(part.error).all():
         return math.inf
     if denominator <= 0.0:
@@ -203,13 +178,8 @@ def quick_estimate(part: Grams, denominator: float, per_update: int = 1) -> floa
 
 
 def severity(plain: float, adam: float | None = None) -> float:
-    """How much of what it may do a plan does: damage over the line below which it passes.
+    """Damage over the line below which a plan passes: below 1 it does.
 
-    Args:
-        plain: Damage in the gradients' own units.
-        adam: Damage in the units of Adam's steps, where it was asked for.
-
-    Returns:
-        The larger ratio; below 1 the plan passes.
+    The larger of the gradients' own and, where it was asked for, that in the units of Adam's steps.
     """
     return max(plain / PASS, 0.0 if adam is None else adam / ADAM_PASS)

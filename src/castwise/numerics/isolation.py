@@ -14,11 +14,7 @@ __all__ = ["seed_all", "undisturbed", "unspoilt"]
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, so that a loss draws the same again.
-
-    Args:
-        seed: Any whole number from 0 to 2**32 - 1.
-    """
+    """Seed Python's, NumPy's and torch's generators (0 to 2**32 - 1), so that a loss draws the same again."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
@@ -75,11 +71,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unspoilt(model: torch.nn.Module) -> Iterator[None]:
-    """Give a model's gradients and buffers back, should a loss call it in the place of the copy that it is given.
-
-    Args:
-        model: The user's own.
-    """
+    """Give a model its gradients and buffers back, should a loss call it in the place of the copy it is given."""
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:

@@ -13,6 +13,7 @@ either.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from castwise.numerics.damage import (
     ADAM_FAIL,
     ADAM_PASS,
     FAIL,
-    MEANING,
     PASS,
     Estimate,
     Grams,
@@ -36,10 +36,11 @@ from castwise.numerics.damage import (
     quick_estimate,
     share,
 )
+from castwise.numerics.gradient_range import GradientRange
 from castwise.numerics.isolation import undisturbed, unspoilt
-from castwise.numerics.probes import REFERENCE, Prober, Trial
+from castwise.numerics.probes import REFERENCE, Probe, Prober
 from castwise.numerics.updates import LOST, lost_updates
-from castwise.numerics.window import GradientRange
+from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan, as_plan
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ MOST = 32
 """Microbatches drawn at most where the interval straddles a line."""
 DEAD = 1e-4
 """A parameter whose fp32 gradient differs from itself by more than this share of its square has no gradient."""
+BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 5)
+"""Of a probe that ended on its first microbatch, since a gradient was not finite."""
 COMPARABLE = 0.3
 """fp32's own difference from itself may be this share of the plan's before the plan cannot be judged."""
 
@@ -136,16 +139,14 @@ class ParityResult:
 
     def table(self) -> RenderableType:
         """The finding and the worst modules, for ``rich.print``."""
-        from rich.console import Group
-        from rich.table import Table
+        from castwise.report.show import table
 
-        table = Table(box=None, pad_edge=False)
-        for name in ("module", "bias", "noise", "data's noise", "in Adam's steps"):
-            table.add_column(name, justify="left" if name == "module" else "right")
-        for r in self.worst():
-            adam = "" if r.adam is None else f"{r.adam:.2g}"
-            table.add_row(r.path or "(model)", f"{r.bias:.2g}", f"{r.noise:.2g}", f"{r.data_noise:.2g}", adam)
-        return Group(f"{self.plan}: {self.verdict}. {self.reason}", "", table, "", f"Damage is {MEANING}.")
+        said = {"plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
+        return table({
+            "kind": "parity",
+            **said,
+            "modules": [dataclasses.asdict(region) for region in self.worst()],
+        })
 
 
 @dataclass
@@ -157,26 +158,22 @@ class ParityTest:
         per_update: Microbatches per update.
         adam: Whether to ask in the units of Adam's steps too.
         range: What was seen of the reference's gradients.
+        floor: Damage of fp32 against itself, rounding differently.
+        repeat: Damage of fp32 against itself, repeated exactly.
     """
 
     prober: Prober
     per_update: int = 1
     adam: bool = False
     range: GradientRange = field(default_factory=GradientRange)
-    _floor: float = 0.0
-    _repeat: float = 0.0
+    floor: float = 0.0
+    repeat: float = 0.0
     _dead: frozenset[str] = frozenset()
     _weights: list[Tensor] | None = None
     _count: int = 0
-    _below: tuple[float, float | None] | None = None
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
-        """Run fp32 on ``count`` microbatches, then against itself.
-
-        Args:
-            count: Microbatches that every plan will be judged on.
-            observed: On how many of them gradients are watched in every module.
-        """
+        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself."""
         if observed:
             self.prober.extend(min(observed, count), self.range.observing)
         self.prober.extend(count - min(observed, count))
@@ -185,76 +182,54 @@ class ParityTest:
         self._count = len(self.prober.micros)
         if self.adam:
             self._weights = self.prober.preconditioner()
-        floor = self.prober.floor(range(min(FLOOR, count)))
-        grams = self.prober.grams(floor)
+        grams = self.prober.grams(self.prober.floor(range(min(FLOOR, count))))
+        whole = Grams.total(grams.values())
         self._dead = frozenset(
             name
             for name, g in grams.items()
             if g.error.trace() > DEAD * g.signal.trace() or not g.signal.trace() > 0.0
         )
-        self._floor = estimate(Grams.total(grams.values()), self.per_update).value
-        again = self.prober.repeat()
-        grams = self.prober.grams(again)
-        whole = Grams.total(self.prober.grams(floor).values())
+        self.floor = estimate(whole, self.per_update).value
+        again = Grams.total(self.prober.grams(self.prober.repeat()).values())
         square = float(whole.signal.trace()) / whole.count
-        self._repeat = sum(float(g.error.trace()) for g in grams.values()) / square if square else 0.0
+        self.repeat = float(again.error.trace()) / square if square else 0.0
 
-    @property
-    def floor(self) -> float:
-        """Damage of fp32 against itself, rounding differently."""
-        return self._floor
-
-    @property
-    def repeat(self) -> float:
-        """Damage of fp32 against itself, repeated."""
-        return self._repeat
-
-    def quick(self, trial: Trial) -> tuple[float, float | None]:
+    def quick(self, probe: Probe) -> tuple[float, float | None]:
         """The damage of a plan from a few microbatches, two at least, held against the reference's whole update.
 
-        Returns:
-            Plain, and in the units of Adam's steps or None.
+        Plain, and in the units of Adam's steps or None.
         """
-        whole, adam_whole = self._denominators()
-        plain = quick_estimate(Grams.total(self.prober.grams(trial).values()), whole, self.per_update)
+        whole, adam_whole = self._denominators
+        plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
         if adam_whole is None:
             return plain, None
-        grams = self.prober.grams(trial, self._weights)
-        live = [g for name, g in grams.items() if name not in self._dead]
-        return plain, quick_estimate(Grams.total(live), adam_whole, self.per_update)
+        return plain, quick_estimate(Grams.total(self._in_steps(probe).values()), adam_whole, self.per_update)
 
+    def _in_steps(self, probe: Probe) -> dict[str, Grams]:
+        """Inner products in the units of Adam's steps, without parameters that have no gradient; else nothing."""
+        if self._weights is None:
+            return {}
+        grams = self.prober.grams(probe, self._weights)
+        return {name: g for name, g in grams.items() if name not in self._dead}
+
+    @functools.cached_property
     def _denominators(self) -> tuple[float, float | None]:
         """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
-        if self._below is None:
-            count = range(self._count)
-            everything = Trial(
-                REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
-            )
-            plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
-            adam = None
-            if self.adam and self._weights is not None:
-                grams = self.prober.grams(everything, self._weights)
-                live = [g for name, g in grams.items() if name not in self._dead]
-                adam = estimate(Grams.total(live), self.per_update).denominator if live else None
-            self._below = (plain, adam)
-        return self._below
+        count = range(self._count)
+        everything = Probe(
+            REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
+        )
+        plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
+        live = self._in_steps(everything).values()
+        return plain, estimate(Grams.total(live), self.per_update).denominator if live else None
 
-    def judge(self, trial: Trial) -> ParityResult:
-        """Judge a plan by the microbatches it has run on.
-
-        Returns:
-            The finding; ``undecided`` where more microbatches may decide.
-        """
-        grams = self.prober.grams(trial)
+    def judge(self, probe: Probe) -> ParityResult:
+        """Judge a plan by the microbatches it has run on; ``undecided`` where more of them may decide."""
+        grams = self.prober.grams(probe)
         whole = Grams.total(grams.values())
-        damage = estimate(whole, self.per_update) if whole.count > 1 else _broken(whole)
-        adam, adam_grams = None, {}
-        if self.adam and self._weights is not None and trial.finite:
-            adam_grams = {
-                n: g for n, g in self.prober.grams(trial, self._weights).items() if n not in self._dead
-            }
-            if adam_grams:
-                adam = estimate(Grams.total(adam_grams.values()), self.per_update)
+        damage = estimate(whole, self.per_update) if whole.count > 1 else BROKEN
+        adam_grams = self._in_steps(probe) if probe.finite else {}
+        adam = estimate(Grams.total(adam_grams.values()), self.per_update) if adam_grams else None
         regions = []
         for path, names in self._modules().items():
             part = Grams.total([grams[name] for name in names])
@@ -264,11 +239,11 @@ class ParityTest:
                 bias, noise, _ = share(Grams.total(live), adam.denominator, self.per_update)
                 in_steps = bias + noise
             regions.append(RegionParity(path, *share(part, damage.denominator, self.per_update), in_steps))
-        verdict, reason = self._verdict(trial, damage, adam, regions)
+        verdict, reason = self._verdict(probe, damage, adam, regions)
         return ParityResult(
-            plan=trial.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
-            floor=self._floor, repeat=self._repeat, loss_scale=trial.scale, microbatches=len(trial.indices),
-            per_update=self.per_update, passes=self.prober.passes, strayed=trial.strayed,
+            plan=probe.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
+            floor=self.floor, repeat=self.repeat, loss_scale=probe.scale, microbatches=len(probe.indices),
+            per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed,
         )  # fmt: skip
 
     def _modules(self) -> dict[str, list[str]]:
@@ -278,30 +253,33 @@ class ParityTest:
         return modules
 
     def _verdict(
-        self, trial: Trial, damage: Estimate, adam: Estimate | None, regions: Sequence[RegionParity]
+        self, probe: Probe, damage: Estimate, adam: Estimate | None, regions: Sequence[RegionParity]
     ) -> tuple[Verdict, str]:
-        if not trial.finite:
-            where = ", ".join(trial.blame[:3])
-            scale = " at any loss scale" if trial.plan.loss_scale is not None else ""
+        if not probe.finite:
+            where = ", ".join(probe.blame[:3])
+            scale = " at any loss scale" if probe.plan.loss_scale is not None else ""
             return "fail", f"the gradient of {where} is not finite{scale}"
         judged = [(damage, PASS, FAIL, "")]
         if adam is not None:
             judged.append((adam, ADAM_PASS, ADAM_FAIL, " in the units of Adam's steps"))
         worst, low, high, units = max(judged, key=lambda item: item[0].value / item[1])
-        value = f"damage {worst.value:.2g} (95 % interval {worst.low:.2g} to {worst.high:.2g}){units}"
+        value = (
+            f"damage {worst.value:.2g} (the relative error of an update; 95 % interval {worst.low:.2g} to "
+            f"{worst.high:.2g}){units}"
+        )
         if all(e.value < below and e.high < above for e, below, above, _ in judged):
             return "pass", f"{value} is below {low:g}: not to be told from the noise of the data"
-        if trial.strayed:
+        if probe.strayed:
             return (
                 "undecided",
-                f"{trial.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
+                f"{probe.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
                 f"{value}",
             )
-        own = max(self._floor, self._repeat)
+        own = max(self.floor, self.repeat)
         if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
             what = (
                 "the loss is not deterministic: repeated, it differs from itself"
-                if self._repeat >= self._floor
+                if self.repeat >= self.floor
                 else "fp32 itself, rounding differently, differs from itself"
             )
             return (
@@ -319,17 +297,8 @@ def _weight(region: RegionParity, adam: bool) -> float:
     return (region.adam or 0.0) if adam else region.bias + region.noise
 
 
-def _broken(whole: Grams) -> Estimate:
-    inf, nan = math.inf, math.nan
-    return Estimate(inf, inf, inf, nan, nan, nan, nan, nan)
-
-
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides by the root of a running mean of squared gradients.
-
-    Args:
-        optimizer: Any; judged by its options, as Adam's relatives share ``betas``.
-    """
+    """Whether an optimizer, by its ``betas``, divides by the root of a running mean of squared gradients."""
     groups = optimizer.param_groups
     return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
 
@@ -392,15 +361,15 @@ def parity(
         test = ParityTest(prober, accumulate * world_size, adam)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)
-        trial = prober.trial(chosen, range(microbatches))
-        result = test.judge(trial)
-        while result.verdict != "pass" and trial.finite and len(prober.micros) < MOST:
-            if result.verdict == "fail" and len(trial.indices) > microbatches:
+        probe = prober.probe(chosen, range(microbatches))
+        result = test.judge(probe)
+        while result.verdict != "pass" and probe.finite and len(prober.micros) < MOST:
+            if result.verdict == "fail" and len(probe.indices) > microbatches:
                 break  # failed on the first ones and with the fresh ones
             fresh = range(len(prober.micros), len(prober.micros) + microbatches)
             prober.extend(microbatches)
-            trial = prober.trial(chosen, fresh, onto=trial)
-            result = test.judge(trial)
+            probe = prober.probe(chosen, fresh, onto=probe)
+            result = test.judge(probe)
         lost = None
         if optimizer is not None:
             lost = lost_updates(model, loss, make(seed), optimizer, chosen, where, seed)
@@ -425,17 +394,12 @@ def _with_updates(result: ParityResult, lost: float | None, passes: int) -> Pari
 
 
 def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
-    """A plan whose loss scale starts inside the window that was measured; other plans as they are.
-
-    Args:
-        plan: Changed only where its loss scale is dynamic.
-        seen: Gradients of the reference.
-    """
-    window = seen.window()
-    if plan.loss_scale is None or not plan.loss_scale.dynamic or window is None:
+    """A plan whose dynamic loss scale starts inside the measured range of loss scales; other plans as they are."""
+    scales = seen.scales()
+    if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
     scale = plan.loss_scale
-    init = window.init
+    init = scales.init
     if scale.ceiling is not None:
         init = min(init, scale.ceiling)
     if scale.floor is not None:
@@ -446,12 +410,10 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
 def coarsest(plans: Iterable[Plan]) -> str:
     """The format with the fewest digits among those of some plans, whose last place dither is made of.
 
-    Args:
-        plans: Any; fp32 plans count as bf16, whose dither does no harm.
+    fp32 plans count as bf16, whose dither does no harm.
     """
-    return (
-        "fp16" if {low for p in plans for low in p.formats if low in ("bf16", "fp16")} == {"fp16"} else "bf16"
-    )
+    low = {name for plan in plans for name in plan.formats if name in LOW}
+    return "fp16" if low == {"fp16"} else "bf16"
 
 
 def _device_of(model: nn.Module) -> torch.device:

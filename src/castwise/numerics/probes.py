@@ -20,18 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, WorkloadError
-from castwise.measure.steps import to_device
 from castwise.numerics.damage import Grams, Matrix
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import seed_all
-from castwise.plans.formats import FORMATS
+from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
+from castwise.ranks import ALONE
 from castwise.session import Amp
 from castwise.workload import non_finite_parts
 
-__all__ = ["REFERENCE", "Micro", "Prober", "Trial"]
+__all__ = ["REFERENCE", "Micro", "Probe", "Prober"]
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
@@ -63,7 +64,7 @@ class Micro:
 
 
 @dataclass
-class Trial:
+class Probe:
     """The gradients of a plan on some microbatches, as errors against the reference.
 
     Attributes:
@@ -102,8 +103,8 @@ class Prober:
     Attributes:
         passes: Forward/backwards so far.
         micros: The reference's microbatches.
-        names: Names of the trained parameters, in order.
-        sizes: Their elements.
+        names: Names of the trained parameters, in the order of gradients.
+        model: The prober's own copy, to look at.
     """
 
     def __init__(
@@ -125,40 +126,28 @@ class Prober:
         self._batches = batches
         self._seed = seed
         self._eps = FORMATS[dither].eps
-        self._model = self._copy(model).to(device)
-        low = [
-            name for name, p in self._model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)
-        ]
+        self.model = self._copy(model).to(device)
+        low = [name for name, p in self.model.named_parameters() if p.dtype in LOW_DTYPES]
         if low:
             raise WorkloadError(
                 f"{call}: the model is the fp32 reference, but {', '.join(low[:3])} "
                 f"{'are' if len(low) > 1 else 'is'} stored in a low format; give it in fp32: model.float()"
             )
-        self._trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        if not self._trained:
+        self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        if not self.names:
             raise WorkloadError(
                 f"{call}: no parameter of {type(model).__name__} requires a gradient; give a model that is trained"
             )
         self._weights = {
-            name: p.detach().clone() for name, p in self._model.named_parameters() if p.is_floating_point()
+            name: p.detach().clone() for name, p in self.model.named_parameters() if p.is_floating_point()
         }
-        self._buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+        self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         self._picks = {
             name: self._pick(index, p.numel())
-            for index, (name, p) in enumerate(self._model.named_parameters())
+            for index, (name, p) in enumerate(self.model.named_parameters())
             if p.requires_grad
         }
         self._scales: dict[Plan, float] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the trained parameters, in the order of gradients."""
-        return self._trained
-
-    @property
-    def model(self) -> nn.Module:
-        """The prober's own copy, to look at."""
-        return self._model
 
     def _copy(self, model: nn.Module) -> nn.Module:
         try:
@@ -179,11 +168,7 @@ class Prober:
     # --- passes -------------------------------------------------------------------------------------------
 
     def extend(self, count: int, observe: Callable[[nn.Module], Any] | None = None) -> None:
-        """Run the reference on ``count`` more microbatches.
-
-        Args:
-            count: Microbatches, taken from where the last call ended.
-            observe: Context manager around each pass, given the model.
+        """Run the reference on ``count`` more microbatches, each pass within the context manager ``observe(model)``.
 
         Raises:
             WorkloadError: A loss that gradients cannot come from, or batches that run out.
@@ -216,7 +201,7 @@ class Prober:
             )
         bad = [
             name
-            for name, gradient in zip(self._trained, micro.gradients, strict=True)
+            for name, gradient in zip(self.names, micro.gradients, strict=True)
             if not bool(torch.isfinite(gradient).all())
         ]
         if micro.loss != micro.loss or micro.loss in (float("inf"), float("-inf")) or bad:
@@ -235,43 +220,33 @@ class Prober:
                 f"{self.call}: {what} of batch {number} is not finite in fp32 already, so no plan can be compared: {why}"
             )
 
-    def floor(self, indices: Sequence[int]) -> Trial:
+    def floor(self, indices: Sequence[int]) -> Probe:
         """fp32 against itself, rounding differently: the weights moved by up to one unit of fp32's last place.
 
         Repeating a pass on a CPU gives the same bits and says nothing about what rounding does; a permuted batch does,
         but not every loss may be permuted. A step of 2**-23 in the weights changes every rounding behind them.
-
-        Returns:
-            The errors.
         """
-        return self.trial(REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps)  # less would round away
+        return self.probe(REFERENCE, indices, jitter=2 * FORMATS["fp32"].eps)  # less would round away
 
-    def repeat(self, index: int = 0) -> Trial:
-        """fp32 against itself, repeated exactly.
+    def repeat(self, index: int = 0) -> Probe:
+        """fp32 against itself, repeated exactly: no error, but for a loss that is not deterministic."""
+        return self.probe(REFERENCE, [index])
 
-        Returns:
-            The errors; zero, but for a loss that is not deterministic.
-        """
-        return self.trial(REFERENCE, [index])
-
-    def trial(
-        self, plan: Plan, indices: Sequence[int], jitter: float = 0.0, onto: Trial | None = None
-    ) -> Trial:
+    def probe(
+        self, plan: Plan, indices: Sequence[int], jitter: float = 0.0, onto: Probe | None = None
+    ) -> Probe:
         """Run a plan on microbatches of the reference.
 
         Args:
             plan: What the model runs by. Its loss scale is lowered where gradients overflow, as training would.
             indices: Positions in ``micros``.
             jitter: Relative size of one more dither of this run's weights alone.
-            onto: A trial of the same plan on other microbatches, to go on with.
-
-        Returns:
-            The errors.
+            onto: A probe of the same plan on other microbatches, to go on with.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device.
         """
-        trial = onto if onto is not None else Trial(plan)
+        probe = onto if onto is not None else Probe(plan)
         scale = self._scales.get(plan) or (plan.loss_scale.init if plan.loss_scale is not None else None)
         rest = list(indices)
         for attempt in range(RESCALES + 1):
@@ -282,17 +257,17 @@ class Prober:
                     loss_scale=dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None),
                 )
             last = attempt == RESCALES or scale is None
-            rest = self._run(running, rest, jitter, trial, last)
+            rest = self._run(running, rest, jitter, probe, last)
             if not rest or last:
                 break
             assert scale is not None
             scale *= RESCALE
-        trial.scale = scale
+        probe.scale = scale
         if scale is not None:
             self._scales[plan] = scale
-        return trial
+        return probe
 
-    def _run(self, plan: Plan, indices: list[int], jitter: float, trial: Trial, last: bool) -> list[int]:
+    def _run(self, plan: Plan, indices: list[int], jitter: float, probe: Probe, last: bool) -> list[int]:
         """Run until the first overflow that another loss scale might cure; return what is left."""
         with self._under(plan) as (model, amp):
             for at, index in enumerate(indices):
@@ -304,26 +279,24 @@ class Prober:
                     loss = self._backward(model, amp, micro)
                 gradients = self._gradients(model, amp.get_scale())
                 blame = [
-                    n
-                    for n, g in zip(self._trained, gradients, strict=True)
-                    if not bool(torch.isfinite(g).all())
+                    n for n, g in zip(self.names, gradients, strict=True) if not bool(torch.isfinite(g).all())
                 ]
                 if blame and not last:
                     return indices[at:]
-                trial.indices.append(index)
-                trial.losses.append(loss)
-                trial.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
-                trial.strayed += replayer.strayed
+                probe.indices.append(index)
+                probe.losses.append(loss)
+                probe.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
+                probe.strayed += replayer.strayed
                 if blame:
-                    trial.finite, trial.blame = False, tuple(blame)
+                    probe.finite, probe.blame = False, tuple(blame)
                     return []
         return []
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
         """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
-        model = copy.deepcopy(self._model)
-        with Amp(plan, device=self.device) as amp:
+        model = copy.deepcopy(self.model)
+        with Amp(plan, device=self.device, group=ALONE) as amp:
             if plan.keeps_masters:
                 amp.prepare(
                     model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
@@ -394,40 +367,30 @@ class Prober:
 
     # --- inner products -----------------------------------------------------------------------------------
 
-    def grams(self, trial: Trial, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
-        """Inner products per parameter.
+    def grams(self, probe: Probe, weighting: Sequence[Tensor] | None = None) -> dict[str, Grams]:
+        """Inner products per parameter, by name, of a probe's errors and of the reference's gradients.
 
-        Args:
-            trial: Whose errors are multiplied with each other and with the reference's gradients.
-            weighting: Factors per parameter and element, such as :meth:`preconditioner`'s.
-
-        Returns:
-            By the parameter's name; of a sampled parameter, scaled up to its whole size.
+        Those of a sampled parameter are scaled up to its whole size. ``weighting`` has factors per parameter and
+        element, such as :meth:`preconditioner`'s.
         """
         out = {}
-        for at, name in enumerate(self._trained):
+        for at, name in enumerate(self.names):
             factors = None if weighting is None else weighting[at]
-            signal = _gram([self.micros[i].gradients[at] for i in trial.indices], factors)
-            error = _gram([errors[at] for errors in trial.errors], factors)
+            signal = _gram([self.micros[i].gradients[at] for i in probe.indices], factors)
+            error = _gram([errors[at] for errors in probe.errors], factors)
             pick = self._picks[name]
             stretch = 1.0 if pick is None else self._weights[name].numel() / pick.numel()
             out[name] = Grams(signal * stretch, error * stretch)
         return out
 
     def preconditioner(self, eps: float = 1e-8) -> list[Tensor]:
-        """1 / (sqrt(mean over microbatches of g**2) + eps): gradients in the units of Adam's steps.
+        """Per element 1 / (sqrt(mean over microbatches of g**2) + eps), which turns gradients into Adam's steps.
 
         A hundredth of the tensor's own root mean square is added to eps, so that an element whose gradient happens to
         be zero in these batches does not outweigh all others.
-
-        Args:
-            eps: Adam's.
-
-        Returns:
-            Per parameter and element.
         """
         out = []
-        for at in range(len(self._trained)):
+        for at in range(len(self.names)):
             square = torch.stack([micro.gradients[at] for micro in self.micros]).square().mean(0)
             floor = eps + 1e-2 * float(square.mean().sqrt()) if square.numel() else eps
             out.append(1.0 / (square.sqrt() + floor))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.measure.steps import to_device
+from castwise.casting.trees import to_device
 from castwise.numerics.isolation import seed_all
 from castwise.plans.formats import FORMATS
 from castwise.plans.plan import Plan
@@ -37,18 +37,7 @@ def lost_updates(
     """The share of elements whose update is not zero and is dropped by rounding to the format they are stored in.
 
     A copy of the model is trained in fp32 for a few steps; the last update is then added to the rounded weights.
-
-    Args:
-        model: In fp32; a copy of it is trained.
-        loss: From the model and a batch.
-        batches: To train on.
-        optimizer: Makes the optimizer.
-        plan: Whose storage is tested.
-        device: Device to train on.
-        seed: Of the model's random draws, dropout for example.
-
-    Returns:
-        Between 0 and 1; None for plans that do not store parameters low, or that keep masters.
+    None for plans that do not store parameters low, or that keep masters.
     """
     if not plan.stores_low or plan.keeps_masters:
         return None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.errors import StateError
+from castwise.plans.formats import LOW_DTYPES
 
 __all__ = ["adapt", "stages_of"]
 
@@ -28,7 +29,7 @@ class _ScaledBackward(torch.autograd.Function):
     def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
         ctx.dtype = loss.dtype
-        return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss.clone()
+        return loss.float() if loss.dtype in LOW_DTYPES else loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

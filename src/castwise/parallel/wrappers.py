@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from castwise import _torch
 from castwise.errors import StateError
-from castwise.parallel.pieces import is_dtensor
+from castwise.ranks.pieces import is_dtensor
 
 __all__ = ["averaged_params", "ddp_around", "on_ddp", "unwrap"]
 

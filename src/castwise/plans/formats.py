@@ -10,13 +10,14 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from castwise.errors import UnknownNameError
 
-__all__ = ["FORMATS", "LOW", "Format", "get_format"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FORMATS", "LOW", "LOW_DTYPES", "Format", "get_format"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Format:
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype that stores values of this format (``torch.float32`` for tf32)."""
+        import torch  # here, since reports need the numbers alone, and do without torch
+
         dtype = getattr(torch, self.torch_name)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -92,6 +95,17 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType({
 
 LOW: Final = ("bf16", "fp16")
 """The formats that a model can compute in and store its parameters in instead of fp32."""
+
+if TYPE_CHECKING:
+    LOW_DTYPES: tuple[torch.dtype, ...]
+    """The torch dtypes of these."""
+
+
+def __getattr__(name: str) -> tuple[torch.dtype, ...]:
+    """``LOW_DTYPES``, made when it is asked for: reports do without torch."""
+    if name != "LOW_DTYPES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return tuple(FORMATS[name].dtype for name in LOW)
 
 
 def get_format(name_or_dtype: str | torch.dtype | Format) -> Format:

@@ -20,8 +20,8 @@ from castwise.errors import PlanError, UnknownNameError
 from castwise.plans.formats import Format, get_format
 
 __all__ = [
+    "FrozenMapping",
     "LossScale",
-    "Record",
     "Region",
     "close_matches",
     "format_name",
@@ -175,7 +175,7 @@ class LossScale:
         )
 
 
-class Record(Mapping[str, Any]):
+class FrozenMapping(Mapping[str, Any]):
     """A read-only, hashable mapping of JSON values; mappings and lists inside it are frozen too.
 
     Args:
@@ -304,7 +304,7 @@ def _finite(value: object) -> float | None:
 
 def _freeze(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
-        return Record(value, path)
+        return FrozenMapping(value, path)
     if isinstance(value, (list, tuple)):
         return tuple(_freeze(item, f"{path}[{index}]") for index, item in enumerate(value))
     if (

@@ -24,8 +24,8 @@ from castwise.plans.formats import FORMATS, LOW, get_format
 from castwise.plans.line import read_line, write_line
 from castwise.plans.parts import (
     DEEPEST,
+    FrozenMapping,
     LossScale,
-    Record,
     Region,
     close_matches,
     format_name,
@@ -119,7 +119,7 @@ class Plan:
                     raise PlanError(
                         f"Plan: provenance is nested more than {DEEPEST - 1} deep. Write what lies deeper as a string."
                     )
-                value = Record(value)
+                value = FrozenMapping(value)
             object.__setattr__(self, f.name, value)
         self._check_together()
 

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from castwise.scaler.foreign import from_apex, from_colossalai, to_apex, to_colossalai
 from castwise.scaler.grad_scaler import GradScaler
+from castwise.scaler.gradients import add_up, check_and_multiply, set_aside
 from castwise.scaler.result import StepResult
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state
-from castwise.scaler.unit import UnitScaler
+from castwise.scaler.step_guard import StepGuard
 from castwise.scaler.window import Window
 
 __all__ = [
     "GradScaler",
     "ScalePolicy",
     "ScaleState",
+    "StepGuard",
     "StepResult",
-    "UnitScaler",
     "Window",
+    "add_up",
+    "check_and_multiply",
     "from_apex",
     "from_colossalai",
     "next_state",
+    "set_aside",
     "to_apex",
     "to_colossalai",
 ]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.errors import PlanError, StateError
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import LossScale
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
@@ -21,10 +22,8 @@ from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on
 
 __all__ = ["STEPPED", "GradScaler"]
 
-_LOW = (torch.bfloat16, torch.float16)
 STEPPED = StepResult(None)
 """What became of a step that the host knows to have been made."""
-_ZERO_DIM = ()
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -218,7 +217,7 @@ class GradScaler(NamedLosses):
                 self._open_window(name, outputs)
         scale = self.current.scale
         if scale is not None and isinstance(outputs, torch.Tensor):
-            if outputs.dim() and outputs.dtype in _LOW:
+            if outputs.dim() and outputs.dtype in LOW_DTYPES:
                 outputs = outputs.float()
             return outputs * scale.to(outputs.device, non_blocking=True)
         return super().scale(gradients.lift_low(outputs))
@@ -329,7 +328,7 @@ class GradScaler(NamedLosses):
         elif self.admit is not None and self.admit(optimizer):
             return self.unscale_grads(optimizer, inverse, flag, allow_fp16)
         else:
-            flags = super().unscale_grads(optimizer, inverse, flag, allow_fp16)
+            flags = self._unscale_others(optimizer, inverse, flag, allow_fp16)
         if self._reduce is None and self._process_group is None:
             groups = gradients.mesh_groups(optimizer)
             if not groups:
@@ -340,6 +339,15 @@ class GradScaler(NamedLosses):
         # the same calls.
         joint = self._agreed(gradients.largest([*flags.values()], flag.device), groups)
         return {device: joint.to(device) for device in flags or (flag.device,)}
+
+    def _unscale_others(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale where not all gradients are dense, real and on the scale's device."""
+        grads = gradients.held(optimizer)
+        if any(grad.is_complex() for grad in grads):  # which torch's scaler does not take
+            return {flag.device: gradients.check_and_multiply(grads, inverse, flag.device)}
+        return super().unscale_grads(optimizer, inverse, flag, allow_fp16)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's gradients have been unscaled in this window."""
@@ -353,7 +361,7 @@ class GradScaler(NamedLosses):
         if not self.works:
             return
         state = self.optimizer_states[id(optimizer)]
-        one = torch.ones(_ZERO_DIM, device=self.scale_tensor().device)
+        one = gradients.number(1.0, self.scale_tensor().device)
         fresh = self.unscale_grads(optimizer, one, torch.zeros_like(one), allow_fp16=True)
         state["stage"] = OptState.UNSCALED
         known = state["found_inf_per_device"]
@@ -505,7 +513,7 @@ class GradScaler(NamedLosses):
             wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
             inverse = wide.reciprocal().float()
             self._inverse = value, inverse
-        found = torch.zeros(_ZERO_DIM, dtype=torch.float32, device=scale.device)
+        found = gradients.number(0.0, scale.device)
         return self.unscale_grads(optimizer, inverse, found, allow_fp16=False)
 
     def _step_with_closure(

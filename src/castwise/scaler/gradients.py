@@ -11,9 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from castwise import _torch
+from castwise.plans.formats import LOW_DTYPES
 
 __all__ = [
     "add_up",
+    "are_finite",
     "check_and_multiply",
     "held",
     "largest",
@@ -21,13 +23,13 @@ __all__ = [
     "lift_low",
     "mesh_groups",
     "non_finite_params",
+    "number",
     "on_each",
     "set_aside",
     "unscale_plain",
     "values",
 ]
 
-_LOW = (torch.bfloat16, torch.float16)
 _PLAIN = {torch.Tensor}
 _check_and_unscale = _torch.check_and_unscale
 _dtype = operator.attrgetter("dtype")
@@ -39,7 +41,7 @@ def lift_low(outputs: Any) -> Any:
     0-dim tensors are left alone: torch promotes their product with a scale itself.
     """
     if isinstance(outputs, torch.Tensor):
-        return outputs.float() if outputs.dtype in _LOW and outputs.dim() else outputs
+        return outputs.float() if outputs.dtype in LOW_DTYPES and outputs.dim() else outputs
     if isinstance(outputs, (list, tuple)):
         return type(outputs)(map(lift_low, outputs))
     return map(lift_low, outputs) if isinstance(outputs, abc.Iterable) else outputs
@@ -64,10 +66,11 @@ def lie_on(optimizer: Optimizer) -> bool:
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a gradient as a dense tensor: of a DTensor its shard, of a sparse one its values."""
-    return _torch.dense_values(
+    """What this process holds of a gradient as dense real numbers: of a DTensor its shard, of a sparse one its values."""
+    grad = _torch.dense_values(
         _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
     )
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def mesh_groups(optimizer: Optimizer) -> list[Any]:
@@ -83,10 +86,15 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
     return list(groups.values())
 
 
+def number(value: float, device: torch.device | str) -> torch.Tensor:
+    """A flag or factor: 0-dim fp32, whatever the process's default dtype is, as the kernels want it."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The largest of some 0-dim flags, on ``device``; zero if there are none."""
     if not flags:
-        return torch.zeros((), device=device)
+        return number(0.0, device)
     here = [flag.to(device, non_blocking=True) for flag in flags]
     return here[0] if len(here) == 1 else torch.stack(here).amax(0)
 
@@ -94,7 +102,7 @@ def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 def check_and_multiply(
     grads: Sequence[torch.Tensor], factor: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Multiply gradients in place, each in its own dtype.
+    """Multiply gradients in place, each in its own dtype, and say whether one was not finite: unscaling, in one pass.
 
     Args:
         grads: On any devices, of any floating dtypes, sparse ones coalesced or not.
@@ -104,14 +112,14 @@ def check_and_multiply(
     Returns:
         0-dim fp32 flag: one where a gradient was not finite before.
     """
-    factor = torch.ones((), device=device) if factor is None else factor
+    factor = number(1.0, device) if factor is None else factor
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for dense in map(values, grads):
         by_kind[dense.device, dense.dtype].append(dense)
     flags = []
     with torch.no_grad():
         for (where, _), group in by_kind.items():
-            flag = torch.zeros((), device=where)
+            flag = number(0.0, where)
             _check_and_unscale(group, flag, factor.to(where))
             flags.append(flag)
     return largest(flags, device)
@@ -149,7 +157,7 @@ def unscale_plain(
         except RuntimeError:
             return False
         return True
-    if any(grad.get_device() != device or grad.is_sparse for grad in grads):
+    if any(grad.get_device() != device or grad.is_sparse or grad.is_complex() for grad in grads):
         return False
     for dtype in set(map(_dtype, grads)):
         some = [grad for grad in grads if grad.dtype is dtype]
@@ -163,6 +171,16 @@ def _is_whole(grad: torch.Tensor) -> bool:
     return placements is not None and not any(placement.is_partial() for placement in placements)
 
 
+def are_finite(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """As :func:`check_and_multiply` by one, without writing: of any dtype and with any strides.
+
+    Returns:
+        0-dim fp32 flag on ``device``: one where a gradient is not finite.
+    """
+    flags = [(~torch.isfinite(values(grad.detach())).all()).float() for grad in grads]
+    return largest(flags, device)
+
+
 def forget_unwritten(optimizer: Optimizer, flags: Mapping[torch.device, torch.Tensor]) -> None:
     """After the first step of a fused kernel: if it was skipped, let SGD's momentum go.
 
@@ -174,10 +192,16 @@ def forget_unwritten(optimizer: Optimizer, flags: Mapping[torch.device, torch.Te
 
 
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take the gradients off parameters.
+    """Take the gradients off parameters, so that the next backward leaves its own alone; :func:`add_up` puts them back.
 
     Where torch.distributed is in use a gradient may lie in a bucket that the next backward writes to again
     (``gradient_as_bucket_view`` of DistributedDataParallel): there they are copied.
+
+    Args:
+        params: Each once.
+
+    Returns:
+        Those that had a gradient, with it.
     """
     shared = torch.distributed.is_available() and torch.distributed.is_initialized()
     aside = []
@@ -190,7 +214,11 @@ def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 
 
 def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Put gradients back onto parameters, on top of those that have come meanwhile."""
+    """Put gradients back onto parameters, on top of those that have come meanwhile.
+
+    Args:
+        aside: From :func:`set_aside`; the tensors in it may be written to.
+    """
     with torch.no_grad():
         for parameter, grad in aside:
             fresh = parameter.grad

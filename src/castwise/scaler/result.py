@@ -45,7 +45,7 @@ class StepResult:
         send: Copy the flag to the host in the background, so that it is there when the next step asks.
     """
 
-    __slots__ = ("_event", "_flags", "_host", "_skipped", "grad_norm")
+    __slots__ = ("_event", "_flags", "_grad_norm", "_host", "_skipped")
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class StepResult:
     ) -> None:
         self._flags = flags
         self._skipped = False if flags is None else skipped
-        self.grad_norm = grad_norm
+        self._grad_norm = grad_norm
         self._host: torch.Tensor | None = None
         self._event: torch.Event | None = None
         if self._skipped is None and flags is not None:
@@ -84,11 +84,19 @@ class StepResult:
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """0-dim fp32 tensor on the gradients' device: above zero if a gradient was not finite, and so skipped."""
+        """0-dim fp32 tensor: above zero if a gradient was not finite, and so skipped.
+
+        On the gradients' device, or on the CPU where it is known that the step was made.
+        """
         if not self._flags:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         first, *others = self._flags
         return torch.stack([first, *(flag.to(first.device) for flag in others)]).amax(0) if others else first
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of the gradients before clipping, 0-dim, on their device; None where they were not clipped."""
+        return self._grad_norm
 
     @property
     def known(self) -> bool:

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from castwise import _torch
-from castwise.errors import StateError
+from castwise.errors import LossScaleError, NonFiniteError, StateError
 from castwise.scaler import gradients
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host
-from castwise.scaler.unit import UnitScaler, hand_over, take_back
+from castwise.scaler.step_guard import StepGuard, hand_over, take_back
 
 __all__ = ["Window"]
 
@@ -62,9 +62,10 @@ class Window:
         """Whether the session's own backward runs, so that gradients are scaled before it has ended."""
         self._stepped = False
         scaler.is_over = lambda: self._stepped
-        # Parameters of optimizers that were unscaled by hand: gradients may change, and parameters join, before the step.
-        self._by_hand: dict[int, set[int]] = {}
-        self._inside = False
+        # Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
+        # parameters may join, before the step.
+        self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
+        self._stepping: set[int] = set()  # optimizers whose step goes through here
         self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._looked_after: set[int] = (
             set()
@@ -133,9 +134,8 @@ class Window:
         """After a backward: those that hold gradients own them, as they are now."""
         for optimizer in self._optimizers():
             grads = gradients.on_each(optimizer)
-            some = [grad for grad in grads if grad is not None]
-            if some:
-                ends = TensorWeakRef(some[0]), TensorWeakRef(some[-1])
+            ends = _ends(grads)
+            if ends is not None:
                 self._owners[id(optimizer)] = _marks(grads), ends
         self._stray = [TensorWeakRef(p.grad) for p in self._strays() if p.grad is not None]
 
@@ -212,9 +212,8 @@ class Window:
         self.scaler.note_norm(optimizers, norm)
 
     def _look_at_step(self, optimizer: Optimizer) -> None:
-        self._by_hand[id(optimizer)] = {
-            id(_stored(p)) for group in optimizer.param_groups for p in group["params"]
-        }
+        params = {id(_stored(p)) for group in optimizer.param_groups for p in group["params"]}
+        self._by_hand[id(optimizer)] = params, _ends(gradients.on_each(optimizer))
 
     def _check(self, optimizer: Optimizer, call: str) -> bool:
         """Whether gradients have to be unscaled: they are from a scaled loss and as it left them, or there are none here.
@@ -275,23 +274,32 @@ class Window:
             self._get_ready(optimizer)
         elif self._by_hand:
             self._look_again(optimizer)
-        self._inside = True
+        self._stepping.add(id(optimizer))
         try:
             result = self.scaler.take(optimizer, closure)
             if self._scales:
                 self._owners.pop(id(optimizer), None)
                 self._stepped = True
-        except BaseException:
+        except BaseException as error:
             if self._scales and closure is None:
                 self._take_back(optimizer, owned)
+            self._skipped += isinstance(error, (LossScaleError, NonFiniteError))
             raise
         finally:
-            self._inside = False
+            self._stepping.discard(id(optimizer))
             if self._scales:
                 self.settled = False
         if result is not STEPPED:
             self._count(result)
         return result
+
+    def give_up(self, optimizers: Iterable[Optimizer]) -> None:
+        """After a step of several that failed: what was found in gradients holds for these gradients alone."""
+        for optimizer in optimizers:
+            if not self._scales:
+                self.scaler.forget(optimizer)
+            elif self.scaler.is_unscaled(optimizer):
+                self._look_at_step(optimizer)
 
     def _take_back(self, optimizer: Optimizer, owned: tuple[_Marks, _Ends] | None) -> None:
         """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
@@ -308,9 +316,11 @@ class Window:
             self._look_again(optimizer)
 
     def _look_again(self, optimizer: Optimizer) -> None:
-        known = self._by_hand.pop(id(optimizer), None)
-        if known is None:
+        if id(optimizer) not in self._by_hand:
             return
+        known, ends = self._by_hand.pop(id(optimizer))
+        if ends is not None and all(end() is None for end in ends):  # others lie there, or none
+            self.scaler.optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
         if self._scales:
             if self.scaler.admit is not None:
                 self.scaler.admit(optimizer)
@@ -407,7 +417,7 @@ class Window:
 
         def look(optimizer: Optimizer) -> None:
             window = alive()
-            if window is not None and not window._inside:
+            if window is not None and not window._stepping:
                 window._refuse_stranger(optimizer)
 
         def end() -> None:
@@ -442,7 +452,7 @@ class Window:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
-        if self._inside:
+        if id(optimizer) in self._stepping:
             return None
         self._unhide(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -476,7 +486,7 @@ class Window:
                 self.settled, self._stepped = False, True
             else:
                 scaler.forget(optimizer)
-        elif isinstance(scaler, UnitScaler):
+        elif isinstance(scaler, StepGuard):
             flags = scaler.look(optimizer)
         else:
             return
@@ -490,7 +500,7 @@ class Window:
             return
         bad = any(flag.item() for flag in flags.values()) if bad is None else bad
         self._skipped += bad
-        if isinstance(scaler, UnitScaler):
+        if isinstance(scaler, StepGuard):
             scaler.count(optimizer, bad)
         elif unscaled:
             scaler.note_outcome(optimizer, bad)
@@ -509,7 +519,7 @@ class Window:
             self._looked_after.add(id(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._inside:
+        if id(optimizer) not in self._stepping:
             self._unhide(optimizer)
             take_back(optimizer)
 
@@ -550,6 +560,11 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictiona
 
 def _marks(grads: list[torch.Tensor | None]) -> _Marks:
     return [*map(id, grads)], _torch.versions(grads)
+
+
+def _ends(grads: list[torch.Tensor | None]) -> _Ends | None:
+    some = [grad for grad in grads if grad is not None]
+    return (TensorWeakRef(some[0]), TensorWeakRef(some[-1])) if some else None
 
 
 def _were_changed(optimizer: Optimizer, marks: _Marks) -> bool:

@@ -13,8 +13,8 @@ to the same window; the scale moves once, when the next window opens, at the fir
 step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decides for both together.
 
 ``amp``: the session itself, on one page. ``checks``: what ``prepare`` refuses. ``apply`` and ``storage``: what it changes, through
-``undo``, the undo log. ``members``: what was prepared. ``guard``: the scaler of a plan. ``ranks``: what a session is among other
-processes.
+``undo``, the undo log. ``members``: what was prepared. ``guard``: the scaler of a plan. ``wrapping``: what parallel
+wrappers ask of it.
 """
 
 from __future__ import annotations

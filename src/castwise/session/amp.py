@@ -20,8 +20,10 @@ from castwise.casting.context import DEVICE_TYPES, default_device_type
 from castwise.casting.frames import mark_boundary
 from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
 from castwise.parallel import fsdp, wrappers
-from castwise.parallel.plans import check_same_plan
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
+from castwise.ranks import Agreement
+from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Window
 from castwise.session import storage
@@ -36,12 +38,11 @@ from castwise.session.checks import (
 )
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
-from castwise.session.ranks import Ranks
 from castwise.session.undo import UndoLog
+from castwise.session.wrapping import Wrapping
 
 __all__ = ["Amp"]
 
-_LOW = (torch.bfloat16, torch.float16)
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +53,7 @@ class Amp:
         plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
         device: Where the model runs, as torch takes it; by default the accelerator at hand, else the CPU.
         group: Process group whose ranks act together: they have one plan, and agree on skipping a step and on norms
-            where their gradients can differ. By default all ranks.
+            where their gradients can differ. By default all ranks; ``castwise.ranks.ALONE`` is this process by itself.
         nonfinite: What becomes of a step whose gradients hold an infinity or a NaN, under every plan. ``"skip"``: it is
             passed over, and counted. ``"raise"``: it is an error before anything has changed, at once under a plan
             without a loss scale, and under one with a scale when no smaller one is left to try. ``"allow"``: nobody
@@ -83,7 +84,8 @@ class Amp:
         check_torch()
         check_group(group)
         self._members = members = Members()
-        self._ranks = Ranks(self._members, group)
+        self._agreement = Agreement(group, members.parameters)
+        self._wrapping = Wrapping(members, self._agreement)
         self.plan = as_plan(plan)
         self.device_type = process.device_type_of(device) if device is not None else default_device_type()
         if self.device_type not in DEVICE_TYPES:
@@ -91,13 +93,13 @@ class Amp:
                 f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}"
             )
         process.check_device(self.plan, self.device_type)
-        self.scaler = scaler_for(self.plan, self.device_type, self._ranks.agree, nonfinite, patience)
+        self.scaler = scaler_for(self.plan, self.device_type, self._agreement.agree, nonfinite, patience)
         self.scaler.param_names = self._members.names
         self.scaler.admit = functools.partial(give_late_masters, self.plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
         self._claim = process.Claim(self.plan, self.device_type)
-        weakref.finalize(self, self._claim.close).atexit = False
+        weakref.finalize(self, self._claim.close_collected).atexit = False
         self._region: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
@@ -165,9 +167,8 @@ class Amp:
         fsdp.check_groups(resolution, target)
         dtypes = storage.dtypes_of(resolution, target)
         storage.check_range(target, dtypes)
-        agreement = self._ranks.agreement
-        if optimizers and not self._members.models and agreement.world_size > 1:
-            check_same_plan(self.plan, agreement.group)
+        if optimizers and not self._members.models and self._agreement.ranks.size > 1:
+            check_same_plan(self.plan, self._agreement.ranks)
         with self._undo.transaction() as log:
             if not self._claim.held:
                 log.callback(self._claim.close)
@@ -186,7 +187,7 @@ class Amp:
             log.callback(_forget_model, weakref.ref(target))
             _prepared[target] = self
             wrappers.on_ddp(_meet_ddp)
-            self._ranks.note(target, resolution.plan)
+            self._wrapping.note(target, resolution.plan)
             log.callback(_reset_root, weakref.ref(self), self._root)
             self._root = self._root or root
             prepared = (model, *optimizers) if optimizers else model
@@ -237,7 +238,7 @@ class Amp:
             The scaled loss; the loss itself under a plan without a loss scale.
         """
         self._window.open(name)
-        self._ranks.narrow()
+        self._wrapping.narrow()
         return self._window.lend(self.scaler.scale(loss, name))
 
     def get_scale(self, name: str = "loss") -> float:
@@ -270,7 +271,7 @@ class Amp:
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
-        self._ranks.narrow()
+        self._wrapping.narrow()
         window.in_backward = scales
         try:
             if kwargs or not scaler.is_first(name):
@@ -308,7 +309,7 @@ class Amp:
         scale = self.scaler.scale_tensor()
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
         inverse = scale.double().reciprocal().float()
-        return tuple(g if g is None else (g.float() if g.dtype in _LOW else g) * inverse for g in grads)
+        return tuple(g if g is None else (g.float() if g.dtype in LOW_DTYPES else g) * inverse for g in grads)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class Amp:
         Returns:
             The norm before clipping, a 0-dim tensor on the gradients' device.
         """
-        norm = self._ranks.clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
+        norm = self._agreement.clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
         if isinstance(optimizer_or_params, Optimizer):
             self._window.note_norm((optimizer_or_params,), norm, by_hand=True)
         return norm
@@ -398,8 +399,8 @@ class Amp:
                 self._refuse_unknown(optimizer)
         if frames.thread.state.saved:
             frames.leave_interrupted()
-        if self._ranks.unchecked:
-            self._ranks.check_order()
+        if self._wrapping.unchecked:
+            self._wrapping.check_order()
         window = self._window
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
@@ -410,13 +411,17 @@ class Amp:
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
             )
         norm = None
-        if max_norm is not None:
-            norm = self._ranks.decide_and_clip(self.scaler, window, optimizers, max_norm)
-        elif closure is None:
-            for optimizer in optimizers:
-                window.unscale_(optimizer)
-            self.scaler.decide_together(optimizers)
-        results = [window.step(optimizer, closure) for optimizer in optimizers]
+        try:
+            if max_norm is not None:
+                norm = self._agreement.decide_and_clip(self.scaler, window, optimizers, max_norm)
+            elif closure is None:
+                for optimizer in optimizers:
+                    window.unscale_(optimizer)
+                self.scaler.decide_together(optimizers)
+            results = [window.step(optimizer, closure) for optimizer in optimizers]
+        except BaseException:
+            window.give_up(optimizers)
+            raise
         if closure is not None:
             attachment = masters.attachment_of(optimizers[0])
             if attachment is not None:
@@ -488,8 +493,8 @@ class Amp:
         Raises:
             StateError: torch.distributed is not initialised.
         """
-        self._ranks.agreement.pieces.mark(parameter, group, dim)
-        self._ranks.agreement.forget()
+        self._agreement.pieces.mark(parameter, group, dim)
+        self._agreement.forget()
 
     def pipeline(self, schedule: Any) -> Any:
         """Let a schedule of ``torch.distributed.pipelining`` train by the plan.
@@ -508,15 +513,15 @@ class Amp:
             StateError: Not a schedule, or a stage whose module was not prepared.
             PatternError: A region of the plan that matches nothing in any stage.
         """
-        return self._ranks.adapt(schedule, self.plan, self.scaler, self._window)
+        return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Which piece of how many this rank holds of a parameter that :meth:`mark_sharded` was given without ``dim``."""
-        return self._ranks.agreement.pieces.piece(parameter)
+        return self._agreement.pieces.piece(parameter)
 
     def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Values of a parameter that :meth:`mark_sharded` was given with ``dim`` as a DTensor of the whole; others as they are."""
-        return self._ranks.agreement.pieces.as_whole(parameter, values)
+        return self._agreement.pieces.as_whole(parameter, values)
 
     # --- state --------------------------------------------------------------------------------------------
 
@@ -559,7 +564,7 @@ class Amp:
         """
         self._undo.close()
         self._region = self._root = None
-        self._ranks.forget()
+        self._wrapping.forget()
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -601,5 +606,5 @@ def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> No
     for inner in module.modules():
         amp = _prepared.get(inner)
         if amp is not None:
-            amp._undo.callback(_drop, amp._ranks.leave_ddp, weakref.ref(module))
-            amp._ranks.join_ddp(ddp, module)
+            amp._undo.callback(_drop, amp._wrapping.leave_ddp, weakref.ref(module))
+            amp._wrapping.join_ddp(ddp, module)

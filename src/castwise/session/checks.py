@@ -13,13 +13,13 @@ from castwise import _torch, masters
 from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.ranks import ALONE
 from castwise.session.members import Members
 
 __all__ = ["check_group", "check_masters", "check_model", "check_optimizer", "check_parameters"]
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def check_group(group: Any) -> None:
@@ -29,10 +29,10 @@ def check_group(group: Any) -> None:
         StateError: It is none.
     """
     kinds = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
-    if group is not None and not isinstance(group, kinds):
+    if group is not None and group is not ALONE and not isinstance(group, kinds):
         raise StateError(
             f"Amp(group={shown(group)}) is not allowed. Allowed: a process group that this rank is in, as "
-            "torch.distributed.new_group(...) gives it, or None for all ranks."
+            "torch.distributed.new_group(...) gives it, castwise.ranks.ALONE for this process by itself, or None for all ranks."
         )
 
 
@@ -155,7 +155,7 @@ def check_parameters(model: nn.Module, plan: Plan) -> None:
         return
     low: dict[torch.dtype, list[str]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.dtype in _LOW and parameter.requires_grad:
+        if parameter.dtype in LOW_DTYPES and parameter.requires_grad:
             low.setdefault(parameter.dtype, []).append(name)
     for dtype, names in low.items():
         short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from castwise import masters
 from castwise.errors import PlanError, StateError
 from castwise.plans.plan import Plan
-from castwise.scaler import GradScaler, UnitScaler
+from castwise.scaler import GradScaler, StepGuard
 
 __all__ = ["give_late_masters", "scaler_for"]
 
@@ -42,7 +42,7 @@ def scaler_for(
     if plan.loss_scale is None:
         if nonfinite == "allow":
             return GradScaler(device_type, enabled=False)
-        return UnitScaler(device_type, refuse=refuse, patience=patience, reduce=agree)
+        return StepGuard(device_type, refuse=refuse, patience=patience, reduce=agree)
     if nonfinite == "allow":
         raise PlanError(
             f"Amp({str(plan)!r}, nonfinite='allow'): a loss scale finds its size by skipping steps that are not finite. Allowed "

@@ -35,18 +35,12 @@ FORMATS = ("fp32", "tf32", *LOW)
 
 
 def check_formats(formats: Iterable[str], goal: str, call: str = "tune") -> tuple[str, ...]:
-    """Check the formats that a user allows.
+    """The formats that a user allows, without repetition, in the order of ``FORMATS``.
 
-    Args:
-        formats: Names out of ``FORMATS``.
-        goal: ``time``, ``memory`` or ``numerics``; the last takes one low format.
-        call: The caller, for errors.
-
-    Returns:
-        Them, without repetition, in the order of ``FORMATS``; fp32 is always among them but for ``numerics``.
+    fp32 is always among them but for ``goal="numerics"``, which takes one low format.
 
     Raises:
-        PlanError: A name that is none, or not one low format for ``numerics``.
+        PlanError: A name that is none, or not one low format for ``numerics``; it names the caller.
     """
     given = (formats,) if isinstance(formats, str) else tuple(formats)
     for name in given:
@@ -84,7 +78,7 @@ def whole_step_plans(
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
         goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
-        used: Operators that the model runs, as ``units.operators_used`` names them.
+        used: Operators that the model runs, as ``parts.operators_used`` names them.
 
     Returns:
         The plans, the simplest first, and by format why it is not among them.
@@ -145,13 +139,7 @@ _MADE_OF = {
 def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> Plan | None:
     """A low plan whose norms, softmax and losses follow their inputs instead of being cast to fp32.
 
-    Args:
-        plan: Changed only where it computes low by the native rules.
-        used: ATen operators that the model runs.
-        device_type: Whose table decides what is cast.
-
-    Returns:
-        The plan, or None where nothing of the kind is cast.
+    None where the table of this device type casts none of the operators that are used, or another plan is given.
     """
     if plan.compute not in LOW or plan.rules != "native":
         return None
@@ -167,11 +155,7 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
 
 
 def simplicity(plan: Plan) -> int:
-    """How many decisions a plan makes: between plans equally good the one with fewest is taken.
-
-    Returns:
-        0 for fp32; each format, storage, setting and region counts.
-    """
+    """How many decisions a plan makes, 0 for fp32: between plans equally good the one with fewest is taken."""
     base = Plan(compute="fp32")
     own = 2 * (plan.compute != "fp32") + (plan.compute == "fp16") + 2 * (plan.params != base.params)
     own += (plan.master == "none") + (plan.rules != base.rules and plan.compute != "fp32")

@@ -118,10 +118,10 @@ class Contest:
     # --- racing -------------------------------------------------------------------------------------------
 
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3) -> list[Plan]:
-        """Race plans in heats and let go of those that are clearly behind.
+        """Race plans in heats, fp32 with them, and let go of those that are clearly behind.
 
         Args:
-            plans: The candidates; fp32 joins every heat.
+            plans: The candidates.
             keep: Go on until no more than this many are left, or no more can be told apart.
             rounds: Interleaved rounds in the first heat; each later one has two more.
 
@@ -155,50 +155,35 @@ class Contest:
 
     def _best(self, plan: Plan, leader: Plan) -> float:
         """The plan's best round against the leader; by way of fp32 where the two ran in different heats."""
-        pairs = [a / b for a, b in zip(*self._pairs(leader, plan), strict=True)]
-        if pairs:
-            return max(pairs)
-        own = [a / b for a, b in zip(*self._pairs(BASELINE, plan), strict=True)]
-        ahead = [a / b for a, b in zip(*self._pairs(BASELINE, leader), strict=True)]
+        together = self._ratios(plan, leader)
+        if together:
+            return max(together)
+        own, ahead = self._ratios(plan), self._ratios(leader)
         return max(own, default=math.inf) / statistics.median(ahead) if ahead else math.inf
 
     def _not_faster(self, plan: Plan, leader: Plan) -> str:
         ratio = self.ratio(plan, leader)
-        return (
-            f"not faster: takes {1 / ratio.value:.2f} times as long"
-            if ratio
-            else "not faster: not timed beside it"
-        )
+        said = f"takes {1 / ratio.value:.2f} times as long" if ratio else "not timed beside it"
+        return f"not faster: {said}"
 
     def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
-        """Race the last plans for longer, with others beside them as what they are compared with.
-
-        Args:
-            plans: Candidates that may still be chosen.
-            rounds: In each, every plan runs one block of steps.
-            beside: Plans that run along if they can, though they have left.
-        """
-        guests = [p for p in beside if p not in plans and p in self.entries]
-        guests = [
-            p
-            for p in guests
-            if self.entries[p].reason.startswith("not faster: takes") or not self.entries[p].reason
-        ]
-        reasons = {plan: self.entries[plan].reason for plan in guests}
-        for plan in guests:
+        """Race the last plans for longer, with others beside them, if they can run, though they have left."""
+        known = {p: self.entries[p].reason for p in beside if p not in plans and p in self.entries}
+        reasons = {p: why for p, why in known.items() if not why or why.startswith("not faster: takes")}
+        for plan in reasons:
             self.entries[plan].reason = ""
-        for plan in [p for p in self._runs if p not in (BASELINE, *plans, *guests)]:
+        for plan in [p for p in self._runs if p not in (BASELINE, *plans, *reasons)]:
             self._close(plan)
-        self.run([*plans, *guests], rounds, FINAL_BLOCK)
+        self.run([*plans, *reasons], rounds, FINAL_BLOCK)
         for plan, reason in reasons.items():
             self.entries[plan].reason = self.entries[plan].reason or reason
 
     def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1, *, admit_late: bool = True) -> None:
-        """Run interleaved rounds.
+        """Run interleaved rounds, in each of which every plan, and fp32, runs one block of steps.
 
         Args:
-            plans: Who takes part; fp32 does in any case.
-            rounds: In each, every plan runs one block of steps.
+            plans: Who takes part.
+            rounds: How many.
             longer: How many times as long as usual blocks are.
             admit_late: Whether plans that have not run yet may still join after the deadline.
 
@@ -228,9 +213,9 @@ class Contest:
             self._book({plan: laps[str(i)] for i, plan in enumerate(racing)})
             self.steps += block * len(racing)
             racing = [plan for plan in racing if not self.entries[plan].reason]
-            racing = [*racing[1:], racing[0]][
-                :: -1 if number % 2 else 1
-            ]  # nobody always follows the same one
+            racing = [*racing[1:], racing[0]]  # nobody always follows the same one
+            if number % 2:
+                racing.reverse()
         self._say(f"{len(racing)} plans", rounds, rounds)
 
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
@@ -266,9 +251,8 @@ class Contest:
             if lap.error is not None:
                 self._lost(plan, lap.error)
             elif lap.slowdown is not None:
-                self.entries[
-                    plan
-                ].reason = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
+                entry = self.entries[plan]
+                entry.reason = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
                 self._close(plan)
             if plan == BASELINE:
                 if lap.error is not None:
@@ -326,35 +310,25 @@ class Contest:
 
         return paired(padded(a), padded(b))
 
-    def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
-        """How many times as fast as another a plan is.
+    def _ratios(self, plan: Plan, over: Plan = BASELINE) -> list[float]:
+        """How many times as fast as another a plan was, in each round that both ran."""
+        return [a / b for a, b in zip(*self._pairs(over, plan), strict=True)]
 
-        Returns:
-            From the rounds that both ran, None without any.
-        """
+    def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
+        """How many times as fast as another a plan is, by the rounds that both ran; None without any."""
         before, after = self._pairs(over, plan) if plan in self.entries and over in self.entries else ([], [])
         return stats.paired_speedup(before, after) if before else None
 
     def order(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Plans by speed over fp32, the fastest first.
-
-        Args:
-            plans: Which have been timed.
-        """
+        """Plans by speed over fp32, the fastest first."""
 
         def speed(plan: Plan) -> float:
-            before, after = self._pairs(BASELINE, plan)
-            return statistics.median(a / b for a, b in zip(before, after, strict=True)) if before else 0.0
+            return 1.0 if plan == BASELINE else statistics.median(self._ratios(plan) or [0.0])
 
-        return sorted(plans, key=lambda plan: -1.0 if plan == BASELINE else -speed(plan))
+        return sorted(plans, key=speed, reverse=True)
 
     def winner(self, plans: Sequence[Plan], last: Collection[Plan] = ()) -> Plan:
-        """The fastest, or a simpler plan that cannot be told from it.
-
-        Args:
-            plans: Plans that have been timed against one another.
-            last: Those that lose a tie however simple they are.
-        """
+        """The fastest, or a simpler plan that cannot be told from it; those in ``last`` lose any tie."""
         ordered = self.order(plans)
         fastest = ordered[0]
         tied = [fastest]

@@ -1,19 +1,18 @@
 """What a search for a plan leaves behind: plain records, written as ``evidence.json`` and shown as a page.
 
-Everything here is data that JSON holds. Times are in seconds per training step, sizes in bytes.
+Times are in seconds per training step, sizes in bytes. JSON holds all of it; numbers that are not finite are null there.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
-from castwise.numerics.window import Histogram, ScaleWindow
+from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
+from castwise.numerics.gradient_range import Histogram, ScaleRange
 
 __all__ = [
     "Candidate",
@@ -21,12 +20,14 @@ __all__ = [
     "Evidence",
     "Histogram",
     "RegionEvidence",
-    "ScaleWindow",
+    "ScaleRange",
     "Stage",
     "Verification",
 ]
 
+Status = Literal["baseline", "chosen", "sound", "rejected"]
 Verdict = Literal["pass", "fail", "undecided"]
+LINES = {"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_FAIL}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Damage:
     Attributes:
         verdict: Judged against the lines of the parity test.
         value: (bias + noise / m) / (signal + data noise / m), with m microbatches per update; infinite where a
-            gradient was not finite. JSON has no infinity: it is written as None.
+            gradient was not finite.
         low: Lower end of the bootstrap interval.
         high: Upper end.
         bias: The part of ``value`` that is the same in every batch.
@@ -45,7 +46,7 @@ class Damage:
     """
 
     verdict: Verdict
-    value: float | None
+    value: float
     low: float | None
     high: float | None
     bias: float | None
@@ -74,7 +75,7 @@ class Candidate:
 
     name: str
     plan: str
-    status: Literal["baseline", "chosen", "sound", "rejected"]
+    status: Status
     reason: str = ""
     rounds: int = 0
     time: Summary | None = None
@@ -103,8 +104,8 @@ class RegionEvidence:
         bias: Bias part of ``share``.
         noise: Noise part of ``share``.
         data_noise: Variance of its gradient over batches in the same unit (share of signal + data noise / m).
-        grad_largest: Largest magnitude in its parameters' gradients, unscaled.
-        grad_smallest: Smallest non-zero magnitude that 99.9 % of its non-zero gradients exceed.
+        grad_largest: Largest magnitude in its output's gradients, unscaled.
+        grad_smallest: Magnitude below which lies at most a thousandth of the squared norm of these.
     """
 
     pattern: str
@@ -176,6 +177,7 @@ class Evidence:
         formats: Formats that were allowed.
         plan: The chosen plan's line.
         digest: Its digest.
+        compute: The format that it computes in, apart from its regions.
         answer: The result in one sentence.
         complete: False where the search was interrupted or ran out of its budget.
         settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and such.
@@ -185,10 +187,10 @@ class Evidence:
         candidates: The plans considered, the chosen one first, then by time.
         regions: The model's regions, in the model's order.
         histograms: Of the gradients.
-        scale: The loss scale's window, where fp16 was in the running.
+        scale: The range of loss scales, where fp16 was in the running.
         floor: Damage of fp32 against itself, rounding differently.
         repeat: Damage of fp32 against itself, repeated exactly; above 0 where the loss is not deterministic.
-        lines: ``{"pass": 0.01, "fail": 0.1}``, the parity test's lines.
+        lines: Damage below which the parity test passes, and above which it fails.
         stages: What was done, in order, and what it cost.
         verification: Of ``verify_steps``, where asked for.
         notes: Sentences that a reader should not miss.
@@ -201,6 +203,7 @@ class Evidence:
     formats: tuple[str, ...]
     plan: str
     digest: str
+    compute: str
     answer: str
     complete: bool
     settings: Mapping[str, Any]
@@ -209,10 +212,10 @@ class Evidence:
     regions: tuple[RegionEvidence, ...]
     world_size: int = 1
     histograms: tuple[Histogram, ...] = ()
-    scale: ScaleWindow | None = None
+    scale: ScaleRange | None = None
     floor: float | None = None
     repeat: float | None = None
-    lines: Mapping[str, float] = field(default_factory=dict)
+    lines: Mapping[str, float] = field(default_factory=lambda: LINES)
     stages: tuple[Stage, ...] = ()
     verification: Verification | None = None
     notes: tuple[str, ...] = ()
@@ -221,7 +224,3 @@ class Evidence:
     def passes(self) -> int:
         """Forward/backwards spent on numerics, over all stages."""
         return sum(stage.passes for stage in self.stages)
-
-    def to_json(self) -> str:
-        """The record as JSON text."""
-        return json.dumps({**dataclasses.asdict(self), "passes": self.passes}, indent=1, allow_nan=False)

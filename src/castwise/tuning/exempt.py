@@ -1,9 +1,9 @@
-"""The numerics side of a search: does a plan pass, and if it does not, which units have to be kept in fp32.
+"""The numerics side of a search: does a plan pass, and if it does not, which parts have to be kept in fp32.
 
-Damage adds up over the units that run low (measured: 0.99 to 1.03 of the joint one), so a plan's damage is traced to
-its source by halving: run one half of the units low and the rest in fp32, then the other half, and go on inside the
-worse one until what is left unexplained fits under the line. One bad unit among n costs about 4 log2(n) passes,
-whatever the depth, since blocks of one structure are one unit.
+Damage adds up over the parts that run low (measured: 0.99 to 1.03 of the joint one), so a plan's damage is traced to
+its source by halving: run one half of the parts low and the rest in fp32, then the other half, and go on inside the
+worse one until what is left unexplained fits under the line. One bad part among n costs about 4 log2(n) passes,
+whatever the depth, since blocks of one structure are one part.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from castwise.measure import ranks
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import ParityResult, ParityTest
-from castwise.numerics.probes import Trial
+from castwise.numerics.probes import Probe
 from castwise.plans.plan import Plan
-from castwise.tuning.units import Unit, exempt, only
+from castwise.tuning.parts import Part, exempt, only
 
 T = TypeVar("T")
 
@@ -34,15 +34,15 @@ QUICK = 2
 JOINT = 4
 """Microbatches on which a repaired plan is tried before it is verified."""
 SPENT = 0.7
-"""Share of the line that units which are not kept may use up together; the rest is for what does not add up."""
+"""Share of the line that parts which are not kept may use up together; the rest is for what does not add up."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """What a probe of some units alone said.
+    """What a probe of some parts alone said.
 
     Attributes:
-        patterns: The units that ran low.
+        patterns: The parts that ran low.
         severity: Damage over the line it must stay below; above 1 it is too much.
         damage: Plain damage.
         reason: Why it is infinite, where it is.
@@ -60,7 +60,7 @@ class Repair:
 
     Attributes:
         plan: With its regions.
-        kept: Per unit that is kept in fp32, why.
+        kept: Per part that is kept in fp32, why.
         result: Finding on the microbatches of the search, None where the passes ran out before.
     """
 
@@ -74,23 +74,23 @@ class NumericsSearch:
 
     Args:
         test: Whose reference has run.
-        units: The model's units.
+        parts: The model's parts.
         on_progress: Told what is being tried.
         most_passes: Passes in all, those of the reference included.
 
     Attributes:
-        alone: What is known of single units that ran low alone, by pattern.
+        alone: What is known of single parts that ran low alone, by pattern.
     """
 
     def __init__(
         self,
         test: ParityTest,
-        units: Sequence[Unit],
+        parts: Sequence[Part],
         on_progress: Callable[[str], None] = lambda _what: None,
         most_passes: int = MOST_PASSES,
     ) -> None:
         self._test = test
-        self._units = list(units)
+        self._parts = list(parts)
         self._say = on_progress
         self._most = most_passes
         self._first = len(test.prober.micros)
@@ -108,9 +108,6 @@ class NumericsSearch:
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the microbatches of the search.
 
-        Returns:
-            The finding.
-
         Raises:
             Exception: What the plan raised, where it cannot run.
         """
@@ -118,11 +115,7 @@ class NumericsSearch:
         return self._judged(plan, range(self._first))
 
     def verify(self, plan: Plan) -> ParityResult:
-        """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first.
-
-        Returns:
-            The finding.
-        """
+        """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first."""
         prober = self._test.prober
         start = self._first
         if len(prober.micros) < start + self._first:
@@ -134,7 +127,7 @@ class NumericsSearch:
     def _judged(self, plan: Plan, indices: range) -> ParityResult:
         test = self._test
         return self._worst(
-            f"gradients under {plan}", lambda: test.judge(test.prober.trial(plan, indices)), self._badness
+            f"gradients under {plan}", lambda: test.judge(test.prober.probe(plan, indices)), self._badness
         )
 
     def _worst(self, what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
@@ -153,7 +146,7 @@ class NumericsSearch:
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
-        """Keep as few units in fp32 as make a plan pass.
+        """Keep as few parts in fp32 as make a plan pass.
 
         Args:
             plan: One that failed, or cannot run.
@@ -162,8 +155,11 @@ class NumericsSearch:
 
         Returns:
             The repaired plan; its ``result`` says whether it passes.
+
+        Raises:
+            Exception: What a part raised in a low format, unless it says that the part cannot run there.
         """
-        patterns = [unit.pattern for unit in self._units]
+        patterns = [part.pattern for part in self._parts]
         kept: dict[str, str] = {}
         order = itertools.count()
         start = math.inf if found is None else self._severity_of(found)
@@ -171,16 +167,16 @@ class NumericsSearch:
         result: ParityResult | None = None
         while queue:
             while queue and -sum(weight for weight, _, _ in queue) > SPENT:
-                weight, _, group = heapq.heappop(queue)
+                _, _, group = heapq.heappop(queue)
                 if len(group) == 1 or self._left() < reserve + JOINT + 2 * QUICK:
                     blame = self.alone.get(group[0])
                     for pattern in group:
-                        kept[pattern] = _because(blame, -weight)
+                        kept[pattern] = _because(blame)
                     continue
                 for half in (group[: len(group) // 2], group[len(group) // 2 :]):
                     blame = self._probe(plan, half)
                     heapq.heappush(queue, (-blame.severity, next(order), half))
-            repaired = exempt(plan, self._units, kept)
+            repaired = exempt(plan, self._parts, kept)
             if self._left() < reserve + JOINT and result is not None:
                 break
             result = self._joint(repaired)
@@ -192,7 +188,7 @@ class NumericsSearch:
             _, _, group = heapq.heappop(queue)
             for pattern in group:
                 kept[pattern] = "the rest of the model does not pass without it"
-        return Repair(exempt(plan, self._units, kept), kept, result)
+        return Repair(exempt(plan, self._parts, kept), kept, result)
 
     def _pruned(self, plan: Plan, kept: dict[str, str], result: ParityResult, reserve: int) -> Repair:
         """Give back what need not be kept, the least suspicious first."""
@@ -200,50 +196,54 @@ class NumericsSearch:
             if self._left() < reserve + JOINT:
                 break
             fewer = {p: why for p, why in kept.items() if p != pattern}
-            tried = self._joint(exempt(plan, self._units, fewer))
+            tried = self._joint(exempt(plan, self._parts, fewer))
             if tried is not None and self._severity_of(tried) < SPENT:
                 kept, result = fewer, tried
-        return Repair(exempt(plan, self._units, kept), kept, result)
+        return Repair(exempt(plan, self._parts, kept), kept, result)
 
     def _joint(self, plan: Plan) -> ParityResult | None:
         self._say(f"gradients under {plan}")
         try:
             return self._judged(plan, range(min(JOINT, self._first)))
-        except Exception:  # it cannot run: more has to be kept
-            return None
+        except Exception as error:
+            if not cannot_run(error):
+                raise
+            return None  # more has to be kept
 
     def _severity_of(self, found: ParityResult) -> float:
         return severity(found.damage.value, None if found.adam is None else found.adam.value)
 
     def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
-        """Run some units low and the rest in fp32."""
+        """Run some parts low and the rest in fp32."""
         key = (plan, patterns)
         if key in self._probes:
             return self._probes[key]
         self._say(f"{', '.join(patterns)} alone in {plan.compute}" if len(patterns) < 3 else
                   f"{len(patterns)} regions alone in {plan.compute}")  # fmt: skip
         try:
-            alone = only(plan, self._units, patterns)
+            alone = only(plan, self._parts, patterns)
             blame = self._worst(
                 f"gradients under {alone}",
-                lambda: self._blame(patterns, self._test.prober.trial(alone, range(QUICK))),
+                lambda: self._blame(patterns, self._test.prober.probe(alone, range(QUICK))),
                 lambda found: math.inf if math.isnan(found.severity) else found.severity,
             )
-        except Exception as error:  # a region that cannot run low is to be kept
+        except Exception as error:
+            if not cannot_run(error):
+                raise
             blame = Blame(patterns, math.inf, math.inf, unfit(error))
         self._probes[key] = blame
         if len(patterns) == 1:
             self.alone[patterns[0]] = blame
         return blame
 
-    def _blame(self, patterns: tuple[str, ...], trial: Trial) -> Blame:
-        if not trial.finite:
+    def _blame(self, patterns: tuple[str, ...], probe: Probe) -> Blame:
+        if not probe.finite:
             return Blame(patterns, math.inf, math.inf, "gradients are not finite")
-        plain, adam = self._test.quick(trial)
+        plain, adam = self._test.quick(probe)
         return Blame(patterns, severity(plain, adam), plain)
 
 
-def _because(blame: Blame | None, weight: float) -> str:
+def _because(blame: Blame | None) -> str:
     if blame is None:
         return "its neighbourhood fails, and the passes ran out before it was tried alone"
     if blame.reason:

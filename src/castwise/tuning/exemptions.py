@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from castwise.numerics.parity import ParityResult
 from castwise.plans.plan import PRESETS, Plan
+from castwise.tuning.parts import exempt
 from castwise.tuning.state import FP32, SearchState
-from castwise.tuning.units import exempt
 
 __all__ = ["find_exemptions"]
 
@@ -46,14 +46,14 @@ def find_exemptions(search: SearchState) -> None:
 
 
 def _widened(search: SearchState, base: Plan, result: ParityResult) -> Plan:
-    """Keep one more unit in fp32: the one whose parameters show the most damage, else half of what is left."""
+    """Keep one more part in fp32: the one whose parameters show the most damage, else half of what is left."""
     kept = search.kept
     for path in (region.path for region in result.worst(len(result.regions))):
-        unit = next((u for u in search.units if path in u.paths and u.pattern not in kept), None)
-        if unit is not None:
-            kept[unit.pattern] = "damage on fresh batches shows most in its parameters"
+        part = next((p for p in search.parts if path in p.paths and p.pattern not in kept), None)
+        if part is not None:
+            kept[part.pattern] = "damage on fresh batches shows most in its parameters"
             break
     else:
-        rest = [u.pattern for u in search.units if u.pattern not in kept]
+        rest = [p.pattern for p in search.parts if p.pattern not in kept]
         kept.update(dict.fromkeys(rest[: max(1, len(rest) // 2)], "the plan fails without it"))
-    return exempt(base, search.units, kept)
+    return exempt(base, search.parts, kept)

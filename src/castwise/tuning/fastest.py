@@ -21,18 +21,18 @@ from castwise.tuning.axes import (
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Verification
 from castwise.tuning.exempt import MOST_PASSES
+from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
+from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
+from castwise.tuning.parts import exempt
+from castwise.tuning.peaks import measure_peaks, peak_and_simplicity
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
-from castwise.tuning.trials import affordable_steps, is_doubtful, training_trials
-from castwise.tuning.unit_costs import losing_units, measure_costs, not_faster
-from castwise.tuning.units import exempt
-from castwise.tuning.weighing import weigh, weight
 
 __all__ = ["find_fastest"]
 
 FINALISTS = 5
 FINAL_ROUNDS = 20
 COSTS_SHARE, COSTS_S = 0.1, 12.0
-"""The costs of units may take this share of the budget, and this long."""
+"""The costs of parts may take this share of the budget, and this long."""
 RACE_SHARE = 0.7
 """After this share of the budget no round of a race starts."""
 TRAINING_SHARE = 0.35
@@ -77,11 +77,13 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
-        weigh(search, plans)
-    left = sorted((p for p in plans if p in search.peaks), key=lambda p: weight(search, p)) or [FP32]
+        measure_peaks(search, plans)
+    left = sorted((p for p in plans if p in search.peaks), key=lambda p: peak_and_simplicity(search, p)) or [
+        FP32
+    ]
     with search.stage("parity"):
         sound, _ = _sound(search, left)
-    order = sorted(sound, key=lambda p: weight(search, p))
+    order = sorted(sound, key=lambda p: peak_and_simplicity(search, p))
     _choose(search, order)
     with search.stage("race"):
         contest.run(list(dict.fromkeys([search.chosen, *order[:2]])), FINAL_ROUNDS // 2)
@@ -91,7 +93,7 @@ def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> N
 
 
 def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
-    """Drop formats that are faster nowhere, and add candidates with the losing units in fp32."""
+    """Drop formats that are faster nowhere, and add candidates with the losing parts in fp32."""
     settings, test = search.settings, search.test
     assert test is not None
     # a batch may be 4-D, an attention mask for one, where no candidate is channels_last
@@ -99,7 +101,7 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     layout = "channels_last" if channels_last else "as_is"
     low = [name for name in settings.formats if name in LOW]
     search.costs = measure_costs(
-        test.prober.model, search.workload.loss, test.prober.micros[0].batch, search.units, low, search.device,
+        test.prober.model, search.workload.loss, test.prober.micros[0].batch, search.parts, low, search.device,
         channels_last=channels_last, budget_s=min(COSTS_S, COSTS_SHARE * settings.budget_s), on_progress=search.tell,
     )  # fmt: skip
     out = list(plans)
@@ -117,7 +119,7 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
             continue
         if settings.goal == "memory":
             continue
-        losers = losing_units(name, search.costs)
+        losers = losing_parts(name, search.costs)
         if hopeless:  # no whole step of it is ever run
             for plan in out:
                 if plan.compute == name:
@@ -126,7 +128,7 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
             out = [plan for plan in out if plan.compute != name]
         sets = {tuple(losers), tuple(losers[: max(len(hopeless), len(losers) // 2)])} - {()}
         out += [
-            exempt(plan, search.units, patterns)
+            exempt(plan, search.parts, patterns)
             for patterns in sorted(sets)
             for plan in plans
             if plan.compute == name and plan.rules != "none" and plan.memory_format == layout
@@ -180,9 +182,9 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         if plan.params != "fp32" or left < 2 * MICROBATCHES + FLOOR or sound:
             continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
         repaired = search.repaired(plan, found)
-        if 2 * len(search.kept) > len(search.units):
+        if 2 * len(search.kept) > len(search.parts):
             search.reasons[plan] += (
-                f"; {len(search.kept)} of {len(search.units)} regions would have to stay in fp32"
+                f"; {len(search.kept)} of {len(search.parts)} regions would have to stay in fp32"
             )
             search.kept = {}
         elif repaired in search.findings and search.findings[repaired].verdict == "pass":
@@ -235,7 +237,7 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
         )
         return None
     with search.stage("training runs"):
-        return training_trials(
+        return train_pairs(
             search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
             on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
         )  # fmt: skip

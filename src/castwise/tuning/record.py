@@ -3,64 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import statistics
 from collections.abc import Mapping
 
 from castwise.measure import ranks, stats
 from castwise.measure.environment import environment
-from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
 from castwise.numerics.parity import ParityResult
-from castwise.plans.plan import PRESETS, Plan
+from castwise.plans.parts import Region
+from castwise.plans.plan import Plan
 from castwise.resolve import assign
 from castwise.tuning.axes import name_of, numerics_of
-from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence
+from castwise.tuning.contest import Entry
+from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
 from castwise.tuning.search import Search
+from castwise.tuning.state import AUTOCAST, FP32
 
 __all__ = ["answer", "evidence"]
 
-FP32 = PRESETS["fp32"]
-AUTOCAST = PRESETS["bf16-mixed"]
 LAST = 5
 """Steps whose losses a candidate's loss is the mean of."""
+_PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "rejected")
 
 
 def evidence(search: Search, command: str) -> Evidence:
-    """All that a search has found so far.
-
-    Args:
-        search: Ended or interrupted.
-        command: What repeats it.
-
-    Returns:
-        The record.
-    """
-    settings = search.settings
-    window = search.test.range.window() if search.test is not None else None
-    low = "fp16" in settings.formats
+    """All that a search, ended or interrupted, has found so far; ``command`` repeats it."""
+    asked, test, plan = dataclasses.asdict(search.settings), search.test, search.chosen
     return Evidence(
         workload=search.workload.name,
         description=search.workload.description,
         command=command,
-        goal=settings.goal,
-        formats=settings.formats,
-        plan=str(search.chosen),
-        digest=search.chosen.digest,
+        goal=asked.pop("goal"),
+        formats=asked.pop("formats"),
+        plan=str(plan),
+        digest=plan.digest,
+        compute=plan.compute,
         answer=answer(search),
         complete=search.complete,
-        settings={
-            f.name: getattr(settings, f.name)
-            for f in dataclasses.fields(settings)
-            if f.name not in ("formats", "goal")
-        },
+        settings=asked,
         environment=environment(search.device, command),
         world_size=ranks.count(),
         candidates=_candidates(search),
         regions=_regions(search),
         histograms=_histograms(search),
-        scale=window if low else None,
-        floor=_finite(search.test.floor) if search.test is not None else None,
-        repeat=_finite(search.test.repeat) if search.test is not None else None,
-        lines={"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_FAIL},
+        scale=test.range.scales() if test is not None and "fp16" in search.settings.formats else None,
+        floor=test.floor if test is not None else None,
+        repeat=test.repeat if test is not None else None,
         stages=tuple(search.stages),
         verification=search.verification,
         notes=tuple(dict.fromkeys(search.notes)),
@@ -71,25 +58,23 @@ def answer(search: Search) -> str:
     """The result in one sentence."""
     if not search.complete and search.chosen == FP32:
         return "The search ended before it could choose; fp32 is what is known to be sound."
-    plan, contest = search.chosen, search.contest
+    plan, kept = search.chosen, search.kept
     if search.settings.goal == "numerics":
         low = search.settings.formats[0]
         if plan == FP32:
             return f"No set of regions made {low} pass: stay with fp32."
-        if not search.kept:
+        if not kept:
             return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
         return (
-            f"{low} is sound with {_count(len(search.kept), 'region')} kept in fp32 ({', '.join(search.kept)}): its gradients "
+            f"{low} is sound with {len(kept)} region{'s' * (len(kept) != 1)} kept in fp32 ({', '.join(kept)}): its gradients "
             "then cannot be told from fp32's within the noise of the data."
         )
     if plan == FP32:
         return f"Stay with fp32 as it is: {_why_fp32(search)}."
     parts = []
-    over = contest.ratio(plan) if contest is not None else None
-    if over is not None:
+    if (over := _ratio(search, plan, FP32)) is not None:
         parts.append(f"trains {_times(over)} as fast as fp32")
-    beside = contest.ratio(plan, AUTOCAST) if contest is not None and plan != AUTOCAST else None
-    if beside is not None:
+    if (beside := _ratio(search, plan, AUTOCAST)) is not None:
         parts.append(f"{_times(beside)} as fast as one-line torch.autocast in bf16")
     if search.settings.goal == "memory" and plan in search.peaks and FP32 in search.peaks:
         parts.insert(0, f"takes {search.peaks[plan] / search.peaks[FP32]:.0%} of fp32's peak memory")
@@ -101,10 +86,9 @@ def answer(search: Search) -> str:
             f"steps the loss differs by {trained.difference:.2g}, below {trained.upper:.2g} with 95 % confidence, where "
             f"{trained.margin:.2g} is what seeds alone do."
         )
-    lossless = plan.compute == "fp32" and plan.fp32_matmul == "as_is" and not plan.regions
-    sound = "computing in fp32 throughout" if lossless else (
-        "with gradients that cannot be told from fp32's within the noise of the data"
-    )  # fmt: skip
+    sound = "with gradients that cannot be told from fp32's within the noise of the data"
+    if plan.compute == "fp32" and plan.fp32_matmul == "as_is" and not plan.regions:
+        sound = "computing in fp32 throughout"
     return f"{name_of(plan)} {' and '.join(parts) or 'is sound'}, {sound}."
 
 
@@ -121,130 +105,102 @@ def _times(ratio: stats.Ratio) -> str:
     return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
+def _ratio(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
+    return search.contest.ratio(plan, over) if search.contest is not None and plan != over else None
 
 
-def damage_record(result: ParityResult) -> Damage:
-    """A finding as a record: of the plain damage, with the verdict over all that was asked."""
-    d = result.damage
-    return Damage(
-        result.verdict,
-        _finite(d.value),
-        _finite(d.low),
-        _finite(d.high),
-        _finite(d.bias),
-        _finite(d.noise),
-        result.reason,
-    )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finding(search: Search, plan: Plan) -> ParityResult | None:
+    """What is known of a plan's gradients: on fresh batches rather than on the search's own."""
+    known = (search.verified if plan == search.chosen else None, search.findings.get(plan))
+    return next((found for found in known if found is not None), search.findings.get(numerics_of(plan)))
 
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
-    contest = search.contest
-    plans: list[Plan] = list(
-        dict.fromkeys([FP32, *(contest.entries if contest else ()), *search.reasons, search.chosen])
-    )
-    rows = [_candidate(search, plan) for plan in plans]
+    entries = search.contest.entries if search.contest is not None else {}
+    rows = [
+        _candidate(search, plan) for plan in dict.fromkeys([FP32, *entries, *search.reasons, search.chosen])
+    ]
 
     def rank(row: Candidate) -> tuple[int, float]:
-        place = {"chosen": 0, "baseline": 1, "sound": 2, "rejected": 3}[row.status]
-        if row.plan == str(search.chosen):
-            place = 0
-        return place, -(row.speedup.value if row.speedup is not None else 0.0)
+        place = 0 if row.plan == str(search.chosen) else _PLACES.index(row.status)
+        return place, -row.speedup.value if row.speedup is not None else 0.0
 
     return tuple(sorted(rows, key=rank))
 
 
 def _candidate(search: Search, plan: Plan) -> Candidate:
-    contest = search.contest
-    entry = contest.entries.get(plan) if contest is not None else None
-    times = entry.seconds() if entry is not None else []
-    found = search.verified if plan == search.chosen and search.verified is not None else None
-    found = found or search.findings.get(plan) or search.findings.get(numerics_of(plan))
-    reason = search.reasons.get(plan) or (entry.reason if entry is not None else "")
-    if plan == search.chosen:
-        status = "chosen" if plan != FP32 else "baseline"
-        reason = "the fastest sound plan" if search.settings.goal == "time" else "chosen"
-    elif plan == FP32:
+    contest, chosen = search.contest, search.chosen
+    entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
+    found = _finding(search, plan)
+    why = search.reasons.get(plan) or entry.reason
+    status: Status = "sound" if not why and found is not None and found.verdict == "pass" else "rejected"
+    if plan == chosen:
+        status, why = "chosen", "the fastest sound plan" if search.settings.goal == "time" else "chosen"
+    elif not why and contest is not None:
+        why = contest.reason(plan, chosen)
+    if plan == FP32:
         status = "baseline"
-        reason = contest.reason(plan, search.chosen) if contest is not None else ""
-    elif reason:
-        status = "rejected"
-    else:
-        status = "sound" if found is not None and found.verdict == "pass" else "rejected"
-        reason = contest.reason(plan, search.chosen) if contest is not None else ""
-    losses = entry.losses[-LAST:] if entry is not None else []
+    times, losses = entry.seconds(), entry.losses[-LAST:]
     return Candidate(
-        name=name_of(plan),
-        plan=str(plan),
-        status=status,  # type: ignore[arg-type]
-        reason=reason,
-        rounds=len(times),
-        time=stats.summarise(times) if times else None,
-        speedup=contest.ratio(plan) if contest is not None and times and plan != FP32 else None,
-        versus_autocast=contest.ratio(plan, AUTOCAST)
-        if contest is not None and times and plan != AUTOCAST
-        else None,
-        peak_bytes=search.peaks.get(plan),
-        parity=damage_record(found) if found is not None else None,
-        loss=_finite(sum(losses) / len(losses)) if losses else None,
-    )
+        name=name_of(plan), plan=str(plan), status=status, reason=why, rounds=len(times),
+        time=stats.summarise(times) if times else None, speedup=_ratio(search, plan, FP32),
+        versus_autocast=_ratio(search, plan, AUTOCAST),
+        peak_bytes=search.peaks.get(plan), parity=_parity(found) if found is not None else None,
+        loss=statistics.fmean(losses) if losses else None,
+    )  # fmt: skip
+
+
+def _parity(found: ParityResult) -> Damage:
+    """A finding as a record: of the plain damage, with the verdict over all that was asked."""
+    d = found.damage
+    return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
 
 
 def _regions(search: Search) -> tuple[RegionEvidence, ...]:
-    plan = search.chosen
+    if not search.parts:
+        return ()
+    assert search.test is not None
+    plan, seen = search.chosen, search.test.range
     low = (
         plan.compute
         if plan.compute != "fp32"
         else next((f for f in search.settings.formats if f != "fp32"), "bf16")
     )
-    found = search.verified or search.findings.get(numerics_of(plan))
+    found = _finding(search, plan)
     shares = {region.path: region for region in found.regions} if found is not None else {}
+    assigned = assign(search.test.prober.model, [r for r in plan.regions if r.compute is not None])
     out = []
-    assigned = {}
-    if search.test is not None and plan.regions:
-        assigned = assign(search.test.prober.model, [r for r in plan.regions if r.compute is not None])
-    for unit in search.units:
-        cost = search.costs.get(unit.pattern)
-        alone = search.numerics.alone.get(unit.pattern) if search.numerics is not None else None
-        own = [shares[path] for path in unit.paths if path in shares]
+    for part in search.parts:
+        cost = search.costs.get(part.pattern)
+        alone = search.numerics.alone.get(part.pattern) if search.numerics is not None else None
+        own = [shares[path] for path in part.paths if path in shares]
         bias, noise, data = (
-            sum(getattr(r, name) for r in own) if own else None for name in ("bias", "noise", "data_noise")
+            sum(getattr(share, name) for share in own) if own else None
+            for name in ("bias", "noise", "data_noise")
         )
-        seen = search.test.range.histogram(unit.pattern, unit.paths) if search.test is not None else None
-        largest = (
-            [search.test.range.largest.get(path, 0.0) for path in unit.paths]
-            if search.test is not None
-            else []
-        )
-        region = _format_of(unit.paths[0], assigned) or plan.compute
-        share = None if bias is None or noise is None else _finite(bias + noise)
+        histogram = seen.histogram(part.pattern, part.paths)
+        region = _region_of(part.paths[0], assigned)
+        runs_in = (region.compute if region is not None else None) or plan.compute
         out.append(RegionEvidence(
-            pattern=unit.pattern, kind=unit.kind, modules=len(unit.paths), parameters=unit.parameters,
-            format=region, reason=search.kept.get(unit.pattern, "") or _slower(search, unit.pattern, region, low),
+            pattern=part.pattern, kind=part.kind, modules=len(part.paths), parameters=part.parameters,
+            format=runs_in, reason=search.kept.get(part.pattern) or _slower(search, part.pattern, runs_in, low),
             time_fp32_s=cost.times_s.get("fp32") if cost is not None else None,
             time_low_s=cost.times_s.get(low) if cost is not None else None,
             damage=None if alone is None else Damage(
-                "pass" if alone.severity < 1.0 else "fail", _finite(alone.damage), None, None, None, None, alone.reason
+                "pass" if alone.severity < 1.0 else "fail", alone.damage, None, None, None, None, alone.reason
             ),
-            share=share, bias=_finite(bias), noise=_finite(noise), data_noise=_finite(data),
-            grad_largest=_finite(max(largest, default=0.0)) or None,
-            grad_smallest=seen.smallest(0.001) or None if seen is not None else None,
+            share=None if bias is None or noise is None else bias + noise, bias=bias, noise=noise, data_noise=data,
+            grad_largest=max(seen.largest.get(path, 0.0) for path in part.paths) or None,
+            grad_smallest=(histogram.smallest(0.001) or None) if histogram is not None else None,
         ))  # fmt: skip
     return tuple(out)
 
 
-def _format_of(path: str, assigned: Mapping[str, object]) -> str | None:
-    while True:
-        if path in assigned:
-            return str(getattr(assigned[path], "compute", None))
-        if not path:
-            return None
+def _region_of(path: str, assigned: Mapping[str, Region]) -> Region | None:
+    """The region that a module lies in: that of the nearest module around it which has one."""
+    while path and path not in assigned:
         path = path.rpartition(".")[0]
+    return assigned.get(path)
 
 
 def _slower(search: Search, pattern: str, region: str, low: str) -> str:
@@ -259,5 +215,5 @@ def _slower(search: Search, pattern: str, region: str, low: str) -> str:
 def _histograms(search: Search) -> tuple[Histogram, ...]:
     if search.test is None:
         return ()
-    found = (search.test.range.histogram(unit.pattern, unit.paths) for unit in search.units)
+    found = (search.test.range.histogram(part.pattern, part.paths) for part in search.parts)
     return tuple(h for h in found if h is not None and h.counts)

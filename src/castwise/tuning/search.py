@@ -3,7 +3,7 @@
 1. *Reference.* fp32 gradients of a few microbatches: a loss that is not differentiable, data with NaN and a loss that is
    not deterministic are found here.
 2. *Costs.* Every unique module is timed alone in each format, casts included. A format that is faster nowhere is
-   dropped; units that lose by the low format become regions of further candidates.
+   dropped; parts that lose by the low format become regions of further candidates.
 3. *Race.* Every combination of the whole-step axes, and of the regions, on real steps by successive halving.
 4. *Parity.* The finalists' gradients; what fails is traced to its source and repaired with regions in fp32.
 5. *Final.* Sound plans once more, for longer; a tie goes to the simpler one.
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
-from castwise.casting.trees import map_tensors
+from castwise.casting.trees import tensors_in, to_device
 from castwise.errors import StateError
 from castwise.measure import ranks
-from castwise.measure.steps import build_model, to_device
+from castwise.measure.steps import build_model
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, is_adam
@@ -36,16 +36,16 @@ from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.exempt import NumericsSearch
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
+from castwise.tuning.pairs import is_doubtful, train_pairs
+from castwise.tuning.parts import find_parts, operators_used
+from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
-from castwise.tuning.trials import is_doubtful, training_trials
-from castwise.tuning.units import find_units, operators_used
-from castwise.tuning.weighing import weigh
 
 __all__ = ["Search", "Settings"]
 
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
-WEIGHED_S = 10.0
+PEAKS_S = 10.0
 """With less time left than this peak memory is not measured at all."""
 
 
@@ -84,9 +84,9 @@ class Search(SearchState):
             if settings.verify_steps and self.chosen != FP32 and self.verification is None:
                 with self.stage("training runs"):
                     self._train()
-            if settings.memory and settings.goal == "time" and self.left_s() > WEIGHED_S:
+            if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
                 with self.stage("memory"):
-                    weigh(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+                    measure_peaks(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
         self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
 
     def _refer(self) -> None:
@@ -118,12 +118,12 @@ class Search(SearchState):
             return workload.loss(prober.model, micros[0].batch)
 
         seed_all(settings.seed)
-        self.units = ranks.same("the regions", find_units(prober.model, step))
+        self.parts = ranks.same("the regions", find_parts(prober.model, step))
         self.used = ranks.same("the operators", frozenset(operators_used(step)))
-        self.numerics = NumericsSearch(self.test, self.units, self.tell)
-        self.images = ranks.same("images", any(t.dim() == 4 for t in _floating(micros[0].batch))) or any(
-            unit.kind.startswith(("Conv2d", "ConvTranspose2d")) for unit in self.units
-        )
+        self.numerics = NumericsSearch(self.test, self.parts, self.tell)
+        self.images = ranks.same(
+            "images", any(t.dim() == 4 and t.is_floating_point() for t in tensors_in(micros[0].batch))
+        ) or any(part.kind.startswith(("Conv2d", "ConvTranspose2d")) for part in self.parts)
 
     def _second_look(self) -> None:
         """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
@@ -145,7 +145,7 @@ class Search(SearchState):
         )
         warm = ParityTest(prober, self.test.per_update, self.test.adam)
         warm.reference(MICROBATCHES)
-        search = NumericsSearch(warm, self.units, self.tell)
+        search = NumericsSearch(warm, self.parts, self.tell)
         result = search.find(self.chosen)
         trained = self.verification is not None and is_doubtful(result)  # that it trains has been seen
         if result.verdict != "pass" and not trained:
@@ -162,7 +162,7 @@ class Search(SearchState):
 
     def _train(self) -> None:
         settings = self.settings
-        self.verification = training_trials(
+        self.verification = train_pairs(
             self.workload, self.chosen, self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
             first_seed=settings.seed,
             on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
@@ -175,15 +175,3 @@ class Search(SearchState):
                 f"{name_of(self.chosen)} passed the gradient test and failed in training; the plan is fp32."
             )
             self.settle(FP32, None)
-
-
-def _floating(batch: object) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    map_tensors(keep, batch)
-    return found

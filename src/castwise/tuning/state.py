@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from castwise.measure import ranks
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.exempt import NumericsSearch, Repair
-from castwise.tuning.unit_costs import Cost
-from castwise.tuning.units import Unit
+from castwise.tuning.part_costs import Cost
+from castwise.tuning.parts import Part
 from castwise.workload import Workload
 
 __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
@@ -75,14 +75,14 @@ class SearchState:
         model: The model in fp32, as the search found it; set by the first stage, as are the next four.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
-        units: The model's regions.
+        parts: The model's regions.
         used: ATen operators that a training step's forward runs.
         images: Whether a memory format means anything.
         costs: Of them, by pattern.
         contest: The race; None for ``goal="numerics"``.
         findings: Parity per plan's numerics.
         reasons: Why a plan was rejected, where the race does not say.
-        kept: Why the chosen plan keeps units in fp32.
+        kept: Why the chosen plan keeps parts in fp32.
         peaks: Peak bytes per plan.
         stages: What was done.
         notes: What a reader should know.
@@ -99,7 +99,7 @@ class SearchState:
     spec: str | None = None
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
-    units: tuple[Unit, ...] = ()
+    parts: tuple[Part, ...] = ()
     used: frozenset[str] = frozenset()
     images: bool = False
     costs: dict[str, Cost] = field(default_factory=dict)
@@ -162,11 +162,7 @@ class SearchState:
         return self.test.prober.passes if self.test is not None else 0
 
     def tell(self, subject: str) -> None:
-        """Say what begins; a search that is out of time ends at the next of these.
-
-        Args:
-            subject: A pass, or a probe.
-        """
+        """Say what begins; a search that is out of time ends at the next of these."""
         self.say(self.now, subject, 0, 1)
 
     def scaled(self, plan: Plan) -> Plan:
@@ -175,10 +171,10 @@ class SearchState:
         return ranks.same("a loss scale", with_measured_scale(plan, self.test.range))
 
     def find(self, plan: Plan) -> ParityResult | None:
-        """Test a plan on the search's microbatches, once per numerics.
+        """Test a plan on the search's microbatches, once per numerics; None, and a reason, where it cannot run.
 
-        Returns:
-            The finding; None where the plan cannot run, and ``reasons`` says why.
+        Raises:
+            Exception: What the plan raised, unless it says that the plan cannot run.
         """
         assert self.numerics is not None
         key = numerics_of(plan)
@@ -186,6 +182,8 @@ class SearchState:
             try:
                 self.findings[key] = self.numerics.find(key)
             except Exception as error:
+                if not cannot_run(error):
+                    raise
                 self.reasons[plan] = unfit(error)
                 return None
         return self.findings[key]
@@ -197,14 +195,9 @@ class SearchState:
         return found.reason
 
     def repaired(self, plan: Plan, found: ParityResult | None) -> Plan:
-        """Keep as few units in fp32 as make a plan pass; ``kept`` says which and why.
+        """Keep as few parts in fp32 as make a plan pass that failed, or cannot run; ``kept`` says which and why.
 
-        Args:
-            plan: One that failed, or cannot run.
-            found: As :meth:`find` returned it; None where the plan cannot run.
-
-        Returns:
-            The repaired plan; ``findings`` says whether it passes.
+        ``findings`` says whether the plan that is returned passes.
         """
         assert self.numerics is not None
         repair: Repair = self.numerics.repair(plan, found, reserve=2 * MICROBATCHES)
@@ -214,11 +207,5 @@ class SearchState:
         return repair.plan
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
-        """Choose a plan.
-
-        Args:
-            plan: What the search recommends from now on.
-            result: Its gradients on fresh batches; None for fp32, which needs none.
-            kept: Why it keeps units in fp32.
-        """
+        """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""
         self.chosen, self.verified, self.kept = plan, result, dict(kept or {})

@@ -13,7 +13,7 @@ from castwise.errors import WorkloadError
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Attention", "Block", "cut", "shards"]
+__all__ = ["Attention", "Block", "cut", "inputs", "shards", "target"]
 
 
 class Attention(nn.Module):
@@ -87,11 +87,7 @@ def shards(_model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def cut(blocks: nn.Sequential, stages: int) -> list[nn.Sequential]:
-    """Cut a model's blocks into the stages of a pipeline.
-
-    Args:
-        blocks: The blocks.
-        stages: How many stages, each of which has as many blocks as the others or one less.
+    """Cut a model's blocks into the stages of a pipeline, each of which has as many as the others or one less.
 
     Returns:
         The blocks of each stage, under their own names.
@@ -110,3 +106,13 @@ def cut(blocks: nn.Sequential, stages: int) -> list[nn.Sequential]:
         assert isinstance(part, nn.Sequential)
         parts.append(part)
     return parts
+
+
+def inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+    """What the first stage of a pipeline takes: the first of a pair."""
+    return (batch[0],)
+
+
+def target(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """What the loss compares with: the second of a pair."""
+    return batch[1]

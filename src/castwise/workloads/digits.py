@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from castwise.errors import WorkloadError
 from castwise.workload import Pipeline, Workload
-from castwise.workloads.blocks import Block, cut, shards
+from castwise.workloads.blocks import Block, cut, inputs, shards, target
 
 __all__ = ["DigitsNet", "DigitsViT", "digits", "split"]
 
@@ -118,14 +118,6 @@ def _split(model: nn.Module, stages: int) -> list[nn.Module]:
     return [_Stage(model, part, part is parts[0], part is parts[-1]) for part in parts]
 
 
-def _inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
-    return (batch[0],)
-
-
-def _target(batch: tuple[Tensor, Tensor]) -> Tensor:
-    return batch[1]
-
-
 def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=2e-3, weight_decay=0.01)
 
@@ -183,5 +175,5 @@ def digits(model: Literal["conv", "vit"] = "conv", width: int | None = None, bat
         evaluate=_evaluate,
         description=f"small {kind} (width {width}) on scikit-learn's 8x8 images of digits, {batch} at a time",
         shards=shards if model == "vit" else None,
-        pipeline=Pipeline(_split, _inputs, _target, functional.cross_entropy) if model == "vit" else None,
+        pipeline=Pipeline(_split, inputs, target, functional.cross_entropy) if model == "vit" else None,
     )

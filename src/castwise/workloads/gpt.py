@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from castwise.errors import WorkloadError
 from castwise.workload import Pipeline, Workload
-from castwise.workloads.blocks import Block, cut, shards
+from castwise.workloads.blocks import Block, cut, inputs, shards, target
 
 __all__ = ["CharGPT", "corpus", "decode", "gpt"]
 
@@ -46,14 +46,7 @@ def corpus() -> tuple[Tensor, str]:
 
 
 def decode(tokens: Tensor) -> str:
-    """Indices of characters as text.
-
-    Args:
-        tokens: int64, one-dimensional.
-
-    Returns:
-        The text.
-    """
+    """Indices of characters, int64 and one-dimensional, as text."""
     alphabet = corpus()[1]
     return "".join(alphabet[int(token)] for token in tokens)
 
@@ -162,14 +155,6 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return _cross_entropy(model(tokens), targets)
 
 
-def _inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
-    return (batch[0],)
-
-
-def _target(batch: tuple[Tensor, Tensor]) -> Tensor:
-    return batch[1]
-
-
 def _blocks(model: nn.Module) -> list[nn.Module]:
     assert isinstance(model, CharGPT)
     return list(model.blocks)
@@ -239,5 +224,5 @@ def gpt(
         f"pydoc_data.topics, {batch} windows of {context} characters",
         shards=shards,
         blocks=_blocks,
-        pipeline=Pipeline(_split, _inputs, _target, _cross_entropy),
+        pipeline=Pipeline(_split, inputs, target, _cross_entropy),
     )

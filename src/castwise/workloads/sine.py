@@ -29,10 +29,7 @@ FREQUENCY = (4.0, 2.0)
 
 
 def grid(size: int) -> Tensor:
-    """Coordinates of pixels.
-
-    Args:
-        size: Pixels per side, at least 2.
+    """Coordinates of pixels, at least 2 per side.
 
     Returns:
         fp32 of shape ``[2, size, size]``: x (along the last axis) and y, from 0 to 1 inclusive.
@@ -43,15 +40,15 @@ def grid(size: int) -> Tensor:
 
 
 def quantised_wave(size: int, bins: int = 4, frequency: tuple[float, float] = FREQUENCY) -> Tensor:
-    """The sum of a cosine along x and one along y, cut into equally wide levels.
+    """The sum of a cosine along x and one along y, cut into ``bins`` equally wide levels from 0 to 1.
 
     Args:
         size: Pixels per side.
-        bins: Levels, from 0 to 1 in equal steps.
+        bins: How many distinct values there are.
         frequency: Periods along x and along y.
 
     Returns:
-        fp32 of shape ``[size, size]`` with ``bins`` distinct values.
+        fp32 of shape ``[size, size]``.
     """
     line = torch.linspace(0.0, 1.0, size, dtype=torch.float64)
     across, down = (torch.cos(2.0 * math.pi * f * line) for f in frequency)
@@ -78,14 +75,7 @@ class WaveNet(nn.Module):
         self.head = nn.Conv2d(hidden, 1, 1)
 
     def forward(self, coordinates: Tensor) -> Tensor:
-        """Predict the wave.
-
-        Args:
-            coordinates: ``[batch, 2, height, width]``.
-
-        Returns:
-            ``[batch, 1, height, width]``.
-        """
+        """Predict the wave, ``[batch, 1, height, width]``, from coordinates ``[batch, 2, height, width]``."""
         prediction: Tensor = self.head(self.body(coordinates))
         return prediction
 

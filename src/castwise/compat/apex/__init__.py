@@ -1,7 +1,7 @@
 """Apex, as far as training scripts use it.
 
-``amp``: mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils``, ``multi_tensor_apply``: what such
-scripts import along with it, from torch. ``coverage``: which names there are.
+``amp``: mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils``, ``multi_tensor_apply``: what
+such scripts import along with it, from torch.
 """
 
 from __future__ import annotations

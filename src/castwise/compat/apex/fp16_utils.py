@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise.compat.apex._missing import missing
+from castwise.compat.coverage import missing_attribute
 
 __all__ = [
     "BN_convert_float",
@@ -120,8 +120,4 @@ def master_params_to_model_params(
         model.copy_(master)
 
 
-_AMP = "use amp.initialize and amp.scale_loss, which took its place"
-INSTEAD = dict.fromkeys(("FP16_Optimizer", "FP16Model", "LossScaler", "DynamicLossScaler"), _AMP)
-"""What to use in the place of what is missing."""
-
-__getattr__ = missing(__name__, INSTEAD)
+__getattr__ = missing_attribute("apex.fp16_utils")

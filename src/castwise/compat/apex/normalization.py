@@ -30,15 +30,13 @@ def _as_shape(shape: _Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm``.
+def _check_affine(name: str, options: dict[str, Any]) -> None:
+    if not options.get("elementwise_affine", True):
+        raise RuntimeError(f"{name} does not support `elementwise_affine = False`")
 
-    Args:
-        normalized_shape: Trailing dimensions.
-        eps: Added to the variance.
-        elementwise_affine: Whether it has weights.
-        memory_efficient: Ignored.
-    """
+
+class FusedLayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm``; ``memory_efficient`` is ignored."""
 
     def __init__(
         self,
@@ -51,14 +49,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm``.
-
-    Args:
-        normalized_shape: Trailing dimensions.
-        eps: Added to the mean of squares.
-        elementwise_affine: Whether it has weights.
-        memory_efficient: Ignored.
-    """
+    """``torch.nn.RMSNorm``; ``memory_efficient`` is ignored."""
 
     def __init__(
         self,
@@ -75,7 +66,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
     Args:
         normalized_shape: Trailing dimensions.
-        eps: Added to the variance.
+        eps: Added to the denominator, under its root.
         kwargs: ``memory_efficient``, which is ignored; ``elementwise_affine`` may only be True.
 
     Raises:
@@ -83,8 +74,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     """
 
     def __init__(self, normalized_shape: _Shape, eps: float = 1e-5, **kwargs: Any) -> None:
-        if not kwargs.get("elementwise_affine", True):
-            raise RuntimeError("MixedFusedLayerNorm does not support `elementwise_affine = False`")
+        _check_affine("MixedFusedLayerNorm", kwargs)
         super().__init__(normalized_shape, eps)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -99,7 +89,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
     Args:
         normalized_shape: Trailing dimensions.
-        eps: Added to the mean of squares.
+        eps: Added to the denominator, under its root.
         kwargs: ``memory_efficient``, which is ignored; ``elementwise_affine`` may only be True.
 
     Raises:
@@ -107,8 +97,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """
 
     def __init__(self, normalized_shape: _Shape, eps: float = 1e-5, **kwargs: Any) -> None:
-        if not kwargs.get("elementwise_affine", True):
-            raise RuntimeError("MixedFusedRMSNorm does not support `elementwise_affine = False`")
+        _check_affine("MixedFusedRMSNorm", kwargs)
         super().__init__(normalized_shape, eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from castwise.compat.apex._missing import missing
+from castwise.compat.coverage import missing_attribute
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedSGD"]
 
@@ -15,7 +15,17 @@ def _refuse(what: str, instead: str) -> None:
     raise RuntimeError(f"{what} has no equivalent in torch; {instead}")
 
 
-class FusedAdam(torch.optim.Adam):
+class _ClearsAsSaid(torch.optim.Optimizer):
+    """An optimizer that was told once how ``zero_grad`` clears."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients, by default as ``set_grad_none`` said."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_ClearsAsSaid, torch.optim.Adam):
     """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``. States that Apex saved load.
 
     Args:
@@ -25,7 +35,7 @@ class FusedAdam(torch.optim.Adam):
         betas: Decay of the two moments.
         eps: Added to the denominator.
         adam_w_mode: Decoupled weight decay.
-        weight_decay: As said.
+        weight_decay: As in torch.
         amsgrad: True is refused, as in Apex.
         set_grad_none: False has ``zero_grad`` fill with zeros.
         capturable: As in torch.
@@ -60,10 +70,6 @@ class FusedAdam(torch.optim.Adam):
             params, lr, betas, eps, weight_decay, capturable=capturable, decoupled_weight_decay=adam_w_mode
         )
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` said."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of this class or of Apex's, which counts steps by group."""
         state = {index: dict(entry) for index, entry in state_dict["state"].items()}
@@ -79,7 +85,7 @@ class FusedAdam(torch.optim.Adam):
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
 
-class FusedSGD(torch.optim.SGD):
+class FusedSGD(_ClearsAsSaid, torch.optim.SGD):
     """``torch.optim.SGD``.
 
     Args:
@@ -114,12 +120,8 @@ class FusedSGD(torch.optim.SGD):
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` said."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-
-class FusedAdagrad(torch.optim.Adagrad):
+class FusedAdagrad(_ClearsAsSaid, torch.optim.Adagrad):
     """``torch.optim.Adagrad``.
 
     Args:
@@ -148,17 +150,5 @@ class FusedAdagrad(torch.optim.Adagrad):
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, weight_decay=weight_decay, eps=eps)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, by default as ``set_grad_none`` said."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-
-INSTEAD = {
-    "FusedLAMB": "torch has no LAMB; use torch.optim.AdamW, or the Lamb of timm.optim",
-    "FusedMixedPrecisionLamb": "torch has no LAMB; use torch.optim.AdamW, or the Lamb of timm.optim",
-    "FusedNovoGrad": "torch has no NovoGrad; use torch.optim.AdamW, or the NvNovoGrad of timm.optim",
-    "FP16_Optimizer": "use amp.initialize(model, optimizer, opt_level='O2'), which keeps fp32 masters",
-}
-"""What to use in the place of optimizers that torch has not."""
-
-__getattr__ = missing(__name__, INSTEAD)
+__getattr__ = missing_attribute("apex.optimizers")

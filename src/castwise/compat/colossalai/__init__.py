@@ -10,13 +10,12 @@ or, with the original import lines, after ``castwise.compat.install()``.
 ``plans``: the modes' options as plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration and the
 process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and accumulation.
 ``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``: what scripts import
-besides. ``coverage``: which names there are.
+besides.
 """
 
 from __future__ import annotations
 
 from castwise.compat.colossalai import amp, builder, context, core, engine, logging, nn, trainer, utils
-from castwise.compat.colossalai.coverage import missing_attribute
 from castwise.compat.colossalai.initialize import (
     get_default_parser,
     initialize,
@@ -25,6 +24,7 @@ from castwise.compat.colossalai.initialize import (
     launch_from_slurm,
     launch_from_torch,
 )
+from castwise.compat.coverage import missing_attribute
 
 __all__ = [
     "amp",

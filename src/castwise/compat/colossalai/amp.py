@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise import masters
+from castwise import Amp
 from castwise.compat.colossalai.core import global_context as gpc
+from castwise.compat.colossalai.engine.gradient_handler import local_grad
 from castwise.compat.colossalai.logging import get_dist_logger
 from castwise.compat.colossalai.nn.optimizer import ColossalaiOptimizer
 from castwise.compat.colossalai.plans import Recipe, recipe_of
 from castwise.errors import StateError
-from castwise.parallel.agreement import local_grad
-from castwise.session import Amp
+from castwise.masters import copy_to_model
 
 __all__ = [
     "AMP_TYPE",
@@ -157,15 +157,13 @@ class NaiveAMPOptimizer(AmpOptimizer):
             known = self._scaler_state()
             own = {key: saved.get(key, value) for key, value in known.items()}
             own["scale"] = float(saved["scale"])
-            self.amp.load_state_dict({"version": 1, "scaler": own})
+            self.amp.load_state_dict({**self.amp.state_dict(), "scaler": own})
         for group, saved_group in zip(
             self.param_groups, state_dict.get("fp32_master_param_groups", ()), strict=False
         ):
             for parameter, values in zip(group["params"], saved_group, strict=True):
                 parameter.data.copy_(values)
-        attachment = masters.attachment_of(self.optim)
-        if attachment is not None:
-            attachment.copy_to_model()
+        copy_to_model(self.optim)
 
 
 class AmpCriterion(nn.Module):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from castwise.casting.context import default_device_type
+from castwise import Amp
 from castwise.compat.colossalai.amp import prepare
 from castwise.compat.colossalai.context import ConfigException, ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
@@ -27,8 +27,8 @@ from castwise.compat.colossalai.logging import get_dist_logger
 from castwise.compat.colossalai.plans import Recipe, fp32_recipe, recipe_of
 from castwise.compat.colossalai.sharding import shard, zero_recipe
 from castwise.compat.colossalai.utils import broadcast_from_first, get_current_device, is_using_ddp
+from castwise.compat.devices import default_device_type
 from castwise.errors import StateError
-from castwise.session import Amp
 
 __all__ = [
     "get_default_parser",
@@ -104,9 +104,11 @@ def launch(
         )
 
 
-def _from_environment(names: Mapping[str, str], call: str, starter: str) -> dict[str, str]:
+def _from_environment(call: str, starter: str, **names: str) -> dict[str, Any]:
+    """Arguments of ``launch`` from the environment: a host, and whole numbers."""
     try:
-        return {key: os.environ[name] for key, name in names.items()}
+        said = {key: os.environ[name] for key, name in names.items()}
+        return {key: text if key == "host" else int(text) for key, text in said.items()}
     except KeyError as error:
         raise StateError(
             f"launch_from_{call}: the environment has no {error.args[0]}; start the script with {starter}"
@@ -119,24 +121,11 @@ def launch_from_torch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """``launch`` by what torchrun says: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
-
-    Args:
-        config: As in :func:`launch`.
-        backend: As in :func:`launch`.
-        seed: As in :func:`launch`.
-        verbose: As in :func:`launch`.
-    """
-    names = {
-        "rank": "RANK",
-        "local_rank": "LOCAL_RANK",
-        "world_size": "WORLD_SIZE",
-        "host": "MASTER_ADDR",
-        "port": "MASTER_PORT",
-    }
-    said = _from_environment(names, "torch", "torchrun --nproc-per-node N script.py")
-    host = said.pop("host")
-    launch(config, host=host, backend=backend, seed=seed, verbose=verbose, **_numbers(said))
+    """``launch`` by what torchrun says: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+    names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
+    names |= {"host": "MASTER_ADDR", "port": "MASTER_PORT"}
+    said = _from_environment("torch", "torchrun --nproc-per-node N script.py", **names)
+    launch(config, backend=backend, seed=seed, verbose=verbose, **said)
 
 
 def launch_from_slurm(
@@ -148,8 +137,8 @@ def launch_from_slurm(
     verbose: bool = True,
 ) -> None:
     """``launch`` by what SLURM says: SLURM_PROCID and SLURM_NPROCS."""
-    said = _from_environment({"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}, "slurm", "srun")
-    launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **_numbers(said))
+    said = _from_environment("slurm", "srun", rank="SLURM_PROCID", world_size="SLURM_NPROCS")
+    launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **said)
 
 
 def launch_from_openmpi(
@@ -161,17 +150,10 @@ def launch_from_openmpi(
     verbose: bool = True,
 ) -> None:
     """``launch`` by what Open MPI says."""
-    names = {
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "world_size": "OMPI_COMM_WORLD_SIZE",
-    }
-    said = _from_environment(names, "openmpi", "mpirun")
-    launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **_numbers(said))
-
-
-def _numbers(texts: Mapping[str, str]) -> dict[str, Any]:
-    return {key: int(value) for key, value in texts.items()}
+    prefix = "OMPI_COMM_WORLD_"
+    names = {"rank": f"{prefix}RANK", "local_rank": f"{prefix}LOCAL_RANK", "world_size": f"{prefix}SIZE"}
+    said = _from_environment("openmpi", "mpirun", **names)
+    launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **said)
 
 
 def initialize(

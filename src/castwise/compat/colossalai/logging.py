@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Iterable
@@ -74,46 +75,23 @@ class DistributedLogger:
         handler.setFormatter(self._format)
         self._logger.addHandler(handler)
 
-    def _log(self, level: int, message: str, mode: ParallelMode, ranks: Iterable[int] | None) -> None:
-        rank = gpc.get_global_rank() if mode is ParallelMode.GLOBAL else gpc.get_local_rank(mode)
+    def _log(
+        self,
+        level: int,
+        message: str,
+        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Log on the ranks of a group, by default on all ranks."""
+        is_global = parallel_mode is ParallelMode.GLOBAL
+        rank = gpc.get_global_rank() if is_global else gpc.get_local_rank(parallel_mode)
         if ranks is None or rank in ranks:
             self._logger.log(level, message)
 
-    def info(
-        self,
-        message: str,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        ranks: Iterable[int] | None = None,
-    ) -> None:
-        """Log on the ranks of a group, by default on all."""
-        self._log(logging.INFO, message, parallel_mode, ranks)
-
-    def warning(
-        self,
-        message: str,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        ranks: Iterable[int] | None = None,
-    ) -> None:
-        """Log on the ranks of a group, by default on all."""
-        self._log(logging.WARNING, message, parallel_mode, ranks)
-
-    def debug(
-        self,
-        message: str,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        ranks: Iterable[int] | None = None,
-    ) -> None:
-        """Log on the ranks of a group, by default on all."""
-        self._log(logging.DEBUG, message, parallel_mode, ranks)
-
-    def error(
-        self,
-        message: str,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        ranks: Iterable[int] | None = None,
-    ) -> None:
-        """Log on the ranks of a group, by default on all."""
-        self._log(logging.ERROR, message, parallel_mode, ranks)
+    debug = functools.partialmethod(_log, logging.DEBUG)
+    info = functools.partialmethod(_log, logging.INFO)
+    warning = functools.partialmethod(_log, logging.WARNING)
+    error = functools.partialmethod(_log, logging.ERROR)
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:

@@ -6,17 +6,16 @@ of Colossal-AI's documentation and under those of its code.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
+from castwise import LossScale, Plan, Region
+from castwise.compat.apex.amp.properties import LEVELS, Properties
 from castwise.errors import PlanError, UnknownNameError
-from castwise.plans.formats import LOW, get_format
-from castwise.plans.parts import close_matches
-from castwise.plans.plan import PRESETS, LossScale, Plan, Region
 
 __all__ = ["Recipe", "apex_recipe", "fp32_recipe", "naive_recipe", "recipe_of", "torch_recipe"]
 
@@ -91,18 +90,24 @@ class _Options:
     def done(self) -> None:
         """Refuse what is left."""
         for name in self.given:
+            close = difflib.get_close_matches(name, self.known, n=2)
+            hint = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
             raise UnknownNameError(
-                f"AMP_TYPE.{self.mode}: no option {name!r}{close_matches(name, self.known)}. Allowed: "
-                f"{', '.join(self.known)}."
+                f"AMP_TYPE.{self.mode}: no option {name!r}{hint}. Allowed: {', '.join(self.known)}."
             )
 
     def low_format(self) -> str:
         """The format that takes the place of fp16, where the user names one."""
-        value = self.take("dtype", default="fp16")
-        name = get_format(value).name
-        if name not in LOW:
-            raise PlanError(f"AMP_TYPE.{self.mode}: dtype={value!r} is not allowed. Allowed: fp16, bf16.")
-        return name
+        return _format(f"AMP_TYPE.{self.mode}: dtype", self.take("dtype", default="fp16"), "fp16", "bf16")
+
+
+def _format(option: str, value: Any, *allowed: str) -> str:
+    """A plan's name for a format that is given by that, by torch's name or by dtype."""
+    with contextlib.suppress(PlanError):
+        name = Plan(compute=value).compute
+        if name in allowed:
+            return name
+    raise PlanError(f"{option}={value!r} is not allowed. Allowed: {', '.join(allowed)}.")
 
 
 def torch_recipe(options: dict[str, Any]) -> Recipe:
@@ -152,7 +157,7 @@ def naive_recipe(options: dict[str, Any]) -> Recipe:
     low = given.low_format()
     norms = (Region("type:_BatchNorm", params=low),)  # statistics included, as in the original
     recipe = Recipe(
-        dataclasses.replace(PRESETS["naive"], compute=low, loss_scale=scale, regions=norms),
+        dataclasses.replace(Plan.preset("naive"), compute=low, loss_scale=scale, regions=norms),
         "naive",
         clip_grad_norm=float(given.take("clip_grad_norm", "clip_grad", default=0.0) or 0.0),
         verbose=bool(given.take("verbose", default=False)),
@@ -162,21 +167,7 @@ def naive_recipe(options: dict[str, Any]) -> Recipe:
     return recipe
 
 
-_LEVELS: Final[dict[str, dict[str, Any]]] = {
-    "O0": {"cast_model_type": torch.float32, "patch_torch_functions": False, "loss_scale": 1.0},
-    "O1": {"patch_torch_functions": True, "loss_scale": "dynamic"},
-    "O2": {
-        "cast_model_type": torch.float16, "patch_torch_functions": False, "keep_batchnorm_fp32": True,
-        "master_weights": True, "loss_scale": "dynamic",
-    },
-    "O3": {
-        "cast_model_type": torch.float16, "patch_torch_functions": False, "keep_batchnorm_fp32": False,
-        "master_weights": False, "loss_scale": 1.0,
-    },
-}  # fmt: skip
-_PROPERTIES: Final = (
-    "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale"
-)  # fmt: skip
+_CASTS: Final = ("fp32", "fp16", "bf16")
 
 
 def apex_recipe(options: dict[str, Any]) -> Recipe:
@@ -189,16 +180,17 @@ def apex_recipe(options: dict[str, Any]) -> Recipe:
     """
     given = _Options("APEX", options)
     level = given.take("opt_level", default="O1")
-    if level not in _LEVELS:
+    if level not in LEVELS:
         raise PlanError(
-            f"AMP_TYPE.APEX: opt_level={level!r} is not allowed. Allowed: {', '.join(_LEVELS)}, with the letter O and not "
+            f"AMP_TYPE.APEX: opt_level={level!r} is not allowed. Allowed: {', '.join(sorted(LEVELS))}, with the letter O and not "
             "the digit zero."
         )
     enabled = given.take("enabled", default=True)
-    chosen = dict(_LEVELS[level])
-    for name in _PROPERTIES:
-        value = given.take(name)
-        chosen[name] = chosen.get(name) if value is None else value
+    chosen = LEVELS[level](Properties()).options
+    for name, default in chosen.items():
+        if name not in ("enabled", "opt_level"):
+            value = given.take(name)
+            chosen[name] = default if value is None else value
     outputs = given.take("cast_model_outputs")
     given.take("num_losses")
     verbose = given.take("verbosity", default=1) > 0
@@ -215,7 +207,7 @@ def apex_recipe(options: dict[str, Any]) -> Recipe:
 def _apex_plan(level: str, chosen: dict[str, Any], scale: LossScale | None, outputs: Any) -> Plan:
     kept = _boolean("keep_batchnorm_fp32", chosen["keep_batchnorm_fp32"])
     cast = chosen["cast_model_type"]
-    low = "fp32" if cast in (None, False) else get_format(cast).name
+    low = "fp32" if cast in (None, False) else _format("AMP_TYPE.APEX: cast_model_type", cast, *_CASTS)
     if chosen["patch_torch_functions"]:
         for name in ("keep_batchnorm_fp32", "master_weights"):
             if chosen[name] is not None:
@@ -232,20 +224,18 @@ def _apex_plan(level: str, chosen: dict[str, Any], scale: LossScale | None, outp
         return Plan(compute="fp16" if low == "fp32" else low, rules="apex", output="as_is", loss_scale=scale)
     if low == "fp32":
         return Plan(compute="fp32", loss_scale=scale)
-    output = "fp32"
-    if outputs is not None and get_format(outputs).name != "fp32":
-        if get_format(outputs).name != low:
-            raise PlanError(
-                f"AMP_TYPE.APEX: cast_model_outputs={outputs!r} is not allowed. Allowed: None, fp32, {low}."
-            )
-        output = "as_is"
+    outputs = (
+        "fp32"
+        if outputs is None
+        else _format("AMP_TYPE.APEX: cast_model_outputs", outputs, "None", "fp32", low)
+    )
     return Plan(
         compute=low,
         params="compute",
         rules="none",
         master="fp32" if chosen["master_weights"] else "none",
         regions=(Region("type:_BatchNorm", params="fp32" if kept else low),),
-        output=output,
+        output="fp32" if outputs == "fp32" else "as_is",
         loss_scale=scale,
     )
 

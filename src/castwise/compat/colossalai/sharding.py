@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from castwise import Amp
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.colossalai.logging import get_dist_logger
 from castwise.compat.colossalai.plans import Recipe, naive_recipe
 from castwise.errors import StateError
-from castwise.session import Amp
 
 __all__ = ["shard", "zero_recipe"]
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from castwise.casting.context import default_device_type
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
-from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.compat.coverage import missing_attribute
+from castwise.compat.devices import default_device_type
 from castwise.errors import StateError
 
 __all__ = [
@@ -296,7 +296,7 @@ class MultiTimer:
 
 
 def _session(model: nn.Module) -> Any:
-    from castwise.session import Amp
+    from castwise import Amp
 
     inner = (
         getattr(model, "module", model) if isinstance(model, nn.parallel.DistributedDataParallel) else model

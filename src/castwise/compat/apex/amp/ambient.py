@@ -1,30 +1,29 @@
 """The casts of O1: in force from ``initialize`` until the handle is deactivated, in all code.
 
-They run as castwise's override kernels below Python, except for what is no operator of ATen or takes no cast there:
-``Tensor.cpu``, ``**=``, the in-place matrix products and ``local_response_norm`` are patched while the casts are in force.
+castwise runs them below Python, except for what is no operator of ATen or takes no cast there: ``Tensor.cpu``, ``**=``, the
+in-place matrix products and ``local_response_norm`` are patched while the casts are in force.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from castwise import _torch
-from castwise.casting import frames, kernels, tracing
-from castwise.casting.context import override_rows
+from castwise import Plan
+from castwise.casting import AmbientAutocast
+from castwise.compat.apex.amp._amp_state import _amp_state
+from castwise.compat.apex.amp.functions import patch
 from castwise.errors import StateError
-from castwise.plans import rules
-from castwise.plans.plan import Plan
+from castwise.plans.rules import overrides
 
-__all__ = ["Ambient", "WeightCache"]
+__all__ = ["FORMATS", "Ambient", "WeightCache"]
 
+FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""What half may mean, and castwise's name of it."""
 _BCE = (
     "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
     "It requires that the output of the previous function be already a FloatTensor. \n\n"
@@ -35,28 +34,18 @@ _BCE = (
     "If you _really_ know what you are doing, you can disable this warning by passing "
     "allow_banned=True to `amp.init()`."
 )
-_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_LOW = tuple(_FORMATS)
 
 
-def _rows(dtype: torch.dtype, device_type: str, allow_banned: bool) -> dict[str, rules.Row]:
-    """Apex's lists where they differ from torch's own on this device, with Apex's words for what is banned."""
-    rows = dict(override_rows(Plan(compute=_FORMATS[dtype], rules="apex"), device_type))
-    for name, row in rows.items():
-        if row.rule != "banned":
-            continue
-        if name != "binary_cross_entropy":
-            rows[name] = dataclasses.replace(
-                row, message=f"Cannot call in-place method {name} on fp16 Tensors."
-            )
-        elif allow_banned:
-            rows[name] = dataclasses.replace(row, rule="fp32", only_low=False)
-        else:
-            rows[name] = dataclasses.replace(row, message=_BCE)
-    return rows
+def _messages(device_type: str) -> dict[str, str]:
+    """Apex's words for what it bans."""
+    rows = overrides("apex", (), device_type).values()
+    banned = [row.op for row in rows if row.rule == "banned"]
+    return {op: f"Cannot call in-place method {op} on fp16 Tensors." for op in banned} | {
+        "binary_cross_entropy": _BCE
+    }
 
 
-class Ambient:
+class Ambient(AmbientAutocast):
     """Apex's casts on one device type, for the whole process.
 
     Args:
@@ -66,44 +55,17 @@ class Ambient:
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> None:
-        rows = _rows(dtype, device_type, allow_banned)
-        self.device_type = device_type
-        self.frame = kernels.frame_of(device_type, dtype, rows, cache=False)
-        self._lease: kernels.Lease | None = None
-        self._thread = 0
-        self._depth = -1
+        allowed = (("binary_cross_entropy", "fp32"),) if allow_banned else ()
+        plan = Plan(compute=FORMATS[dtype], rules="apex", ops=allowed)
+        super().__init__(plan, device_type, messages=_messages(device_type))
         self._undo: list[Callable[[], None]] = []
-
-    @property
-    def entered(self) -> bool:
-        """Whether the casts are in force, be they suspended or not."""
-        return self._depth >= 0
 
     def enter(self) -> None:
         """Put the casts in force; again after :meth:`leave`."""
-        tracing.get_ready_for_compile()
-        _forget_in_children()
-        self._lease = kernels.Lease(self.frame.rows, self.device_type)
-        self._thread, self._depth = threading.get_ident(), frames.depth()
-        frames.push_region(self.frame)
-        frames.ambient[self.device_type] = self.frame
+        super().enter()
         for (owner, name), make in _PATCHES.items():
-            self._undo.append(_patch(owner, name, make, self.device_type))
-        self._undo.append(_torch.around_python_backward(self._enter_python_backward))
-
-    def _enter_python_backward(self) -> Callable[[], None]:
-        """The casts rest during backward, but a Function's own Python is code as any other, which Apex casts too."""
-        device_type = self.device_type
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        assert self.frame.dtype is not None
-        torch.set_autocast_dtype(device_type, self.frame.dtype)
-        torch.set_autocast_enabled(device_type, True)
-
-        def leave() -> None:
-            torch.set_autocast_enabled(device_type, enabled)
-            torch.set_autocast_dtype(device_type, dtype)
-
-        return leave
+            original = getattr(owner, name)
+            self._undo.append(patch(owner, name, functools.wraps(original)(make(original, self.device_type))))
 
     def leave(self) -> None:
         """End the casts; nothing of them stays.
@@ -111,81 +73,47 @@ class Ambient:
         Raises:
             StateError: From another thread than they began on, or inside a region that was entered after them.
         """
-        if not self.entered:
-            return
-        if self._thread != threading.get_ident() or frames.depth() != self._depth + 1:
-            raise StateError(
-                "handle._deactivate(): the casts of O1 end on the thread that they began on, and outside of any "
-                "castwise.autocast or forward that was entered after them; leave those first"
-            )
-        frames.pop_region()
-        frames.ambient.pop(self.device_type, None)
-        self._depth = -1
+        try:
+            super().leave()
+        except StateError as error:
+            raise StateError(f"handle._deactivate(): {error}") from None
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
 
 
 class WeightCache:
     """Forward hooks of a model: inside one call a weight is cast once.
 
     Between calls nothing is kept, so that weights may change by any means: a copy that outlived its weight's change was
-    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph.
+    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph. They hold
+    nothing, so that models pickle and copy; a copy that outlives the casts finds no handle.
     """
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and frames.ambient:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self._wanted():
             torch.set_autocast_cache_enabled(True)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook; runs after an exception too."""
-        if not torch.compiler.is_compiling() and frames.ambient:
+        if not torch.compiler.is_compiling() and self._wanted():
             torch.set_autocast_cache_enabled(False)
-            frames.clear_weight_cache()
+            _amp_state.handle._clear_cache()
 
-
-# --- children -----------------------------------------------------------------------------------------------
-
-
-def _leave_in_child() -> None:
-    """A forked worker of a DataLoader prepares data: casts belong to the training process."""
-    for device_type in frames.ambient:
-        torch.set_autocast_enabled(device_type, False)
-
-
-@functools.cache
-def _forget_in_children() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_leave_in_child)
+    @staticmethod
+    def _wanted() -> bool:
+        return _amp_state.handle is not None and bool(_amp_state.handle.has_cache)
 
 
 # --- patches ------------------------------------------------------------------------------------------------
 
 
-def _patch(
-    owner: Any, name: str, make: Callable[[Callable[..., Any], str], Callable[..., Any]], device_type: str
-) -> Callable[[], None]:
-    """Replace a method or a function; returns what puts it back."""
-    own = vars(owner).get(name)
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(make(original, device_type)))
-
-    def undo() -> None:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-    return undo
-
-
 def _is_cast(tensor: torch.Tensor, device_type: str) -> bool:
     return (
-        tensor.dtype in _LOW and tensor.device.type == device_type and torch.is_autocast_enabled(device_type)
+        tensor.dtype in FORMATS
+        and tensor.device.type == device_type
+        and torch.is_autocast_enabled(device_type)
     )
 
 

@@ -183,7 +183,8 @@ def _begin_casts(
         )
     ambient = Ambient(device_type, half, allow_banned)
     handle = AmpHandle(ambient, half, loss_scale, enable_caching, verbose or _amp_state.verbosity == 2)
-    patch_registered(handle._save_func)
+    for undo in patch_registered():
+        handle.on_deactivate(undo)
     if enable_caching:
         cache = WeightCache()
         for model in models:

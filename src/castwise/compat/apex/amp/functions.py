@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from castwise.casting.kernels import widest_dtype
 from castwise.compat.apex.amp._amp_state import _amp_state
 
 __all__ = [
     "float_function",
     "half_function",
+    "patch",
     "patch_registered",
     "promote_function",
     "register_float_function",
@@ -80,7 +80,7 @@ def promote_function(fn: _F) -> _F:
 
     def choose(handle: Any, values: Any) -> torch.dtype | None:
         found = {tensor.dtype for tensor in _floating(values, handle.device_type)}
-        return widest_dtype(found) if len(found) > 1 else None
+        return functools.reduce(torch.promote_types, found) if len(found) > 1 else None
 
     return _casting(fn, choose)
 
@@ -131,16 +131,22 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, promote_function)
 
 
-def patch_registered(save: Callable[[Any, str, Any], None]) -> None:
-    """Put the registered decorators in place. They stay registered for a later ``initialize``.
+def patch(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Put ``value`` in the place of an attribute of a module or a class; returns what puts back what stood there."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    return (
+        functools.partial(delattr, owner, name)
+        if own is None
+        else functools.partial(setattr, owner, name, own)
+    )
 
-    Args:
-        save: Called with module, name and what stood there (None: it was inherited), to be put back later.
-    """
+
+def patch_registered() -> Iterator[Callable[[], None]]:
+    """Put the registered decorators in place, each followed by what undoes it. They stay registered for a later ``initialize``."""
     for module, name, decorator in _registered:
         own = vars(module).get(name)
-        save(module, name, own)
         wrapped = decorator(getattr(module, name))
-        setattr(
+        yield patch(
             module, name, staticmethod(wrapped) if isinstance(own, (staticmethod, classmethod)) else wrapped
         )

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from castwise.casting import frames
 from castwise.compat.apex.amp import stash
 from castwise.compat.apex.amp._amp_state import _amp_state
 from castwise.compat.apex.amp.ambient import Ambient
 from castwise.compat.apex.amp.scaler import LossScaler
-from castwise.scaler import gradients
+from castwise.scaler import add_up
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
@@ -50,6 +49,7 @@ class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
 
     __slots__ = (
         "_aside",
+        "_block",
         "_delay",
         "_handle",
         "_loss",
@@ -77,6 +77,7 @@ class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
         self._aside: stash.Aside = []
         self._scaler: LossScaler | None = None
         self._handle: Any = None
+        self._block: Any = None
         self._trivial = False
 
     def __enter__(self) -> torch.Tensor:
@@ -92,10 +93,10 @@ class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
             self._check_optimizers()
             if not self._delay:
                 self._aside = stash.set_gradients_aside(self._optimizers)
-        handle = _amp_state.handle
-        if handle is not None:
-            self._handle = handle.suspended()
-            self._handle.__enter__()
+        self._handle = _amp_state.handle
+        if self._handle is not None:
+            self._block = self._handle.suspended()
+            self._block.__enter__()
         loss = self._loss.float() if self._loss.dtype is not torch.float32 else self._loss
         return loss if self._trivial else loss * scaler.loss_scale()
 
@@ -115,13 +116,13 @@ class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
             return
         try:
             if kind is not None:
-                gradients.add_up(self._aside)
+                add_up(self._aside)
             elif not self._trivial:
                 self._complete(scaler)
         finally:
             if self._handle is not None:
-                self._handle.__exit__(None, None, None)
-                frames.clear_weight_cache()
+                self._block.__exit__(None, None, None)
+                self._handle._clear_cache()
 
     def _complete(self, scaler: LossScaler) -> None:
         if self._delay:
@@ -162,10 +163,9 @@ class AmpHandle:
         self.device_type = ambient.device_type
         self.dtype = dtype
         self._ambient = ambient
-        self._enable_caching = enable_caching
-        self._verbose = verbose
+        self.has_cache = enable_caching
+        self.verbose = verbose
         self._default_scaler: LossScaler | None = LossScaler(loss_scale)
-        self._all_wrappers: list[tuple[Any, str, Any]] = []
         self._undo: list[Callable[[], None]] = []
 
     def is_active(self) -> bool:
@@ -174,7 +174,7 @@ class AmpHandle:
 
     def suspended(self) -> Any:
         """A block without casts."""
-        return frames.suspended(self.device_type)
+        return self._ambient.suspended()
 
     _disable_casts = suspended
 
@@ -216,10 +216,7 @@ class AmpHandle:
         self._clear_cache()
 
     def _clear_cache(self) -> None:
-        frames.clear_weight_cache()
-
-    def _save_func(self, mod: Any, fn: str, func: Any) -> None:
-        self._all_wrappers.append((mod, fn, func))
+        self._ambient.clear_cache()
 
     def on_deactivate(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when the casts end."""
@@ -228,24 +225,13 @@ class AmpHandle:
     def _deactivate(self) -> None:
         """End the casts, and put every patched function back."""
         self._ambient.leave()
-        for mod, fn, func in reversed(self._all_wrappers):
-            if func is None:
-                delattr(mod, fn)
-            else:
-                setattr(mod, fn, func)
-        self._all_wrappers.clear()
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         if _amp_state.handle is self:
             _amp_state.handle = None
 
     deactivate = _deactivate
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether weights are cast once in each call of an initialised model."""
-        return self._enable_caching
 
     @property
     def cache(self) -> dict[Any, Any]:
@@ -255,11 +241,6 @@ class AmpHandle:
     def remove_cache(self, param: torch.Tensor) -> None:
         """Forget the copies of weights."""
         self._clear_cache()
-
-    @property
-    def verbose(self) -> bool:
-        """As it was given."""
-        return self._verbose
 
 
 class NoOpHandle:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from castwise import masters
-from castwise.casting.context import DEVICE_TYPES, default_device_type
+from castwise import Amp, Plan, Region
 from castwise.compat.apex.amp._amp_state import warn_or_err
-from castwise.plans.plan import Plan, Region
-from castwise.session import Amp
+from castwise.compat.apex.amp.ambient import FORMATS
+from castwise.compat.devices import default_device_type
+from castwise.masters import master_of, model_param_of, refresh_master
 
 __all__ = [
     "base_of",
@@ -26,8 +26,6 @@ __all__ = [
     "check_params_fp32",
     "device_type_of",
 ]
-
-_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def base_of(optimizer: Any) -> Any:
@@ -40,7 +38,7 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
     """The device type that models are on; where they have no tensors, the accelerator at hand, else the CPU."""
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device.type in DEVICE_TYPES:
+            if torch.amp.is_autocast_available(tensor.device.type):
                 return tensor.device.type
     return default_device_type()
 
@@ -78,7 +76,7 @@ def check_params_fp32(models: Sequence[nn.Module]) -> None:
     for model in models:
         for what, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in tensors:
-                if tensor.dtype in _FORMATS:
+                if tensor.dtype in FORMATS:
                     wanted = "torch.cuda.FloatTensor" if tensor.is_cuda else "torch.FloatTensor"
                     warn_or_err(
                         f"Found {what} {name} with type {tensor.type()}, expected {wanted}.\n"
@@ -103,7 +101,7 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
         seen.add(id(optimizer))
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.dtype not in (torch.float32, *_FORMATS):
+                if parameter.dtype not in (torch.float32, *FORMATS):
                     raise TypeError(
                         "Optimizer's parameters must be either torch.cuda.FloatTensor or torch.cuda.HalfTensor. "
                         f"Received {parameter.type()}"
@@ -145,8 +143,8 @@ def cast_models(
     if dtype is torch.float32:
         for model in models:
             model.to(torch.float32)
-    elif dtype in _FORMATS:
-        low = _FORMATS[dtype]
+    elif dtype in FORMATS:
+        low = FORMATS[dtype]
         for model in models:
             plan = Plan(
                 compute=low,
@@ -171,7 +169,7 @@ def cast_models(
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [masters.model_param_of(p) for group in optimizer.param_groups for p in group["params"]]
+    return [model_param_of(p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def cast_outputs(models: Sequence[nn.Module], outputs: torch.dtype) -> None:
@@ -264,9 +262,9 @@ class StateDictInFp32:
         )
         for name, tensor in own:
             held = state_dict.get(prefix + name)
-            if not isinstance(held, torch.Tensor) or held.dtype not in _FORMATS:
+            if not isinstance(held, torch.Tensor) or held.dtype not in FORMATS:
                 continue
-            master = masters.master_of(tensor)
+            master = master_of(tensor)
             if isinstance(tensor, nn.Parameter):
-                masters.refresh_master(tensor)  # its values may have been changed by hand
+                refresh_master(tensor)  # its values may have been changed by hand
             state_dict[prefix + name] = held.float() if master is None else master.data

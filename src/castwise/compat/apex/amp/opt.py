@@ -10,7 +10,7 @@ import torch
 
 from castwise.compat.apex.amp._amp_state import maybe_print
 from castwise.compat.apex.amp.scaler import LossScaler
-from castwise.scaler import gradients
+from castwise.scaler import add_up, set_aside
 
 __all__ = ["OptimWrapper"]
 
@@ -51,11 +51,11 @@ class OptimWrapper:
         scaler = self._loss_scaler[index]
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         with self._amp_handle.suspended():
-            aside = gradients.set_aside(params) if index else []
+            aside = set_aside(params) if index else []
             yield loss.float() * scaler.loss_scale()
             scaler.clear_overflow_state()
             scaler.unscale_([p.grad for p in params if p.grad is not None])
-            gradients.add_up(aside)
+            add_up(aside)
             self._skip_next[index] = scaler.update_scale()
         self._loss_idx += 1
         self._amp_handle._clear_cache()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from castwise.errors import LossScaleError
-from castwise.scaler import gradients
+from castwise.scaler import check_and_multiply
 
 __all__ = ["LossScaler"]
 
@@ -73,7 +73,7 @@ class LossScaler:
         kept = self._inverse
         if kept is None or kept[0] != self._loss_scale or kept[1].device != device:
             kept = self._inverse = (self._loss_scale, torch.full((), 1.0 / self._loss_scale, device=device))
-        flag = gradients.check_and_multiply(grads, kept[1], device)
+        flag = check_and_multiply(grads, kept[1], device)
         self._flag = flag if self._flag is None else torch.maximum(self._flag, flag.to(self._flag.device))
 
     def update_scale(self) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from castwise import masters
-from castwise.casting import frames
 from castwise.compat.apex.amp._amp_state import _amp_state, maybe_print
+from castwise.compat.apex.amp.ambient import FORMATS
 from castwise.compat.apex.amp.scaler import LossScaler
-from castwise.scaler import gradients
+from castwise.masters import copy_to_model, model_param_of
+from castwise.scaler import add_up, set_aside
 
 __all__ = ["Aside", "Stash", "equip", "set_gradients_aside", "skip_next_step", "unscale_gradients"]
 
@@ -25,6 +25,7 @@ class Stash:
     """``optimizer._amp_stash``: named as in Apex, since scripts look into it.
 
     Attributes:
+        has_masters: Whether the options ask for fp32 masters.
         params_have_scaled_gradients: A backward pass with ``delay_unscale`` has left scaled gradients.
         already_patched: The next step will be skipped.
         lazy_init_called: True; masters are made by ``initialize``.
@@ -32,7 +33,7 @@ class Stash:
 
     def __init__(self, optimizer: Any, has_masters: bool) -> None:
         self._optimizer = optimizer
-        self._has_masters = has_masters
+        self.has_masters = has_masters
         self._overflow: tuple[int, LossScaler] | None = None
         self.params_have_scaled_gradients = False
         self.lazy_init_called = True
@@ -42,11 +43,6 @@ class Stash:
         """Whether the next step will be skipped."""
         return self._overflow is not None
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether the options ask for fp32 masters."""
-        return self._has_masters
-
     def _params(self) -> Iterable[torch.Tensor]:
         for group in self._optimizer.param_groups:
             yield from group["params"]
@@ -54,24 +50,19 @@ class Stash:
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """The masters."""
-        return [p for p in self._params() if isinstance(p, masters.Master)]
+        return [p for p in self._params() if model_param_of(p) is not p]
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The model's parameters in half: those that have masters, or those in the optimizer itself."""
-        return [
-            masters.model_param_of(p) for p in self._params() if masters.is_low(masters.model_param_of(p))
-        ]
+        return [p for p in map(model_param_of, self._params()) if p.dtype in FORMATS]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """Parameters stored in fp32."""
-        return [p for p in self._params() if not isinstance(p, masters.Master) and not masters.is_low(p)]
+        return [p for p in self._params() if model_param_of(p) is p and p.dtype not in FORMATS]
 
-    @property
-    def all_fp32_params(self) -> list[torch.Tensor]:
-        """Parameters stored in fp32."""
-        return self.all_fp32_from_fp32_params
+    all_fp32_params = all_fp32_from_fp32_params
 
     def skip(self, loss_id: int, scaler: LossScaler) -> None:
         """Skip the next step, once, whatever number of losses ask for it."""
@@ -108,9 +99,7 @@ def equip(optimizer: Any, has_masters: bool) -> None:
 
 
 def _copy_masters(optimizer: Any) -> None:
-    attachment = masters.attachment_of(getattr(optimizer, "optim", optimizer))
-    if attachment is not None:
-        attachment.copy_to_model()
+    copy_to_model(getattr(optimizer, "optim", optimizer))
 
 
 def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,7 +123,7 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*args, **kwargs)
         with handle.suspended():
             value = step(*args, **kwargs)
-        frames.clear_weight_cache()
+        handle._clear_cache()
         return value
 
     return skippable_step
@@ -157,7 +146,7 @@ def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
 def set_gradients_aside(optimizers: Sequence[Any]) -> Aside:
     """Take off the gradients that are unscaled already, so that a backward pass writes its own alone."""
     ready = [o for o in optimizers if not o._amp_stash.params_have_scaled_gradients]
-    return gradients.set_aside(_params(ready)) if ready else []
+    return set_aside(_params(ready)) if ready else []
 
 
 def unscale_gradients(optimizers: Sequence[Any], scaler: LossScaler, aside: Aside) -> None:
@@ -165,7 +154,7 @@ def unscale_gradients(optimizers: Sequence[Any], scaler: LossScaler, aside: Asid
     scaler.clear_overflow_state()
     scaler.unscale_([grad for parameter in _params(optimizers) if (grad := parameter.grad) is not None])
     if aside:
-        gradients.add_up(aside)
+        add_up(aside)
     for optimizer in optimizers:
         optimizer._amp_stash.params_have_scaled_gradients = False
 

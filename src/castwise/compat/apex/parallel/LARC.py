@@ -17,9 +17,9 @@ class LARC:
 
     Args:
         optimizer: To wrap; its weight decay is applied here.
-        trust_coefficient: As said.
+        trust_coefficient: ``trust``, how much of a weight's norm a step may be.
         clip: Whether the optimizer's own rate is the largest.
-        eps: As said.
+        eps: Keeps the division from zero.
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from castwise.compat.apex._missing import missing
 from castwise.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
 from castwise.compat.apex.parallel.LARC import LARC
 from castwise.compat.apex.parallel.sync_batchnorm import (
@@ -10,6 +9,7 @@ from castwise.compat.apex.parallel.sync_batchnorm import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
+from castwise.compat.coverage import missing_attribute
 
 __all__ = [
     "LARC",
@@ -20,7 +20,4 @@ __all__ = [
     "create_syncbn_process_group",
 ]
 
-INSTEAD = {"multiproc": "start processes with torchrun"}
-"""What to use in the place of what is missing."""
-
-__getattr__ = missing(__name__, INSTEAD)
+__getattr__ = missing_attribute("apex.parallel")

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from castwise.compat.colossalai.coverage import missing_attribute
+from castwise import Amp
 from castwise.compat.colossalai.engine.gradient_handler import DataParallelGradientHandler
 from castwise.compat.colossalai.engine.schedule import NonPipelineSchedule, PipelineSchedule
-from castwise.session import Amp
+from castwise.compat.coverage import missing_attribute
 
 __all__ = ["DataParallelGradientHandler", "Engine", "NonPipelineSchedule", "PipelineSchedule"]
 __getattr__ = missing_attribute("colossalai.engine")

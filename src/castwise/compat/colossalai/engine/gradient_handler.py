@@ -11,12 +11,31 @@ from torch.optim import Optimizer
 
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
-from castwise.parallel.agreement import local_grad
+from castwise.masters import model_param_of
 
-__all__ = ["DataParallelGradientHandler"]
+__all__ = ["DataParallelGradientHandler", "local_grad"]
 
 _BUCKET = 2**24
 """Elements sent at once: 64 MiB of fp32, beside the gradients themselves."""
+
+
+def local_grad(parameter: Tensor) -> Tensor | None:
+    """What this rank holds of a parameter's gradient, in the same memory; values of a sparse one.
+
+    A DTensor that is a partial sum, as tensor parallelism leaves for what every rank holds, is summed first, in its place.
+    """
+    grad: Any = parameter.grad
+    if hasattr(grad, "to_local"):
+        if any(placement.is_partial() for placement in grad.placements):
+            owner: Any = model_param_of(parameter)
+            grad = parameter.grad = grad.redistribute(grad.device_mesh, owner.placements)
+        with torch.no_grad():
+            grad = grad.to_local()
+    elif grad is not None and grad.is_sparse:
+        parameter.grad = grad.coalesce()
+        grad = parameter.grad.values()
+    local: Tensor | None = grad
+    return local
 
 
 class DataParallelGradientHandler:

@@ -167,15 +167,8 @@ class PipelineSchedule(_Loads):
     ) -> tuple[Any, Any, Any]:
         """Run a batch through all stages; all ranks of the pipeline call it together.
 
-        Args:
-            engine: Whose model and criterion.
-            data_iter: Yields ``(inputs, targets)``.
-            forward_only: Without backward.
-            return_loss: Return the loss.
-            return_output_label: Return the output and the label.
-
-        Returns:
-            ``(output, label, loss)``; on all stages but the last, output and loss are None.
+        Arguments and result are those of :meth:`NonPipelineSchedule.forward_backward_step`; on all stages but the last,
+        output and loss are None.
         """
         data, label = self.load_batch(data_iter)
         first, last = gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from castwise.compat.colossalai.coverage import missing_attribute
+from castwise.compat.coverage import missing_attribute
 from castwise.errors import PlanError
 
 __all__ = ["LinearWarmupLR"]

@@ -59,23 +59,18 @@ class ColossalaiOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As the inner optimizer's."""
         return self.optim.step() if closure is None else self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's."""
         self.optim.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the inner optimizer's."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the inner optimizer's."""
         self.optim.load_state_dict(state_dict)
 
     def backward(self, loss: Tensor) -> None:

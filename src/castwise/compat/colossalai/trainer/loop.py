@@ -97,7 +97,7 @@ class Trainer:
             epochs: The number of the last epoch; those before ``cur_epoch`` have been made.
             max_steps: Stop after so many batches.
             test_dataloader: Evaluate on it.
-            test_interval: After every so manieth epoch, the first included.
+            test_interval: After every n-th epoch, the first included.
             hooks: Called in the order of their priorities.
             display_progress: Show a bar, on one rank.
             return_output_label: Keep each batch's outputs and targets for the hooks.
@@ -129,14 +129,7 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Evaluate.
-
-        Args:
-            test_dataloader: As in :meth:`fit`.
-            hooks: As in :meth:`fit`.
-            display_progress: As in :meth:`fit`.
-            return_output_label: As in :meth:`fit`.
-        """
+        """Evaluate; arguments are as in :meth:`fit`."""
         show = display_progress and is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
         self._attach(hooks)
         self._evaluate(test_dataloader, None, show, return_output_label)

@@ -6,7 +6,6 @@ and ``LoadCheckpointHook`` 0, ``LRSchedulerHook`` 1, all others 10.
 
 from __future__ import annotations
 
-from castwise.compat.colossalai.coverage import missing_attribute
 from castwise.compat.colossalai.trainer.hooks.base import BaseHook
 from castwise.compat.colossalai.trainer.hooks.checkpoints import LoadCheckpointHook, SaveCheckpointHook
 from castwise.compat.colossalai.trainer.hooks.logs import (
@@ -24,6 +23,7 @@ from castwise.compat.colossalai.trainer.hooks.metric_hooks import (
     ThroughputHook,
 )
 from castwise.compat.colossalai.trainer.hooks.metrics import Metric
+from castwise.compat.coverage import missing_attribute
 
 __all__ = [
     "AccuracyHook",

@@ -24,11 +24,10 @@ class SaveCheckpointHook(BaseHook):
     """Saves the training, from all ranks, as a checkpoint of castwise.
 
     Args:
-        interval: Every so manieth epoch, or batch.
+        interval: Every n-th epoch, or batch.
         checkpoint_dir: Folder of this training alone; the last two checkpoints are kept in it.
         model: Instead of the engine's.
         save_by_iter: Count batches instead of epochs.
-        priority: Hooks with lower numbers come first.
 
     Raises:
         StateError: No folder.
@@ -56,12 +55,10 @@ class SaveCheckpointHook(BaseHook):
         get_dist_logger().info(f"checkpoint {number} saved in {self.checkpoint_dir}", ranks=[0])
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Save by batch."""
         if self.save_by_iter and (trainer.cur_step + 1) % self.interval == 0:
             self._save(trainer, trainer.cur_step + 1)
 
     def after_train_epoch(self, trainer: Any) -> None:
-        """Save by epoch."""
         if not self.save_by_iter and trainer.cur_epoch % self.interval == 0:
             self._save(trainer, trainer.cur_epoch)
 
@@ -74,7 +71,6 @@ class LoadCheckpointHook(BaseHook):
         epoch: A certain one; by default the newest.
         finetune: Begin at epoch 0 all the same.
         strict: Taken for the original's sake: misfits are always errors.
-        priority: Hooks with lower numbers come first.
     """
 
     def __init__(

@@ -38,11 +38,7 @@ def _metrics(trainer: Any, mode: str) -> dict[str, Any]:
 
 
 class LogMetricByStepHook(BaseHook):
-    """Shows the metrics of each batch beside the progress bar.
-
-    Args:
-        priority: Hooks with lower numbers come first.
-    """
+    """Shows the metrics of each batch beside the progress bar."""
 
     def __init__(self, priority: int = 10) -> None:
         super().__init__(priority)
@@ -56,21 +52,20 @@ class LogMetricByStepHook(BaseHook):
         }
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Collect."""
         self._collect(trainer, "train")
 
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Collect."""
         self._collect(trainer, "test")
 
 
 class _ByEpoch(BaseHook):
-    """Logs on one rank, every so manieth epoch."""
+    """Logs on one rank, every n-th epoch."""
 
-    def __init__(self, logger: Any, interval: int, priority: int) -> None:
+    def __init__(self, logger: Any, interval: int = 1, priority: int = 10, log_eval: bool = True) -> None:
         super().__init__(priority)
         self.logger = logger
         self._interval = interval
+        self._log_eval = log_eval
         self._is_rank_to_log = is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
 
     def _is_due(self, trainer: Any) -> bool:
@@ -86,12 +81,8 @@ class LogMetricByEpochHook(_ByEpoch):
 
     Args:
         logger: Where to.
-        interval: Every so manieth epoch.
-        priority: Hooks with lower numbers come first.
+        interval: Every n-th epoch.
     """
-
-    def __init__(self, logger: Any, interval: int = 1, priority: int = 10) -> None:
-        super().__init__(logger, interval, priority)
 
     def _say(self, trainer: Any, mode: str) -> None:
         if self._is_due(trainer):  # on all ranks: reading a metric adds up over them
@@ -105,11 +96,9 @@ class LogMetricByEpochHook(_ByEpoch):
             )
 
     def after_train_epoch(self, trainer: Any) -> None:
-        """Log."""
         self._say(trainer, "train")
 
     def after_test_epoch(self, trainer: Any) -> None:
-        """Log."""
         self._say(trainer, "test")
 
 
@@ -119,8 +108,7 @@ class LogTimingByEpochHook(_ByEpoch):
     Args:
         timer: The trainer's.
         logger: Where to.
-        interval: Every so manieth epoch.
-        priority: Hooks with lower numbers come first.
+        interval: Every n-th epoch.
         log_eval: Of evaluations too.
         ignore_num_train_steps: The first batches that do not count.
     """
@@ -134,9 +122,8 @@ class LogTimingByEpochHook(_ByEpoch):
         log_eval: bool = True,
         ignore_num_train_steps: int = 0,
     ) -> None:
-        super().__init__(logger, interval, priority)
+        super().__init__(logger, interval, priority, log_eval)
         self._timer = timer
-        self._log_eval = log_eval
         self._ignore = ignore_num_train_steps
 
     def _message(self, mode: str) -> str:
@@ -151,13 +138,11 @@ class LogTimingByEpochHook(_ByEpoch):
         return " | ".join(parts)
 
     def after_train_epoch(self, trainer: Any) -> None:
-        """Log."""
         if self._is_due(trainer):
             message = f"{self._message('Train')} | #steps/epoch = {trainer.steps_per_epoch}"
             self._log(trainer, "Train", message)
 
     def after_test_epoch(self, trainer: Any) -> None:
-        """Log."""
         if self._log_eval and self._is_due(trainer):
             self._log(trainer, "Test", self._message("Test"))
 
@@ -167,8 +152,7 @@ class LogMemoryByEpochHook(_ByEpoch):
 
     Args:
         logger: Where to.
-        interval: Every so manieth epoch.
-        priority: Hooks with lower numbers come first.
+        interval: Every n-th epoch.
         log_eval: After evaluations too.
         report_cpu: The process's size as well.
     """
@@ -181,8 +165,7 @@ class LogMemoryByEpochHook(_ByEpoch):
         log_eval: bool = True,
         report_cpu: bool = False,
     ) -> None:
-        super().__init__(logger, interval, priority)
-        self._log_eval = log_eval
+        super().__init__(logger, interval, priority, log_eval)
         self._report_cpu = report_cpu
 
     def _say(self, trainer: Any, when: str) -> None:
@@ -190,15 +173,12 @@ class LogMemoryByEpochHook(_ByEpoch):
             report_memory_usage(when, self.logger, self._report_cpu)
 
     def before_train(self, trainer: Any) -> None:
-        """Log."""
         self._say(trainer, "before training")
 
     def after_train_epoch(self, trainer: Any) -> None:
-        """Log."""
         self._say(trainer, f"[Epoch {trainer.cur_epoch} / Train]")
 
     def after_test(self, trainer: Any) -> None:
-        """Log."""
         if self._log_eval:
             self._say(trainer, f"[Epoch {trainer.cur_epoch} / Test]")
 
@@ -210,7 +190,6 @@ class TensorboardHook(BaseHook):
         log_dir: A folder; each rank writes into one of its own in it.
         ranks: Those of ``parallel_mode`` that write; all by default.
         parallel_mode: Whose ranks are meant.
-        priority: Hooks with lower numbers come first.
 
     Raises:
         StateError: A rank that should write is not in the last stage of the pipeline, and has nothing.
@@ -246,19 +225,15 @@ class TensorboardHook(BaseHook):
                     self.writer.add_scalar(f"{name}/{mode}", value, trainer.cur_step)
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Write the batch's."""
         self._write(trainer, "train", by_epoch=False)
 
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Write the batch's."""
         self._write(trainer, "test", by_epoch=False)
 
     def after_train_epoch(self, trainer: Any) -> None:
-        """Write the epoch's."""
         self._write(trainer, "train", by_epoch=True)
 
     def after_test_epoch(self, trainer: Any) -> None:
-        """Write the epoch's."""
         self._write(trainer, "test", by_epoch=True)
 
     def after_train(self, trainer: Any) -> None:

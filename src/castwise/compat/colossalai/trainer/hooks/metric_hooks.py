@@ -19,11 +19,7 @@ __all__ = ["AccuracyHook", "LRSchedulerHook", "LossHook", "MetricHook", "Through
 
 
 class MetricHook(BaseHook):
-    """A hook with metrics, which it enters into ``trainer.states["metrics"]``.
-
-    Args:
-        priority: Hooks with lower numbers come first.
-    """
+    """A hook with metrics, which it enters into ``trainer.states["metrics"]``."""
 
     def __init__(self, priority: int) -> None:
         super().__init__(priority)
@@ -36,17 +32,12 @@ class MetricHook(BaseHook):
 
 
 class LossHook(MetricHook):
-    """The loss: of each batch in training, of the epoch in evaluation.
-
-    Args:
-        priority: Hooks with lower numbers come first.
-    """
+    """The loss: of each batch in training, of the epoch in evaluation."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
 
     def after_hook_is_attached(self, trainer: Any) -> None:
-        """Make the metrics."""
         self.train_loss, self.test_loss = LossMetric(epoch_only=False), LossMetric(epoch_only=True)
         if self._is_stage_to_compute:
             self._enter(trainer, "Loss", train=self.train_loss, test=self.test_loss)
@@ -54,20 +45,16 @@ class LossHook(MetricHook):
             self.init_runner_states(trainer, "metrics", {"train": {}, "test": {}})
 
     def before_train_epoch(self, trainer: Any) -> None:
-        """Begin anew."""
         self.train_loss.reset()
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Take in a batch."""
         if self._is_stage_to_compute:
             self.train_loss.update(loss)
 
     def before_test_epoch(self, trainer: Any) -> None:
-        """Begin anew."""
         self.test_loss.reset()
 
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Take in a batch."""
         if self._is_stage_to_compute:
             self.test_loss.update(loss)
 
@@ -77,7 +64,6 @@ class AccuracyHook(MetricHook):
 
     Args:
         accuracy_func: From outputs and targets to the number of right ones.
-        priority: Hooks with lower numbers come first.
     """
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
@@ -85,16 +71,13 @@ class AccuracyHook(MetricHook):
         self.accuracy_func = accuracy_func
 
     def after_hook_is_attached(self, trainer: Any) -> None:
-        """Make the metric."""
         self.metric = AccuracyMetric(epoch_only=True, accuracy_func=self.accuracy_func)
         self._enter(trainer, "Accuracy", **({"test": self.metric} if self._is_stage_to_compute else {}))
 
     def before_test(self, trainer: Any) -> None:
-        """Begin anew."""
         self.metric.reset()
 
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Take in a batch."""
         if self._is_stage_to_compute:
             if output is None:
                 raise StateError("AccuracyHook needs outputs: call fit(..., return_output_label=True)")
@@ -108,7 +91,6 @@ class LRSchedulerHook(MetricHook):
         lr_scheduler: Of torch or of ``colossalai.nn.lr_scheduler``.
         by_epoch: After each epoch; else after each batch.
         store_lr_in_state: Enter the rate among the metrics.
-        priority: Hooks with lower numbers come first.
     """
 
     def __init__(
@@ -120,7 +102,6 @@ class LRSchedulerHook(MetricHook):
         self.store_lr_in_state = store_lr_in_state
 
     def after_hook_is_attached(self, trainer: Any) -> None:
-        """Make the metric."""
         self.metric = LearningRateMetric(self.by_epoch, self.lr_scheduler.get_last_lr()[0])
         self._enter(trainer, "LR", **({"train": self.metric} if self.store_lr_in_state else {}))
 
@@ -129,12 +110,10 @@ class LRSchedulerHook(MetricHook):
         self.metric.update(self.lr_scheduler.get_last_lr()[0])
 
     def after_train_epoch(self, trainer: Any) -> None:
-        """Step by epoch."""
         if self.by_epoch:
             self._step()
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Step by batch."""
         if not self.by_epoch:
             self._step()
 
@@ -144,7 +123,6 @@ class ThroughputHook(MetricHook):
 
     Args:
         ignored_steps: The first batches that do not count.
-        priority: Hooks with lower numbers come first.
         tflop_per_step: 10^12 operations per batch, to say TFLOP/s as well.
         use_local: Take this rank's numbers for all.
     """
@@ -156,7 +134,6 @@ class ThroughputHook(MetricHook):
         self._options = (ignored_steps, tflop_per_step, use_local)
 
     def after_hook_is_attached(self, trainer: Any) -> None:
-        """Make the metric."""
         if trainer.timer is None or not trainer.timer.is_on():
             raise StateError("ThroughputHook needs a timer: Trainer(engine, timer=MultiTimer())")
         self.metric = ThroughputMetric(True, *self._options)
@@ -169,17 +146,13 @@ class ThroughputHook(MetricHook):
         )
 
     def before_train_epoch(self, trainer: Any) -> None:
-        """Begin anew."""
         self.metric.reset()
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Take in a batch."""
         self._update(trainer, "Train-step")
 
     def before_test(self, trainer: Any) -> None:
-        """Begin anew."""
         self.metric.reset()
 
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        """Take in a batch."""
         self._update(trainer, "Test-step")

@@ -74,7 +74,6 @@ class LossMetric(Metric):
         self.reset()
 
     def reset(self) -> None:
-        """Begin an epoch."""
         self._last: Tensor | None = None
         self._sum: Tensor | float = 0.0
         self._count = 0
@@ -111,16 +110,12 @@ class LearningRateMetric(Metric):
         """Keep the rate."""
 
     def update(self, lr: float) -> None:
-        """Take in a rate."""
         self.lr = lr
 
     def get_last_step_value(self) -> float:
-        """The rate."""
         return self.lr
 
-    def get_accumulated_value(self) -> float:
-        """The rate."""
-        return self.lr
+    get_accumulated_value = get_last_step_value
 
 
 class AccuracyMetric(Metric):
@@ -137,7 +132,6 @@ class AccuracyMetric(Metric):
         self.reset()
 
     def reset(self) -> None:
-        """Begin an epoch."""
         self._last = self._total = (0, torch.zeros(()))
 
     def update(self, logits: Any, targets: Any, batch_size: int) -> None:
@@ -185,7 +179,6 @@ class ThroughputMetric(Metric):
         self.reset()
 
     def reset(self) -> None:
-        """Begin an epoch."""
         self._last = self._total = (0, 0.0)
 
     def update(self, num_samples: int, time: float) -> None:

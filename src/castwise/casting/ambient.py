@@ -1,0 +1,135 @@
+"""A plan's casts in force outside of any region, for libraries that cast all code of a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+
+from castwise import _torch
+from castwise.casting import frames, kernels, tracing
+from castwise.casting.context import override_rows
+from castwise.errors import PlanError, StateError
+from castwise.plans.plan import Plan
+
+__all__ = ["AmbientAutocast"]
+
+
+class AmbientAutocast:
+    """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for a library whose users write no region.
+
+    Beyond what ``castwise.autocast`` does, threads that torch hands the state of autocast on to are cast by the
+    plan as well (DataParallel, a device's thread that recomputes a forward), and so is the backward of autograd
+    Functions written in Python. A forked worker of a DataLoader is not. Weights are cast at each use, unless
+    somebody switches torch's cache on for a while (``torch.set_autocast_cache_enabled``) and calls
+    :meth:`clear_cache` after it.
+
+    Args:
+        plan: Its compute format, rules and operators count.
+        device_type: Whose tensors are cast.
+        messages: What the error says where the plan bans an operator, in place of castwise's words; by the
+            operator's name.
+
+    Raises:
+        PlanError: The plan casts nothing, or there is no such device type.
+    """
+
+    def __init__(self, plan: Plan, device_type: str, *, messages: Mapping[str, str] | None = None) -> None:
+        if not plan.autocasts:
+            raise PlanError(
+                f"AmbientAutocast({str(plan)!r}): this plan casts no operators; give one whose compute is bf16 or "
+                "fp16 and whose rules are not 'none'"
+            )
+        rows = dict(override_rows(plan, device_type))
+        for name, message in (messages or {}).items():
+            if name in rows:
+                rows[name] = dataclasses.replace(rows[name], message=message)
+        self.device_type = device_type
+        self._frame = kernels.frame_of(device_type, plan.compute_dtype, rows, cache=False)
+        self._lease: kernels.Lease | None = None
+        self._thread = 0
+        self._depth = -1
+        self._restore_backward: Callable[[], None] | None = None
+
+    @property
+    def entered(self) -> bool:
+        """Whether the casts are in force, be they suspended or not."""
+        return self._depth >= 0
+
+    def suspended(self) -> frames.suspended:
+        """A block on this thread without casts."""
+        return frames.suspended(self.device_type)
+
+    def clear_cache(self) -> None:
+        """Forget low-precision copies of weights, as after weights were written by hand."""
+        frames.clear_weight_cache()
+
+    def enter(self) -> None:
+        """Put the casts in force; again after :meth:`leave`.
+
+        Raises:
+            StateError: Such casts are in force on the device type already.
+        """
+        if self.device_type in frames.ambient:
+            raise StateError(
+                f"AmbientAutocast.enter(): casts of all code are in force on {self.device_type!r} already; leave "
+                "them first"
+            )
+        tracing.get_ready_for_compile()
+        _forget_in_children()
+        self._lease = kernels.Lease(self._frame.rows, self.device_type)
+        self._thread, self._depth = threading.get_ident(), frames.depth()
+        frames.push_region(self._frame)
+        frames.ambient[self.device_type] = self._frame
+        self._restore_backward = _torch.around_python_backward(self._enter_python_backward)
+
+    def leave(self) -> None:
+        """End the casts; nothing of them stays. Nothing happens where they are not in force.
+
+        Raises:
+            StateError: From another thread than they began on, or inside a region that was entered after them.
+        """
+        if not self.entered:
+            return
+        if self._thread != threading.get_ident() or frames.depth() != self._depth + 1:
+            raise StateError(
+                "ambient casts end on the thread that they began on, and outside of any castwise.autocast or "
+                "forward that was entered after them; leave those first"
+            )
+        frames.pop_region()
+        frames.ambient.pop(self.device_type, None)
+        self._depth = -1
+        assert self._restore_backward is not None
+        self._restore_backward()
+        assert self._lease is not None
+        self._lease.close()
+
+    def _enter_python_backward(self) -> Callable[[], None]:
+        """Torch has autocast off during backward, but a Function's own Python is code as any other."""
+        device_type, dtype = self.device_type, self._frame.dtype
+        before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        assert dtype is not None
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_enabled(device_type, True)
+
+        def leave() -> None:
+            torch.set_autocast_enabled(device_type, before[0])
+            torch.set_autocast_dtype(device_type, before[1])
+
+        return leave
+
+
+def _leave_in_child() -> None:
+    """A forked worker of a DataLoader prepares data: casts belong to the training process."""
+    for device_type in frames.ambient:
+        torch.set_autocast_enabled(device_type, False)
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_in_child)

@@ -1,0 +1,69 @@
+"""What the results of jobs have in common: frozen data that turns into JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Result", "finite"]
+
+
+class Result:
+    """A result: a frozen dataclass whose fields are the record.
+
+    Attributes:
+        kind: What the record says it is.
+    """
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record that reports are made from: plain data, with numbers that are not finite as None."""
+        record: dict[str, Any] = _plain({"kind": self.kind, "version": 1, **self._fields()})
+        return record
+
+    def _fields(self) -> dict[str, Any]:
+        """What is recorded: the dataclass's own fields, and what a kind of result derives from them."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def to_json(self) -> str:
+        """The record as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def table(self) -> RenderableType:
+        """What was found as text and tables for ``rich.print``."""
+        from castwise.report.show import table
+
+        return table(self.to_dict())
+
+    def _save(self, page: Path, data: Path) -> tuple[Path, ...]:
+        """Write the page with its pictures and the record; folders are made where there are none."""
+        from castwise.report.show import write
+
+        page.parent.mkdir(parents=True, exist_ok=True)
+        data.write_text(self.to_json() + "\n", encoding="utf-8")
+        path, *pictures = write(self.to_dict(), page)
+        return (path, data, *pictures)
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,67 @@
+"""Ranks that were given different plans: found at the start, not by a loss that drifts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.distributed as dist
+
+from castwise.errors import PatternError, PlanError
+from castwise.plans.parts import shown
+from castwise.plans.plan import Plan
+from castwise.ranks.group import Ranks, named
+
+__all__ = ["check_patterns", "check_same_plan"]
+
+
+def check_same_plan(plan: Plan, ranks: Ranks) -> None:
+    """Compare the plan with those of the other ranks; all of them must call this.
+
+    Raises:
+        PlanError: On every rank, naming the ranks and the fields that differ.
+    """
+    plans = [Plan.from_json(text) for text in ranks.gather(plan.to_json())]
+    holders: dict[str, list[int]] = {}
+    for place, one in enumerate(plans):
+        holders.setdefault(one.digest, []).append(place)
+    if len(holders) == 1:
+        return
+    said = []
+    for digest, places in holders.items():
+        known = places if ranks.group is None else [dist.get_global_rank(ranks.group, at) for at in places]
+        said.append(f"{named(known)}: {plans[places[0]]} (digest {digest[:12]})")
+    raise PlanError(
+        f"prepare: ranks were given different plans. {'; '.join(said)}. They differ in {', '.join(_differing(plans))}. Give "
+        "every rank the same plan, e.g. by Plan.load of one file, or give ranks that do not act together groups of their own: "
+        "Amp(plan, group=...)."
+    )
+
+
+def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
+    """See that every region of a plan matches something on some rank; all of them must call this.
+
+    Args:
+        plan: The plan.
+        matched: Patterns of its regions that match a module of this rank.
+        ranks: Those that hold parts of the model.
+
+    Raises:
+        PatternError: On every rank, naming the pattern.
+    """
+    everywhere = set().union(*ranks.gather(matched))
+    for region in plan.regions:
+        if not region.is_type and region.pattern not in everywhere:
+            raise PatternError(
+                f"pipeline: Region({shown(region.pattern)}) matches no module of any stage. A '*' stays within one level and '**' "
+                "crosses levels; paths are those inside each stage's module."
+            )
+
+
+def _differing(plans: list[Plan]) -> list[str]:
+    """Fields of the plans that are not the same in all, with their values."""
+    out = []
+    for field in dataclasses.fields(Plan):
+        values = list(dict.fromkeys(repr(getattr(plan, field.name)) for plan in plans))
+        if len(values) > 1 and field.name != "provenance":
+            out.append(f"{field.name} ({' and '.join(values[:3])})")
+    return out

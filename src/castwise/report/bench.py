@@ -1,0 +1,186 @@
+"""What a bench found, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from castwise.report import words
+from castwise.report.bench_plots import PICTURES, baseline
+from castwise.report.grids import Columns, Grid, Line, Row
+
+__all__ = ["PICTURES", "grids", "headline", "interval_note", "lines", "notes", "values"]
+
+Record = Mapping[str, Any]
+
+_MEMORY = {
+    "training peak": "training_peak_bytes",
+    "inference peak": "inference_peak_bytes",
+    "kept for backward": "saved_bytes",
+}
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """A bench's answer, its tables and remarks, for the terminal."""
+    small = (interval_note(record), words.where(record))
+    return [
+        Line(headline(record), "bold"), Line(), *grids(record), *(Line(note, "yellow") for note in notes(record)),
+        *(Line(said, "dim") for said in small),
+    ]  # fmt: skip
+
+
+def values(record: Record) -> dict[str, Any]:
+    """The same for the page."""
+    return {
+        "answer": headline(record), "grids": grids(record), "notes": notes(record), "interval_note": interval_note(record)
+    }  # fmt: skip
+
+
+# --- in words -----------------------------------------------------------------------------------------------
+
+
+def headline(record: Record) -> str:
+    """The answer that a person came for, in a few sentences.
+
+    A difference inside its interval is called a tie, and a plan that did not learn as well is never the answer.
+    """
+    base = baseline(record)
+    name, workload = base["name"], record["workload"]
+    others = [row for row in record["plans"] if row is not base]
+    if base["status"] != "ok":
+        return f"{name} did not finish on {workload}, so nothing can be compared with it: {base['reason']}."
+    rows = [row for row in others if row["status"] == "ok" and row["training"] and row["training"]["speedup"]]
+    if not rows:
+        why = [f"{row['name']}: {row['reason']}." for row in others if row["reason"]]
+        said = f"On this machine no other plan than {name} could be measured on {workload}."
+        return " ".join([said, *why])
+    sound = [row for row in rows if row["name"] not in record["behind"]]
+    if record["best"] is not None:
+        best = next(row for row in rows if row["name"] == record["best"])
+        said = (
+            f"On this machine {best['name']} trains {workload} {_times(best)} as fast as "
+            f"{name} ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
+        )
+        if record["level_with_best"]:
+            said += f" The measurement does not tell it apart from {words.listed(record['level_with_best'])} in speed."
+    else:
+        best = max(sound or rows, key=lambda row: float(row["training"]["speedup"]["value"]))
+        speed = best["training"]["speedup"]
+        is_tie = speed["low"] <= 1.0 <= speed["high"]
+        near = f"{best['name']} and {name} are a tie" if is_tie else f"{best['name']} comes closest"
+        said = (
+            f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. "
+            f"{near}: {_times(best)} as fast ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
+        )
+    lagging = [row["name"] for row in rows if row not in sound]
+    return said + (f" {_lagging(words.listed(lagging), name)}" if lagging else "")
+
+
+def _times(row: Record) -> str:
+    return words.factor(row["training"]["speedup"]["value"])
+
+
+def _firm(row: Record) -> str:
+    speed = row["training"]["speedup"]
+    return f"{words.level([speed])} interval {words.interval(speed)}"
+
+
+def _lagging(names: str, base: str) -> str:
+    return f"{names} learned visibly less than {base} in the same steps."
+
+
+def _memory_words(row: Record, base: Record) -> str:
+    mine, other = (_bytes(r, "training_peak_bytes") for r in (row, base))
+    return f" with {words.share(mine, other)} peak memory" if mine and other else ""
+
+
+def _loss_words(row: Record, base: Record) -> str:
+    delta = row["final_loss_difference"]
+    if not delta:
+        return "its final loss is not finite" if delta is None else "its final loss is the same"
+    reference = base["final_loss"]
+    part = f", {abs(delta / reference) * 100:.2g} % of {base['name']}'s" if reference else ""
+    return f"its final loss is {abs(delta):.2g} {'higher' if delta > 0 else 'lower'}{part}"
+
+
+def interval_note(record: Record) -> str:
+    """What the numbers in the speed table are."""
+    firm = words.level(row["training"]["speedup"] for row in record["plans"] if row["training"])
+    return (
+        f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds, "
+        f"{record['steps']} training steps in all; speeds come with their {firm} interval from paired rounds. "
+        "An interval that contains 1 is a tie."
+    )
+
+
+def notes(record: Record) -> list[str]:
+    """Sentences below a table: why a plan has no numbers, and what else went wrong."""
+    out = []
+    for row in record["plans"]:
+        if row["status"] in ("unsupported", "failed"):
+            out.append(f"{row['name']}, {row['status']}: {row['reason']}")
+        elif row["status"] == "stopped":
+            out.append(f"{row['name']} was {row['reason']}.")
+        elif row["name"] in record["behind"]:
+            out.append(_lagging(row["name"], record["baseline"]))
+        out += [f"{row['name']}: {note}" for note in row["notes"]]
+    return out
+
+
+# --- in tables ----------------------------------------------------------------------------------------------
+
+
+def grids(record: Record) -> list[Grid]:
+    """Speed, memory where it was measured, and learning: each narrow enough for a terminal and a phone."""
+    base, rows = baseline(record), record["plans"]
+    versus = f"vs {base['name']}"
+    stages = {"training": "training step"}
+    if any(row["inference"] for row in rows):
+        stages["inference"] = "inference"
+    header = ("plan", *(name for title in stages.values() for name in (title, versus)))
+    timed = ((row["name"], *(cell for stage in stages for cell in _timed(row, stage))) for row in rows)
+    speed = tuple(Row(cells, row["status"]) for cells, row in zip(timed, rows, strict=True))
+    out = [Grid("Speed", header, speed)]
+
+    def held(key: str) -> Callable[[Record], str]:
+        return lambda row: words.against(_bytes(row, key), None if row is base else _bytes(base, key))
+
+    def metric(key: str) -> Callable[[Record], str | None]:
+        return lambda row: None if key not in row["metrics"] else words.loss(row["metrics"][key])
+
+    memory = {
+        name: held(key) for name, key in _MEMORY.items() if any(_bytes(row, key) is not None for row in rows)
+    }
+    if memory:
+        out.append(Grid.of("Memory", rows, {"plan": "name", **memory}, "status"))
+    learning: Columns = {
+        "plan": "name",
+        "final loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else None,
+        versus: lambda row: "" if row is base or row["status"] != "ok" else _difference(row, base),
+        "skipped steps": lambda row: row["skipped_steps"] if row["status"] == "ok" else None,
+    }
+    metrics = {key: metric(key) for key in sorted({key for row in rows for key in row["metrics"]})}
+    return [*out, Grid.of("Learning", rows, {**learning, **metrics}, "status")]
+
+
+def _timed(row: Record, stage: str) -> tuple[str, str]:
+    """The time, and the speed against the baseline; in place of them what kept a plan from being timed."""
+    timing = row[stage]
+    if timing is not None:
+        return words.step(timing["step"]) or "-", words.speed(timing["speedup"]) or ""
+    if row["status"] == "ok" or stage != "training":
+        return "-", ""
+    return row["status"], row["reason"].removeprefix("stopped: ") if row["status"] == "stopped" else ""
+
+
+def _bytes(row: Record, key: str) -> Any:
+    return (row["memory"] or {}).get(key)
+
+
+def _difference(row: Record, base: Record) -> str:
+    """A plan's final loss against the baseline's, with sign and percentage."""
+    delta, reference = row["final_loss_difference"], base["final_loss"]
+    if not delta:
+        return "" if delta is None else "the same"
+    relative = f" ({delta / abs(reference):+.1%})" if reference else ""
+    return f"{delta:+.3g}{relative}".replace("%", " %")

@@ -1,0 +1,81 @@
+"""What a doctor found, in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from castwise.report import words
+from castwise.report.grids import Columns, Grid, Line
+
+__all__ = ["lines"]
+
+Record = Mapping[str, Any]
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """A device, and perhaps a workload on it, for the terminal."""
+    where, band = record["environment"], record["bandwidth"]
+    quartiles = f"{band['gb_per_s_low']:.3g} to {band['gb_per_s_high']:.3g}"
+    return [
+        Line(
+            f"{where['device']} ({where['device_type']}, {where['threads']} threads, torch {where['torch']})",
+            "bold",
+        ),
+        Line(f"Matrix units: {record['units']['sentence']}"),
+        Line(f"Memory: {band['gb_per_s']:.3g} GB/s (quartiles {quartiles})"),
+        Line(),
+        _rates(record["rates"]),
+        _verdicts(record["verdicts"]),
+        *(_workload(record["workload"]) if record["workload"] is not None else ()),
+        *(Line(note, "yellow") for note in record["notes"]),
+    ]
+
+
+def _rates(rates: list[Record]) -> Grid:
+    firsts = {rate["kernel"]: rate for rate in reversed(rates)}
+
+    def ratio(rate: Record) -> str:
+        speed = rate["speedup"]
+        return f"{speed['value']:.2g}x [{speed['low']:.2g}, {speed['high']:.2g}]" if speed else ""
+
+    def rated(rate: Record) -> str | None:
+        ends = [rate["gflops_low"], rate["gflops_high"]]
+        quartiles = "" if None in ends else " ({:,.3g} to {:,.3g})".format(*ends)
+        return None if rate["gflops"] is None else f"{rate['gflops']:,.3g}{quartiles}"
+
+    columns: Columns = {
+        "operator": lambda rate: rate["kernel"] if firsts[rate["kernel"]] is rate else "",
+        "format": "format",
+        "GFLOP/s": rated,
+        "ratio": ratio,
+        "verdict": lambda rate: rate["error"] or (rate["verdict"] or "") + ", small probe" * rate["probe"],
+    }
+    title = "Measured rates, GFLOP/s (quartiles) and ratio to fp32 [interval]"
+    return Grid.of(title, rates, columns, lambda rate: "avoid" if rate["verdict"] == "avoid" else "")
+
+
+def _verdicts(verdicts: list[Record]) -> Grid:
+    def judged(said: Record) -> Any:
+        return said["verdict"] + (f", not in {words.listed(said['avoid_in'])}" if said["avoid_in"] else "")
+
+    columns: Columns = {"format": "format", "verdict": judged, "why": "reason"}
+    return Grid.of("Formats on this device", verdicts, columns, "verdict")
+
+
+def _workload(report: Record) -> list[Line]:
+    profile = report["profile"]
+    median, low, high = (words.time(profile["step_s"][key]) for key in ("median_s", "q1_s", "q3_s"))
+    lines = [
+        Line(f"What limits {report['name']} in fp32", "bold cyan"),
+        Line(
+            f"A training step takes {median} (quartiles {low} to {high}), a batch "
+            f"{words.time(profile['data_s']['median_s'])} to come; {profile['launches']:.0f} operators per step, "
+            f"{1 - profile['outside_share']:.0%} of their time in matrix products and convolutions."
+        ),
+    ]
+    for finding in report["findings"]:
+        lines += [Line(f"- {finding['sentence']}", "yellow"), Line(f"  {finding['advice']}")]
+    if not report["findings"]:
+        lines.append(Line("Nothing stands out: matrix products decide, and their sizes fit."))
+    return lines

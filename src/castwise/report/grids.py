@@ -1,0 +1,145 @@
+"""A table as plain text, which the terminal and the page show each in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+__all__ = ["Columns", "Grid", "Line", "Row", "terminal"]
+
+Said = str | Callable[[Any], Any]
+Columns = Mapping[str, Said]
+
+_STYLES = {
+    "chosen": "bold green", "fast": "green", "no gain": "dim", "avoid": "yellow", "stopped": "yellow",
+    "unsupported": "yellow", "failed": "yellow",
+}  # fmt: skip
+"""Colours of rows in the terminal, by status."""
+_WORDS = ("plan", "region", "modules", "module", "format", "operator", "verdict", "why")
+"""Columns that hold words; the others hold numbers, which stand to the right."""
+
+
+class Line(NamedTuple):
+    """A paragraph of text, and rich's name of its style."""
+
+    text: str = ""
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+        cells: As many as the table has columns; ``-`` where something was not measured.
+        status: What sets the row apart, such as ``chosen`` or ``failed``; else empty.
+        why: The reason of it, in a clause.
+    """
+
+    cells: tuple[str, ...]
+    status: str = ""
+    why: str = ""
+
+    @property
+    def tag(self) -> str:
+        """The status, where a page says it beside the name."""
+        return self.status if self.status in ("chosen", "baseline", "rejected") else ""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        title: What it is about.
+        header: Column names; the first column holds what rows are about.
+        rows: From the top down.
+        wraps: Whether numbers may wrap where the terminal is narrow, or only words.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[Row, ...]
+    wraps: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        records: Iterable[Mapping[str, Any]],
+        columns: Columns,
+        status: Said = "",
+        why: Said = "",
+    ) -> Grid:
+        """Make a table of records, one per row.
+
+        Args:
+            title: What it is about.
+            records: From the top down.
+            columns: By name what each says of a record: the name of a value, or a function of it; ``-`` for None.
+            status: The row's status, said in the same way; empty for none.
+            why: The reason of it.
+        """
+
+        def cell(said: Said, record: Mapping[str, Any]) -> str:
+            value = said(record) if callable(said) else record[said] if said else ""
+            return "-" if value is None else str(value)
+
+        rows = (
+            Row(
+                tuple(cell(said, record) for said in columns.values()),
+                cell(status, record),
+                cell(why, record),
+            )
+            for record in records
+        )
+        return cls(title, tuple(columns), tuple(rows))
+
+    def where(self, status: str, has: bool = True) -> Grid:
+        """The table with the rows that have a status, or with the others."""
+        return replace(self, rows=tuple(row for row in self.rows if (row.status == status) is has))
+
+    def only(self, title: str, *columns: str) -> Grid:
+        """A table of some of the columns, or of ``why``, whose numbers do not wrap."""
+        places = [(*self.header, "why").index(name) for name in columns]
+        rows = (replace(row, cells=tuple((*row.cells, row.why)[at] for at in places)) for row in self.rows)
+        return Grid(title, columns, tuple(rows), wraps=False)
+
+
+def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
+    """Tables and lines, from the top down, for ``rich.print``."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(*(_table(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines))
+
+
+def _table(grid: Grid) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=grid.title, title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )  # fmt: skip
+    marked = any(row.status == "chosen" for row in grid.rows)
+    if marked:
+        table.add_column("")
+    for name in grid.header:
+        words = name in _WORDS
+        table.add_column(
+            Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
+            min_width=12 if name == "plan" else None,
+        )  # fmt: skip
+    for row in grid.rows:
+        name, *cells = row.cells
+        if grid.header[0] == "plan":
+            name = name.replace("+", " +")  # so that a plan's line may wrap between its parts
+        mark = [">" if row.status == "chosen" else ""] if marked else []
+        table.add_row(*map(Text, [*mark, name, *cells]), style=_STYLES.get(row.status))
+    return table

@@ -1,0 +1,58 @@
+"""A record as a table in the terminal, and as a page: one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from castwise.report import bench, doctor, parity, plots, train, tune, words
+from castwise.report.grids import terminal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["page", "table", "write"]
+
+_KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "train": train}
+"""By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
+
+
+def table(record: Mapping[str, Any]) -> RenderableType:
+    """What a result's record says, for ``rich.print``; readable from 80 columns on."""
+    return terminal(_KINDS[record["kind"]].lines(record))
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The page of a bench's or a search's record: HTML with its style and pictures inside.
+
+    It fits wide and narrow screens, light and dark; what was not measured is None or empty in the record, and left out.
+    """
+    import jinja2
+
+    room = importlib.resources.files("castwise.report")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: room.joinpath(name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    kind = _KINDS[record["kind"]]
+    pictures = [
+        (name, plots.to_svg(figure, kind.PICTURES[name].label), kind.PICTURES[name].caption)
+        for name, figure in plots.draw(kind.PICTURES, record, plots.SENTINEL).items()
+    ]
+    template = environment.get_template(f"{record['kind']}.html.j2")
+    return template.render(record=record, pictures=pictures, where=words.where(record), **kind.values(record))
+
+
+def write(record: Mapping[str, Any], path: Path) -> list[Path]:
+    """Write the page to ``path`` and its pictures as PNG files beside it; returns their paths, the page's first."""
+    path.write_text(page(record), encoding="utf-8")
+    figures = plots.draw(_KINDS[record["kind"]].PICTURES, record)
+    return [
+        path,
+        *(plots.save_png(figure, path.with_name(f"{name}.png")) for name, figure in figures.items()),
+    ]

@@ -1,0 +1,261 @@
+"""What a search for a plan found, in the terminal and as a page that a person can decide from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from castwise.report import words
+from castwise.report.grids import Columns, Grid, Line
+from castwise.report.tune_plots import PICTURES
+
+__all__ = [
+    "PICTURES", "answer", "facts", "interval_note", "lines", "plan_grid", "region_grid", "remarks", "scale_sentences",
+    "settings", "stage_grid", "values", "verification_sentence",
+]  # fmt: skip
+
+Record = Mapping[str, Any]
+
+_MOST = 12
+"""Rows of a list in the terminal."""
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """A search's answer, the plans that it compared and why others were rejected, for the terminal."""
+    plans, apart = plan_grid(record), region_grid(record).where("apart")
+    kept, lost = plans.where("rejected", False), plans.where("rejected")
+    grids = (
+        kept.only("Speed", "plan", "training step", "vs fp32", "vs autocast"),
+        kept.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
+        replace(apart, rows=apart.rows[:_MOST]).only(
+            "Kept in another format", "region", "modules", "format", "why"
+        ),
+        replace(lost, rows=lost.rows[:_MOST]).only("Rejected", "plan", "why"),
+    )
+    more = len(lost.rows) - _MOST
+    said = verification_sentence(record)
+    return [
+        Line(answer(record), "bold"),
+        Line(),
+        *(grid for grid in grids if grid.rows),
+        *([Line(f"and {more} more in evidence.json", "dim")] if more > 0 else ()),
+        *(Line(note, "yellow") for note in remarks(record)),
+        *([Line(said)] if said else ()),
+        Line(f"The plan: {record['plan']}"),
+        *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
+    ]
+
+
+def values(record: Record) -> dict[str, Any]:
+    """All of it, for the page."""
+    plans = plan_grid(record)
+    return {
+        "answer": answer(record), "remarks": remarks(record), "facts": facts(record),
+        "kept": plans.where("rejected", False), "rejected": plans.where("rejected"),
+        "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
+        "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
+        "command": record["command"] or record["environment"]["command"],
+    }  # fmt: skip
+
+
+# --- in tables ----------------------------------------------------------------------------------------------
+
+
+def plan_grid(record: Record) -> Grid:
+    """The plans that were considered, in the record's order, each with its status and why."""
+    base = _baseline(record)
+    peak = base["peak_bytes"] if base is not None else None
+    columns: Columns = {
+        "plan": "name",
+        "training step": lambda row: words.step(row["time"]),
+        "vs fp32": lambda row: (
+            "1" if row["status"] == "baseline" and row["time"] else words.speed(row["speedup"])
+        ),
+        "vs autocast": lambda row: words.speed(row["versus_autocast"]),
+        "peak memory": lambda row: words.against(row["peak_bytes"], None if row is base else peak),
+        "parity": lambda row: row["parity"] and row["parity"]["verdict"],
+        "damage": lambda row: row["parity"] and _damage(row["parity"]),
+        "loss": lambda row: None if row["loss"] is None else words.loss(row["loss"]),
+    }
+
+    def why(row: Record) -> Any:
+        return row["reason"] or (row["parity"] or row)["reason"]
+
+    return Grid.of("Plans compared", record["candidates"], columns, "status", why)
+
+
+def region_grid(record: Record) -> Grid:
+    """The model's regions, in the model's order; ``apart`` are those kept out of the plan's own format, with why."""
+
+    def apart(row: Record) -> str:
+        return "apart" if row["format"] != record["compute"] else ""
+
+    columns: Columns = {
+        "region": lambda row: row["pattern"] or "(the model itself)",
+        "modules": lambda row: row["kind"] + (f" x{row['modules']}" if row["modules"] != 1 else ""),
+        "format": "format",
+        "time gained": lambda row: _gained(row["time_fp32_s"], row["time_low_s"]),
+        "bias / noise": lambda row: _joined(" / ", words.damage, row["bias"], row["noise"]),
+        "data's noise": lambda row: _joined("", words.damage, row["data_noise"]),
+        "alone": lambda row: (own := row["damage"]) and f"{words.damage(own['value'])} ({own['verdict']})",
+        "gradients": lambda row: _joined(" to ", "{:.1e}".format, row["grad_smallest"], row["grad_largest"]),
+    }
+    return Grid.of("Regions", record["regions"], columns, apart, "reason")
+
+
+def stage_grid(record: Record) -> Grid:
+    """What the search did: stage, time, forward/backwards on numerics, timed steps; the sum last."""
+    stages = record["stages"]
+    sums = {key: sum(stage[key] for stage in stages) for key in ("time_s", "passes", "steps")}
+    columns: Columns = {
+        "stage": "name",
+        "time": lambda row: words.time(row["time_s"]),
+        "forward/backwards": lambda row: f"{row['passes']:,}" if row["passes"] else None,
+        "timed steps": lambda row: f"{row['steps']:,}" if row["steps"] else None,
+    }
+    return Grid.of("What the search did", [*stages, {"name": "in all", **sums}] if stages else [], columns)
+
+
+def _joined(between: str, said: Callable[[float], str], *values: float | None) -> str | None:
+    known = [said(value) for value in values if value is not None]
+    return between.join(known) if len(known) == len(values) else None
+
+
+def _gained(slow: float | None, fast: float | None) -> str | None:
+    if slow is None or fast is None or slow == fast:
+        return None if slow is None or fast is None else "0"
+    factor = f" ({words.factor(slow / fast)})" if slow and fast else ""
+    return f"{'-' if slow < fast else ''}{words.time(abs(slow - fast))}{factor}"
+
+
+def _damage(parity: Record) -> str:
+    """Damage with its interval."""
+    ends = [parity["low"], parity["high"]]
+    if parity["value"] is None or None in ends:
+        return words.damage(parity["value"])
+    said = [words.damage(end) for end in ends]
+    return f"{words.damage(parity['value'])} ({(' to ' if 'e' in ''.join(said) else '-').join(said)})"
+
+
+# --- in words -----------------------------------------------------------------------------------------------
+
+
+def _chosen(record: Record) -> Record | None:
+    """The candidate that was chosen; fp32 where nothing was better, None where nothing was tried."""
+    rows: Sequence[Record] = record["candidates"]
+    chosen = (row for row in rows if row["status"] == "chosen")
+    return next(chosen, None) or next(
+        (row for row in rows if row["status"] == "baseline" and row["plan"] == record["plan"]), None
+    )
+
+
+def _baseline(record: Record) -> Record | None:
+    return next((row for row in record["candidates"] if row["status"] == "baseline"), None)
+
+
+def answer(record: Record) -> str:
+    """The result in a sentence, also where the search ended before it had one."""
+    if record["answer"]:
+        return str(record["answer"])
+    return f"The search ended before it could compare plans on {record['workload']}, so the plan is {record['plan']}."
+
+
+def remarks(record: Record) -> list[str]:
+    """Sentences that a reader should not miss: what is incomplete first."""
+    ended = "The search was interrupted or ran out of its budget: this is what was known by then."
+    return [*([] if record["complete"] else [ended]), *record["notes"]]
+
+
+def facts(record: Record) -> list[tuple[str, str, str]]:
+    """The chosen plan's numbers: what it is, the number, what makes it firm; unmeasured ones left out."""
+    row = _chosen(record)
+    if row is None:
+        return []
+    out = []
+    for label, ratio in (
+        ("over fp32", row["speedup"]),
+        ("over one-line torch.autocast", row["versus_autocast"]),
+    ):
+        if ratio is not None:
+            firm = f"{words.level([ratio])} interval {words.interval(ratio)}"
+            out.append((f"speed {label}", words.factor(ratio["value"]), firm))
+    if row["time"] is not None:
+        out.append(("a training step", words.time(row["time"]["median_s"]), f"{row['rounds']} rounds"))
+    if row["peak_bytes"] is not None:
+        base = _baseline(record)
+        said = ""
+        if base is not None and base is not row and base["peak_bytes"]:
+            said = f"{words.share(row['peak_bytes'], base['peak_bytes'])} than fp32".replace(
+                "as much than", "as much as"
+            )
+        out.append(("peak memory", words.size(row["peak_bytes"]), said))
+    if row["parity"] is not None:
+        firm = f"damage {_damage(row['parity'])}, the relative error of an update"
+        out.append(("gradients", row["parity"]["verdict"], firm))
+    return out
+
+
+def interval_note(record: Record) -> str:
+    """What the numbers in the tables are."""
+    firm, lines = words.level(row["speedup"] for row in record["candidates"]), record["lines"]
+    return (
+        f"Times are medians ± half the interquartile range of interleaved rounds; speeds come with their {firm} "
+        "interval from rounds that both plans ran, and an interval that contains 1 is a tie. Damage is "
+        f"{words.MEANING}, with its 95 % interval: below {lines['pass']:g} passes, above {lines['fail']:g} fails, between the two "
+        "is undecided."
+    )
+
+
+def scale_sentences(record: Record) -> list[str]:
+    """The window of loss scales in words; nothing where fp16 was not in the running."""
+    scale = record["scale"]
+    if scale is None or None in scale.values():
+        return []
+    low, high, init = scale["lowest_scale"], scale["highest_scale"], scale["init"]
+    out = [
+        f"The largest gradient is {scale['largest']:.2g}; gradients below {scale['smallest']:.2g} carry at most one part in "
+        "10,000 of a module's squared gradient."
+    ]
+    if low > high:
+        out.append(
+            f"No loss scale holds both in fp16: below {words.number(low)} the small ones underflow, above {words.number(high)} the large "
+            "ones overflow."
+        )
+    else:
+        out.append(f"fp16 holds both with a loss scale from {words.number(low)} to {words.number(high)}.")
+    out.append(f"Training in fp16 starts with a loss scale of {words.number(init)}, well below overflow.")
+    return out
+
+
+def verification_sentence(record: Record) -> str:
+    """What paired training runs showed; empty where there were none."""
+    found = record["verification"]
+    if found is None:
+        return ""
+    said = {
+        "not worse": "The plan is not worse than fp32 by the margin that was set before",
+        "worse": "The plan is worse than fp32",
+        "not shown": "The runs do not show that the plan is not worse than fp32",
+    }.get(found["verdict"], found["verdict"])
+    numbers = {key: "not finite" if found[key] is None else f"{found[key]:.3g}" for key in
+               ("difference", "upper", "margin", "detectable")}  # fmt: skip
+    return (
+        f"{said}: over {found['seeds']} pairs of {found['steps']} steps its final loss minus fp32's is "
+        f"{numbers['difference']}, with 95 % confidence at most {numbers['upper']}, against a margin of "
+        f"{numbers['margin']}. Such runs would show a difference of {numbers['detectable']} four times out of five."
+    )
+
+
+def settings(record: Record) -> list[tuple[str, str]]:
+    """What was asked for, as pairs of name and value."""
+    out = [("goal", record["goal"]), ("formats", ", ".join(record["formats"]))]
+    for key, value in record["settings"].items():
+        said = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+        if said is not None:
+            name, unit = key.removesuffix("_s").replace("_", " "), " s" if key.endswith("_s") else ""
+            out.append((name, f"{said}{unit}"))
+    for key, label in (("floor", "fp32's own rounding"), ("repeat", "fp32 repeated")):
+        if record[key] is not None:
+            out.append((label, words.damage(record[key])))
+    return out

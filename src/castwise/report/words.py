@@ -1,0 +1,125 @@
+"""Numbers in words, the same in the terminal and on a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "MEANING", "against", "damage", "factor", "interval", "level", "listed", "loss", "number", "share", "size", "speed",
+    "step", "time", "where",
+]  # fmt: skip
+
+Record = Mapping[str, Any]
+
+MEANING = (
+    "the relative error of an update: the square of the error that a plan adds to one update, over the update's own "
+    "expected square"
+)
+"""What damage is, for whoever prints one."""
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+
+
+def time(seconds: float) -> str:
+    """Seconds to three digits in the unit that suits them, as ``12.5 ms``."""
+    unit, size = _unit(seconds)
+    return f"{_digits(seconds / size)} {unit}"
+
+
+def step(summary: Record | None) -> str | None:
+    """Median and half the interquartile range, as ``12.5 ±0.3 ms``."""
+    if summary is None:
+        return None
+    unit, size = _unit(summary["median_s"])
+    median = _digits(summary["median_s"] / size)
+    places = len(median.partition(".")[2])
+    return f"{median} ±{(summary['q3_s'] - summary['q1_s']) / 2 / size:.{places}f} {unit}"
+
+
+def size(count: float) -> str:
+    """Bytes to three digits in powers of 1024, as ``7.46 MiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{_digits(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def against(count: float | None, reference: float | None) -> str:
+    """Bytes, and how many more or fewer than a reference, as ``7.46 MiB (-20 %)``."""
+    if count is None:
+        return "-"
+    change = f" ({count / reference - 1:+.0%})".replace("%", " %") if reference else ""
+    return size(count) + change
+
+
+def factor(value: float) -> str:
+    """A factor to three digits, as ``1.96x``."""
+    return f"{_digits(value)}x"
+
+
+def speed(ratio: Record | None) -> str | None:
+    """A ratio with its interval, as ``1.96x (1.81-2.02)``."""
+    if ratio is None:
+        return None
+    return f"{factor(ratio['value'])} ({interval(ratio).replace(' to ', '-')})"
+
+
+def interval(ratio: Record) -> str:
+    """A ratio's interval, as ``1.81 to 2.02``."""
+    return f"{_digits(ratio['low'])} to {_digits(ratio['high'])}"
+
+
+def level(ratios: Iterable[Record | None]) -> str:
+    """How often intervals cover the truth at least, as ``95 %``, which is also said where there are none."""
+    return f"{min((ratio['level'] for ratio in ratios if ratio), default=0.95) * 100:.3g} %"
+
+
+def loss(value: float | None) -> str:
+    """A loss to four digits; a loss that is not finite has no number in a record."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def damage(value: float | None) -> str:
+    """Damage to two digits; a value that is not finite has no number in a record."""
+    if value is None:
+        return "not finite"
+    return "0" if value == 0 else f"{value:.2g}"
+
+
+def number(value: float) -> str:
+    """A large or small number: thousands in groups, else three digits."""
+    return f"{value:,.0f}" if 1000 <= value < 1e15 else f"{value:.3g}"
+
+
+def share(value: float, reference: float) -> str:
+    """How much less or more than a reference, as ``29 % less``."""
+    change = value / reference - 1.0
+    if abs(change) < 0.005:
+        return "as much"
+    return f"{abs(change) * 100:.0f} % {'less' if change < 0 else 'more'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as people list them: ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def where(record: Record) -> str:
+    """The machine and the versions in a line."""
+    env = record["environment"]
+    castwise = f"castwise {env['castwise']}" + (f" at {env['commit']}" if env["commit"] else "")
+    threads = f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"
+    versions = f"torch {env['torch']}, Python {env['python']}, {castwise}"
+    return f"{env['device']}, {threads}; {versions}; {env['date'][:10]}"
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    return next((u for u in _UNITS if seconds >= u[1]), _UNITS[-1])
+
+
+def _digits(value: float) -> str:
+    if value <= 0:
+        return "0"
+    places = max(0, 2 - math.floor(math.log10(value) + 1e-9))
+    return f"{value:.{min(places, 6)}f}"

@@ -1,0 +1,129 @@
+"""Short training runs of a plan against fp32, paired by seed, with a test of non-inferiority.
+
+The mean over the last steps of (loss under the plan - loss in fp32) is taken per pair; the plan is *not worse* if the upper
+95 % bound of its mean over pairs is below a margin: the larger of the seed-to-seed spread of fp32's own loss and 0.25 % of
+it. A run never shows that two plans are equal, so what it could have shown is reported beside.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from castwise.errors import PlanError
+from castwise.measure import ranks
+from castwise.measure.steps import TrainingRun
+from castwise.numerics.damage import severity
+from castwise.numerics.parity import COMPARABLE, ParityResult
+from castwise.plans.plan import PRESETS, Plan
+from castwise.tuning.evidence import Verification
+from castwise.workload import Workload
+
+__all__ = ["affordable_steps", "is_doubtful", "judge_losses", "train_pairs"]
+
+FEWEST, MOST = 20, 100
+"""Steps of training runs that decide what gradients leave in doubt."""
+DOUBT = 30.0
+"""Up to this many times the lines below which a plan passes, 3 times those above which it fails, training runs may show that
+it does no harm."""
+LAST = 0.2
+"""Share of the steps, at their end, whose losses count."""
+RELATIVE = 0.0025
+_T95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740,
+    1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699,
+)  # fmt: skip
+"""One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom."""
+_POWER = 0.842
+"""The normal distribution's 80 % point."""
+
+
+def train_pairs(
+    workload: Workload,
+    plan: Plan,
+    device: torch.device,
+    *,
+    steps: int,
+    seeds: int,
+    first_seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Verification:
+    """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
+
+    Args:
+        workload: What they train.
+        plan: What one run of each pair trains by.
+        device: Device that both run on.
+        steps: Optimizer steps of each run.
+        seeds: How many pairs, at least 2.
+        first_seed: They count up from here.
+        on_progress: Called with pairs done and pairs in all.
+
+    Raises:
+        PlanError: Fewer than 5 steps or 2 seeds.
+    """
+    if steps < 5 or seeds < 2:
+        raise PlanError(f"verify_steps={steps}, verify_seeds={seeds}: needs 5 steps and 2 seeds at least")
+    last = max(1, round(LAST * steps))
+    reference: list[float] = []
+    candidate: list[float] = []
+    for number in range(seeds):
+        on_progress(number, seeds)
+        for one, ends in ((PRESETS["fp32"], reference), (plan, candidate)):
+            run = TrainingRun(workload, one, device, first_seed + number)
+            try:
+                run.before(steps)
+                try:
+                    run.run(steps)
+                finally:
+                    run.after()
+                ends.append(statistics.fmean(run.losses[-last:]))
+            finally:
+                run.close()
+    on_progress(seeds, seeds)
+    verdicts = ("not worse", "not shown", "worse")
+    return ranks.worst(
+        "the losses of training runs", lambda: judge_losses(reference, candidate, steps),
+        lambda found: (verdicts.index(found.verdict), found.upper),
+    )  # fmt: skip
+
+
+def is_doubtful(found: ParityResult) -> bool:
+    """Whether a plan that did not pass the gradient test is near enough to its lines to be decided by training runs.
+
+    The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
+    """
+    own = max(found.floor, found.repeat)
+    worst = severity(found.damage.value, None if found.adam is None else found.adam.value)
+    return worst <= DOUBT and own <= COMPARABLE * found.damage.value and not found.strayed
+
+
+def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:
+    """How many steps each run of so many pairs can have within ``room_s`` seconds; 0 where there is no time for enough.
+
+    ``a_pair_s`` is one step in fp32 and one of the plan.
+    """
+    steps = int(0.8 * room_s / (a_pair_s * pairs))  # models have to be built too
+    return min(MOST, steps) if steps >= FEWEST else 0
+
+
+def judge_losses(reference: Sequence[float], candidate: Sequence[float], steps: int) -> Verification:
+    """Judge pairs of final losses, fp32's and the plan's by seed, after runs of so many steps.
+
+    ``not worse`` if the upper bound of the mean difference is below the margin, ``worse`` if its lower bound is
+    above, else ``not shown``.
+    """
+    differences = [c - r for c, r in zip(candidate, reference, strict=True)]
+    n = len(differences)
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.645
+    if not all(math.isfinite(d) for d in differences):
+        big = 1.7e308
+        return Verification(steps, n, big, big, 0.0, 0.0, "worse")
+    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(n)
+    margin = max(statistics.stdev(reference), RELATIVE * abs(statistics.fmean(reference)))
+    upper, lower = mean + t * error, mean - t * error
+    verdict = "not worse" if upper < margin else "worse" if lower > margin else "not shown"
+    return Verification(steps, n, mean, upper, margin, (t + _POWER) * error, verdict)

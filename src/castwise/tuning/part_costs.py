@@ -1,0 +1,363 @@
+"""What each region costs in each format: unique modules timed alone, forward and backward, casts included.
+
+A module is called with what it gets in a training step. Three ways are timed, in turns: fp32 among fp32; low among low;
+and fp32 among low, which pays for casts at its border. Where the last beats the second, keeping the region in fp32 saves
+time. This says what is worth a race, and a race on whole steps decides.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.casting import autocast
+from castwise.casting.trees import cast_floating, map_tensors, tensors_in
+from castwise.measure import ranks
+from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.timing import synchronize
+from castwise.numerics.isolation import unspoilt
+from castwise.plans.formats import FORMATS
+from castwise.tuning.parts import Part
+
+__all__ = ["Cost", "losing_parts", "measure_costs", "not_faster"]
+
+HOPELESS = 10.0
+"""A format that takes this many times fp32's time on a small piece of the input is not tried on all of it."""
+SMALL_ELEMENTS = 1 << 14
+"""Size of that piece."""
+ROUNDS = 6
+GAIN = 0.93
+"""A region loses by the low format if fp32 with its casts takes less than this share of the low time."""
+SLOWER = 1.15
+"""A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
+can still make up for less."""
+WORTH = 0.004
+"""A region whose gain is below this share of all regions' time is not worth a candidate."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that one training step spends in a part, all its modules together.
+
+    Attributes:
+        times_s: Per format, among regions of the same format; ``fp32`` is always there.
+        bordered_s: fp32 among regions of the low format, per low format.
+        reasons: Per format that was not timed, why.
+    """
+
+    times_s: dict[str, float]
+    bordered_s: dict[str, float] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Call:
+    """A module as it was called, and how often each part calls modules like it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def work(self) -> int:
+        """About how much there is to do: elements of the largest input, over all calls."""
+        return max((tensor.numel() for tensor in tensors_in(self.args)), default=1) * self.counts.total()
+
+
+def measure_costs(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    parts: Sequence[Part],
+    formats: Sequence[str],
+    device: torch.device,
+    *,
+    channels_last: bool = False,
+    budget_s: float = 12.0,
+    on_progress: Callable[[str], None] = lambda _what: None,
+) -> dict[str, Cost]:
+    """Time every part that has no other inside, what has most to do first.
+
+    Args:
+        model: In fp32, on the device; its modules are copied.
+        loss: Called with the model and the batch, to see with which inputs each module is called.
+        batch: One of the workload's, on the device.
+        parts: As :func:`~castwise.tuning.parts.find_parts` gives them.
+        formats: Low formats to time beside fp32.
+        device: That the model is on.
+        channels_last: Time modules over images in this memory format.
+        budget_s: Once it is spent, remaining modules go without.
+        on_progress: Told what is timed.
+
+    Returns:
+        Costs by the part's pattern; parts with a module that does not run by itself are missing.
+
+    Raises:
+        Exception: What a module raised in a low format, unless it says that the module cannot run there.
+    """
+    costs: dict[str, list[tuple[int, Cost]]] = {}
+    without: set[str] = set()
+    start = ranks.now()
+    calls = _calls(model, loss, batch, [part for part in parts if not part.inner])
+    for call in sorted(calls, key=lambda call: -call.work):
+        cost = None
+        if ranks.now() - start <= budget_s:
+            on_progress(f"{type(call.module).__name__} in {', '.join(call.counts)}")
+            cost = _time(call, formats, device, channels_last)
+        if cost is None:
+            without.update(call.counts)
+            continue
+        for pattern, count in call.counts.items():
+            costs.setdefault(pattern, []).append((count, cost))
+    return {pattern: _sum(found) for pattern, found in costs.items() if pattern not in without}
+
+
+def _sum(costs: list[tuple[int, Cost]]) -> Cost:
+    names = [name for name in costs[0][1].times_s if all(name in cost.times_s for _, cost in costs)]
+    return Cost(
+        {name: sum(count * cost.times_s[name] for count, cost in costs) for name in names},
+        {
+            name: sum(count * cost.bordered_s[name] for count, cost in costs)
+            for name in names
+            if name != "fp32"
+        },
+        {name: why for _, cost in costs for name, why in cost.reasons.items()},
+    )
+
+
+def losing_parts(low: str, costs: dict[str, Cost]) -> list[str]:
+    """Patterns of parts that take less time in fp32, casts included, than in a low format; the largest gain first."""
+    whole = sum(cost.times_s.get(low, cost.times_s["fp32"]) for cost in costs.values())
+    gains = {}
+    for pattern, cost in costs.items():
+        taken = cost.times_s.get(low, math.inf)
+        kept = cost.bordered_s.get(low, cost.times_s["fp32"])
+        if kept < GAIN * taken and (taken == math.inf or taken - kept > WORTH * whole):
+            gains[pattern] = taken - kept
+    return sorted(gains, key=lambda pattern: -gains[pattern])
+
+
+def _calls(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, parts: Sequence[Part]
+) -> list[_Call]:
+    """One call per unique module and input, with how often each part makes it."""
+    modules = dict(model.named_modules())
+    found: dict[str, _Call] = {}
+    handles = []
+    for part in parts:
+        for path in part.paths:
+
+            def hook(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = part.pattern
+            ) -> None:
+                key = _key(module, args, kwargs)
+                if key not in found:
+                    found[key] = _Call(module, *map_tensors(_copy, (args, kwargs)))
+                found[key].counts[pattern] += 1
+
+            handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        with unspoilt(model):
+            loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found.values())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _key(module: nn.Module, args: Any, kwargs: Any) -> str:
+    shapes = [tuple(p.shape) for p in module.parameters()]
+    inputs = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors_in((args, kwargs))]
+    return f"{type(module).__qualname__} {module!r} {shapes} {inputs}"
+
+
+# --- timing one module ---------------------------------------------------------------------------------------
+
+
+def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool) -> Cost | None:
+    """What one call costs in each format; None for a module that does not run by itself."""
+
+    def alone() -> tuple[nn.Module, Any, Any, Callable[[], None]]:
+        module, given = copy.deepcopy(call.module), (call.args, call.kwargs)
+        for inner in module.modules():  # its inputs are leaves here, which nothing may write to
+            if getattr(inner, "inplace", False) is True:
+                inner.inplace = False  # type: ignore[assignment]
+        if channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            given = map_tensors(_to_channels_last, given)
+        run = _runner(module, *given, None, False, device)
+        run()
+        run()  # one that keeps its state may fail the second time
+        return module, *given, run
+
+    try:
+        module, args, kwargs, in_fp32 = ranks.each("a module by itself", alone)
+    except Exception:  # it ran within its model: what it needs from there, or cannot be copied, is missing
+        return None
+    ways: dict[tuple[str, bool], Callable[[], None]] = {("fp32", False): in_fp32}
+    reasons: dict[str, str] = {}
+    for name in formats:
+        try:
+            slowdown = _slowdown_on_a_piece(module, args, kwargs, name, device)
+            if slowdown > HOPELESS:
+                reasons[name] = f"takes {slowdown:.0f} times as long as fp32"
+                continue
+            run = functools.partial(_both, module, args, kwargs, name, device)
+            ways[name, False], ways[name, True] = ranks.each(f"a module in {name}", run)
+        except Exception as error:
+            if not cannot_run(error):
+                raise
+            reasons[name] = unfit(error)
+    seconds = _interleaved(ways, device)
+    return Cost(
+        {name: best for (name, bordered), best in seconds.items() if not bordered},
+        {name: best for (name, bordered), best in seconds.items() if bordered},
+        reasons,
+    )
+
+
+def _both(
+    module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A module among others of a low format, in that format and in fp32; each has run once, which builds kernels."""
+    in_low, in_fp32 = (_runner(module, args, kwargs, low, bordered, device) for bordered in (False, True))
+    in_low()
+    in_fp32()
+    return in_low, in_fp32
+
+
+def _to_channels_last(tensor: Tensor) -> Tensor:
+    if tensor.dim() != 4:
+        return tensor
+    return tensor.detach().contiguous(memory_format=torch.channels_last).requires_grad_(tensor.requires_grad)
+
+
+def _interleaved(
+    ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device
+) -> dict[tuple[str, bool], float]:
+    def a_round() -> list[float]:
+        seconds = []
+        for run in ways.values():
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    rounds = [ranks.slowest("a round of a module", a_round) for _ in range(ROUNDS)]
+    return {way: min(times) for way, times in zip(ways, zip(*rounds, strict=True), strict=True)}
+
+
+def _runner(
+    module: nn.Module, args: Any, kwargs: Any, low: str | None, bordered: bool, device: torch.device
+) -> Callable[[], None]:
+    """Forward and backward of a module in fp32, in a low format, or in fp32 between casts from and to it."""
+    dtype = None if low is None else FORMATS[low].dtype
+    held = args if dtype is None else _as_leaves(cast_floating(args, dtype), args)
+    named = kwargs if dtype is None else _as_leaves(cast_floating(kwargs, dtype), kwargs)
+    gradient: list[Tensor] = []
+
+    def run() -> None:
+        given, keywords = held, named
+        if bordered:
+            given, keywords = cast_floating((given, keywords), torch.float32)
+        low_inside = autocast(low, device_type=device.type) if low and not bordered else nullcontext()
+        with low_inside:
+            output = module(*given, **keywords)
+        out = next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
+        if bordered and out is not None and dtype is not None:
+            out = out.to(dtype)
+        if out is None or not out.requires_grad:
+            return
+        if not gradient:
+            gradient.append(torch.ones_like(out))
+        out.backward(gradient[0])
+        module.zero_grad()
+
+    return run
+
+
+def _as_leaves(cast: Any, original: Any) -> Any:
+    trained = any(tensor.requires_grad for tensor in tensors_in(original))
+    return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point() and trained), cast)
+
+
+def _slowdown_on_a_piece(module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device) -> float:
+    """How many times fp32's time a format takes on a small piece of the input; 1 where none can be cut."""
+    if low != "fp16" or device.type != "cpu":
+        return 1.0
+    for features_first in (False, True):
+        cut = map_tensors(functools.partial(_piece, features_first=features_first), args)
+        plain, reduced = (_runner(module, cut, kwargs, name, False, device) for name in (None, low))
+        try:
+            ranks.together("a module on a piece", plain)
+        except Exception:  # the module does not take such a piece
+            continue
+        break
+    else:
+        return 1.0
+    ranks.together(f"a module on a piece in {low}", reduced)
+    seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device)
+    return seconds[low, False] / max(seconds["fp32", False], 2e-5)  # dispatch alone says nothing
+
+
+def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
+    """The start of a tensor's samples and of its pixels, tokens or frames, never of its features.
+
+    Three axes are ``[batch, tokens, features]`` for some modules and ``[batch, features, frames]`` for others: both are
+    offered, and a module refuses the one that is not its own.
+    """
+    cut = tensor
+    if cut.dim() == 4:
+        cut = cut[:1, :, :16, :16]
+    while cut.dim() > 1 and cut.numel() > SMALL_ELEMENTS and cut.shape[0] > 1:
+        cut = cut[: max(1, cut.shape[0] // 2)]
+    if cut.dim() == 5:
+        cut = cut[:, :, :8, :8, :8]
+    if cut.dim() == 3 and cut.numel() > SMALL_ELEMENTS and features_first:
+        cut = cut[..., : max(16, SMALL_ELEMENTS // cut.shape[1])]
+    elif cut.dim() == 3 and cut.numel() > SMALL_ELEMENTS:
+        cut = cut[:, : max(1, SMALL_ELEMENTS // cut.shape[-1])]
+    return cut.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
+    """Why a low format out of ``formats`` cannot be in the fastest plan, by the costs of parts alone; empty if it may be."""
+    timed = {pattern: cost for pattern, cost in costs.items() if name in cost.times_s or name in cost.reasons}
+    if not timed:
+        return ""
+
+    def total(low: str) -> float:
+        return sum(
+            min(cost.times_s.get(low, math.inf), cost.bordered_s.get(low, cost.times_s["fp32"]))
+            for cost in timed.values()
+        )
+
+    fp32 = sum(cost.times_s["fp32"] for cost in timed.values())
+    pattern, cost = max(timed.items(), key=lambda item: item[1].times_s["fp32"])
+    slow = (
+        cost.reasons.get(name)
+        or f"takes {cost.times_s[name] / cost.times_s['fp32']:.1f} times as long as fp32"
+    )
+    if total(name) > SLOWER * fp32:
+        return f"it is no faster than fp32, by regions alone; {pattern} {slow}"
+    better = [other for other in formats if other != name and total(other) < 0.9 * total(name)]
+    if better and any(name in cost.reasons for cost in timed.values()):
+        return f"{better[0]} is faster in every region that counts; in {name} {pattern} {slow}"
+    return ""
