@@ -74,7 +74,7 @@ def test_an_interrupt_while_it_is_taken_or_given_up(what: Callable[[], Any], alo
     for act in ("take", "close"):
         line = 0
         while True:
-            line += 1 if what is Settings else 5
+            line += 5 if what is Settings else 23
             one = what()
             if act == "close":
                 one.take()
@@ -121,7 +121,7 @@ def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the frames alive
     before, line = held(), 0
     while True:
-        line += 3
+        line += 11
         amp = Amp(PLAN, device="cpu")
         layer = nn.Linear(4, 4)
         amp.prepare(layer)
@@ -148,7 +148,7 @@ def test_what_a_signal_handler_gives_up_meanwhile_is_taken_anew(what: Callable[[
     """At each line of taking it, the other holder lets go."""
     before, line = held(), 0
     while True:
-        line += 1 if what is Settings else 5
+        line += 5 if what is Settings else 23
         one, other = what(), what()
         other.take()
         tracer = Handler(line, other.close)
