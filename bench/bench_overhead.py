@@ -21,7 +21,7 @@ from torch import nn
 import castwise
 from castwise.workload import find_workload
 from common import Results, arguments, compare
-from loops import Loop, training_by_castwise
+from loops import Loop, readme_loop, training_by_castwise
 
 WIDTH, LAYERS, BATCH, RATE = 32, 6, 8, 0.01
 
@@ -78,15 +78,7 @@ def by_castwise(plan: Any, device: torch.device, nonfinite: str = "skip") -> Loo
     amp = castwise.Amp(plan, device=device, nonfinite=nonfinite)
     model, optimizer = amp.prepare(model, optimizer)
     loss_fn = nn.MSELoss()
-
-    def step() -> torch.Tensor:
-        loss = loss_fn(model(x), y)
-        amp.backward(loss)
-        amp.step(optimizer)
-        optimizer.zero_grad()
-        return loss
-
-    return Loop(step)
+    return readme_loop(amp, optimizer, lambda: loss_fn(model(x), y))
 
 
 def by_accelerate(device: torch.device) -> Loop:

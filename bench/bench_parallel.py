@@ -32,7 +32,7 @@ from castwise.measure.timing import paired, race
 from castwise.ranks import ALONE
 from castwise.workload import find_workload
 from common import check_losses_agree, write
-from loops import Loop
+from loops import Loop, readme_loop
 
 GPT = "gpt?layers=4&width=128&context=64&batch=16"
 PLANS = ("fp32", "bf16-mixed", "bf16-master", "bf16-true")
@@ -67,15 +67,7 @@ def by_castwise(device: torch.device) -> Loop:
     amp.prepare(model, optimizer)
     ddp = nn.parallel.DistributedDataParallel(model)
     loss_fn = nn.MSELoss()
-
-    def step() -> torch.Tensor:
-        loss = loss_fn(ddp(x), y)
-        amp.backward(loss)
-        amp.step(optimizer)
-        optimizer.zero_grad()
-        return loss
-
-    return Loop(step)
+    return readme_loop(amp, optimizer, lambda: loss_fn(ddp(x), y))
 
 
 def agreeing(device: torch.device, max_norm: float | None, asks: bool) -> Loop:

@@ -79,9 +79,16 @@ def training_by_castwise(
     model, optimizer, batch = start(workload, device, make_optimizer)
     amp = castwise.Amp(plan, device=device, **options)
     model, optimizer = amp.prepare(model, optimizer)
+    return readme_loop(amp, optimizer, lambda: workload.loss(model, batch))
+
+
+def readme_loop(
+    amp: castwise.Amp, optimizer: torch.optim.Optimizer, loss_of: Callable[[], torch.Tensor]
+) -> Loop:
+    """The loop of the README around a loss on a fixed batch."""
 
     def step() -> torch.Tensor:
-        loss = workload.loss(model, batch)
+        loss = loss_of()
         amp.backward(loss)
         amp.step(optimizer)
         optimizer.zero_grad()

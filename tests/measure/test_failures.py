@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -49,6 +50,23 @@ def test_faults_of_the_code(call: Callable[[], object]) -> None:
     with pytest.raises((LookupError, RuntimeError, TypeError)) as caught:
         call()
     assert not cannot_run(caught.value)
+    assert unfit(caught.value).startswith(f"{type(caught.value).__name__}: ")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.distributions.Categorical(logits=torch.full((2,), float("nan"))),
+        lambda: math.sqrt(-1.0),
+        lambda: math.exp(1e4),
+    ],
+    ids=["distribution", "domain", "overflow"],
+)
+def test_checks_of_the_models_own(call: Callable[[], object]) -> None:
+    """Numbers that a format made, refused: no fault of the code, and said by its own name."""
+    with pytest.raises((ValueError, ArithmeticError)) as caught:
+        call()
+    assert cannot_run(caught.value)
     assert unfit(caught.value).startswith(f"{type(caught.value).__name__}: ")
 
 
