@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Ratio", "Summary", "paired_speedup", "quantile", "summarise"]
+__all__ = ["Ratio", "Summary", "paired_speedup", "quantile", "restarts", "summarise"]
 
 LEVEL = 0.95
 RESAMPLES = 2000
@@ -137,3 +137,69 @@ def _order_statistic(n: int, tail: float) -> int:
             break
         k = index
     return k
+
+
+_T = {
+    0.95: (
+        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
+        2.101, 2.093, 2.086,
+    ),
+    0.99: (
+        63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898,
+        2.878, 2.861, 2.845,
+    ),
+}  # fmt: skip
+"""Two-sided points of Student's t for 1, 2, ... degrees of freedom; beyond the last the last, which is a little wider."""
+_SHARED = 4
+"""Degrees of freedom that the spread of all pairs together counts for, in the spread of each."""
+
+
+def restarts(
+    times_s: Sequence[Sequence[Sequence[float]]], level: float = LEVEL
+) -> dict[tuple[int, int], Ratio]:
+    """How many times as long each of several programs takes as each other, from times of several starts of all.
+
+    Per start, the median over its rounds of the logarithm of the ratio; over starts, their mean and Student's interval. The
+    variance of a pair is drawn towards the mean variance of all pairs, as if that were known with four degrees of freedom:
+    with three starts a pair of its own has two, and its interval would be half as long again for nothing.
+
+    Args:
+        times_s: Per program, per start, per round seconds > 0. Rounds are shared: those of the shorter of two count.
+        level: Coverage, 0.95 or 0.99.
+
+    Returns:
+        By index of the one and the other. With a single start an interval reaches from 0 to infinity.
+
+    Raises:
+        KeyError: Another level.
+    """
+    pairs = [(i, j) for i in range(len(times_s)) for j in range(len(times_s)) if i < j]
+    logs = {(i, j): _log_ratios(times_s[i], times_s[j]) for i, j in pairs}
+    spread = {pair: statistics.variance(found) if len(found) > 1 else None for pair, found in logs.items()}
+    known = [variance for variance in spread.values() if variance is not None]
+    shared = _SHARED if len(known) > 1 else 0
+    out: dict[tuple[int, int], Ratio] = {}
+    for (i, j), found in logs.items():
+        n, own = len(found), spread[i, j]
+        mean = statistics.fmean(found) if found else 0.0
+        half = math.inf
+        if own is not None:
+            freedom = n - 1 + shared
+            variance = (shared * statistics.fmean(known) + (n - 1) * own) / freedom
+            half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / n)
+        out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
+        out[j, i] = Ratio(math.exp(-mean), math.exp(-mean - half), _exp(half - mean), level, n)
+    return out
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700.0 else math.inf
+
+
+def _log_ratios(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
+    """Per start, which both had, the median over the rounds, which both ran, of the logarithm of one / other."""
+    return [
+        statistics.median(math.log(a / b) for a, b in zip(mine, others, strict=False))
+        for mine, others in zip(one, other, strict=False)
+        if mine and others
+    ]
