@@ -23,7 +23,7 @@ from castwise.measure.memory import measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, paired, race
 from castwise.plans.plan import PRESETS, Plan, as_plan
-from castwise.workload import Workload, find_workload, non_finite_parts
+from castwise.workload import Workload, about_data, find_workload
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
@@ -206,11 +206,7 @@ class _Work:
             if row.is_ok:
                 try:
                     if rest:
-                        row.run.before(rest)
-                        try:
-                            row.run.run(rest)
-                        finally:
-                            row.run.after()
+                        row.run.block(rest)
                     self._look(row)
                 except Exception as error:
                     self._lost(row, error)
@@ -223,15 +219,9 @@ class _Work:
         run = self.rows[0].run
         assert run is not None
         if not math.isfinite(run.losses[0]):
-            holders = non_finite_parts(next(iter(self.workload.batches(self.seed))))
-            where = (
-                f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}"
-                if holders
-                else ("from data that is finite, so look at its weights and its loss")
-            )
             raise NonFiniteError(
                 f"workload {self.workload.name!r}: the loss of the first step is {run.losses[0]} in fp32, so no plan "
-                f"can be compared: {where}"
+                f"can be compared: {about_data(next(iter(self.workload.batches(self.seed))))}"
             )
 
     def _look(self, row: _Row) -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting.context import default_device_type
-from castwise.errors import PlanError, WorkloadError
+from castwise.errors import PlanError, WorkloadError, check_count
 from castwise.jobs import Event, Progress
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure import ranks
 from castwise.measure.environment import environment
 from castwise.numerics.batches import endless
-from castwise.numerics.isolation import unspoilt
+from castwise.numerics.isolation import copied, unspoilt
 from castwise.tuning.axes import FORMATS, check_formats
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
@@ -169,9 +169,7 @@ def _check_numbers(settings: Settings) -> None:
     for name, least in (
         ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
     ):  # fmt: skip
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(f"tune({name}={value!r}): needs a whole number >= {least}")
+        check_count("tune", name, getattr(settings, name), least)
     if 0 < settings.verify_steps < 5:
         raise PlanError(f"tune(verify_steps={settings.verify_steps}): needs 0, or 5 steps at least")
     if not settings.budget_s > 0:
@@ -217,7 +215,7 @@ def _workload(
         if device is not None
         else (first.device if first is not None else torch.device("cpu"))
     )
-    original = _copied(model)
+    original = copied(model, "tune")
     made = Workload(
         name=type(model).__name__,
         model=lambda: copy.deepcopy(original),
@@ -227,13 +225,3 @@ def _workload(
         description=f"A {type(model).__name__} given as an object.",
     )
     return made, None, where
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise WorkloadError(
-            f"tune: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach tensors "
-            "that are no parameters or buffers, or give a Workload whose model() builds it"
-        ) from error

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from castwise.casting.trees import to_device
-from castwise.errors import WorkloadError
 from castwise.measure import stats
 from castwise.measure.rates import Loop, Variant, matmul
 from castwise.measure.steps import build_model
 from castwise.measure.timing import paired, race, synchronize
-from castwise.workload import Workload, check_loss
+from castwise.workload import Workload, check_loss, next_batch
 
 __all__ = [
     "OperatorTime",
@@ -195,7 +194,7 @@ def profile_steps(
         optimizer = workload.optimizer(model.parameters())
         batches = iter(workload.batches(seed))
         for number in range(2):
-            batch = to_device(_next(workload, batches), device)
+            batch = to_device(next_batch(workload, batches, number), device)
             _step(workload, model, optimizer, batch, check=number == 0)
         data: list[float] = []
         taken: list[float] = []
@@ -203,7 +202,7 @@ def profile_steps(
         while len(taken) < 3 or (len(taken) < steps and time.perf_counter() - begin < budget_s):
             synchronize(device)
             start = time.perf_counter()
-            batch = _next(workload, batches)
+            batch = next_batch(workload, batches, 2 + len(taken))
             came = time.perf_counter()
             batch = to_device(batch, device)
             synchronize(device)
@@ -212,7 +211,9 @@ def profile_steps(
             synchronize(device)
             data.append(came - start)
             taken.append(time.perf_counter() - ready)
-        ready_made = [to_device(_next(workload, batches), device) for _ in range(PROFILED)]
+        ready_made = [
+            to_device(next_batch(workload, batches, 2 + len(taken) + i), device) for i in range(PROFILED)
+        ]
         with _profiled(device) as profiler:
             for batch in ready_made:
                 _step(workload, model, optimizer, batch)
@@ -224,15 +225,6 @@ def profile_steps(
     return StepProfile(
         step, stats.summarise(data), share, operators, _launches(profiler) / PROFILED, _launch_s(), busy
     )
-
-
-def _next(workload: Workload, batches: Iterator[Any]) -> Any:
-    try:
-        return next(batches)
-    except StopIteration:
-        raise WorkloadError(
-            f"workload {workload.name!r}: batches(seed) ended after a few batches; make it an endless iterator"
-        ) from None
 
 
 def _step(

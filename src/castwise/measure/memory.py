@@ -130,14 +130,11 @@ def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int
     """Measure a plan's memory in this process, which should hold nothing else."""
     training = peak_bytes(lambda: TrainingRun(workload, plan, device, seed), device)
     called = peak_bytes(lambda: InferenceRun(workload, plan, device, seed), device) if inference else None
-    run = TrainingRun(workload, plan, device, seed)
-    run.before(1)
-    try:
-        with count_saved_bytes(run.model) as saved:
-            run.run(1)
-    finally:
-        run.after()
-        run.close()
+    with (
+        contextlib.closing(TrainingRun(workload, plan, device, seed)) as run,
+        count_saved_bytes(run.model) as saved,
+    ):
+        run.block(1)
     method = "bytes held by torch's allocator" if device.type == "cpu" else "max_memory_allocated"
     return Memory(training, called, saved.total_bytes, method)
 
@@ -155,17 +152,14 @@ def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.de
         before = torch.accelerator.memory_allocated(device)
     except (RuntimeError, NotImplementedError):  # MPS keeps no such statistics
         return None
-    run = build()
-    try:
-        _steps(run, _WARMUP)
+    with contextlib.closing(build()) as run:
+        run.block(_WARMUP)
         gc.collect()
         synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        _steps(run, 1)
+        run.block(1)
         synchronize(device)
         return int(torch.accelerator.max_memory_allocated(device)) - before
-    finally:
-        run.close()
 
 
 def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
@@ -173,7 +167,7 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run = build()
-        _steps(run, _WARMUP)
+        run.block(_WARMUP)
         gc.collect()
         run.before(1)
         try:
@@ -207,14 +201,6 @@ def _peak_of_marked_step(events: list[dict[str, Any]]) -> int:
     before = totals[0][1] - memory[0]["args"]["Bytes"]
     held = [total for ts, total in totals if ts < start][-1:]
     return int(max([*held, *(total for ts, total in totals if start <= ts <= end)])) - int(before)
-
-
-def _steps(run: TrainingRun | InferenceRun, steps: int) -> None:
-    try:
-        run.before(steps)
-        run.run(steps)
-    finally:
-        run.after()
 
 
 class _Saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["seed_all", "undisturbed", "unspoilt"]
+from castwise.errors import WorkloadError
+
+__all__ = ["copied", "seed_all", "undisturbed", "unspoilt"]
+
+
+def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
+    """A copy of a model to experiment on.
+
+    Raises:
+        WorkloadError: The model cannot be copied; it names the caller.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise WorkloadError(
+            f"{call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach "
+            "tensors that are no parameters or buffers, or give a Workload whose model() builds it"
+        ) from error
 
 
 def seed_all(seed: int) -> None:

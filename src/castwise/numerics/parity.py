@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting.context import default_device_type
-from castwise.errors import PlanError, WorkloadError
+from castwise.errors import WorkloadError, check_count
 from castwise.numerics.batches import endless
 from castwise.numerics.damage import (
     ADAM_FAIL,
@@ -349,8 +349,7 @@ def parity(
     """
     chosen = as_plan(plan)
     for name, value, least in (("accumulate", accumulate, 1), ("world_size", world_size, 1), ("microbatches", microbatches, 4)):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(f"parity({name}={value!r}): needs a whole number >= {least}")
+        check_count("parity", name, value, least)
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
     where = torch.device(device) if device is not None else _device_of(model)

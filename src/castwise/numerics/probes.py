@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +26,12 @@ from castwise.errors import NonFiniteError, WorkloadError
 from castwise.numerics.damage import Grams, Matrix
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
-from castwise.numerics.isolation import seed_all
+from castwise.numerics.isolation import copied, seed_all
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
-from castwise.workload import non_finite_parts
+from castwise.workload import about_data, check_loss
 
 __all__ = ["REFERENCE", "Micro", "Probe", "Prober"]
 
@@ -126,7 +127,7 @@ class Prober:
         self._batches = batches
         self._seed = seed
         self._eps = FORMATS[dither].eps
-        self.model = self._copy(model).to(device)
+        self.model = copied(model, call).to(device)
         low = [name for name, p in self.model.named_parameters() if p.dtype in LOW_DTYPES]
         if low:
             raise WorkloadError(
@@ -148,16 +149,6 @@ class Prober:
             if p.requires_grad
         }
         self._scales: dict[Plan, float] = {}
-
-    def _copy(self, model: nn.Module) -> nn.Module:
-        try:
-            return copy.deepcopy(model)
-        except Exception as error:
-            raise WorkloadError(
-                f"{self.call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need a copy; "
-                "give tensors that are no parameters or buffers without a graph (detach them), or a Workload whose "
-                "model() builds it"
-            ) from error
 
     def _pick(self, index: int, numel: int) -> Tensor | None:
         if numel <= MOST_ELEMENTS:
@@ -204,20 +195,12 @@ class Prober:
             for name, gradient in zip(self.names, micro.gradients, strict=True)
             if not bool(torch.isfinite(gradient).all())
         ]
-        if micro.loss != micro.loss or micro.loss in (float("inf"), float("-inf")) or bad:
-            holders = non_finite_parts(micro.batch)
-            what = (
-                f"the gradient of {', '.join(bad[:3])}"
-                if micro.loss == micro.loss and bad
-                else f"the loss ({micro.loss})"
-            )
-            why = (
-                f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}"
-                if holders
-                else "from data that is finite, so look at the model's weights and its loss"
-            )
+        if bad or not math.isfinite(micro.loss):
+            sound = math.isfinite(micro.loss)
+            what = f"the gradient of {', '.join(bad[:3])}" if sound else f"the loss ({micro.loss})"
             raise NonFiniteError(
-                f"{self.call}: {what} of batch {number} is not finite in fp32 already, so no plan can be compared: {why}"
+                f"{self.call}: {what} of batch {number} is not finite in fp32 already, so no plan can be compared: "
+                f"{about_data(micro.batch)}"
             )
 
     def floor(self, indices: Sequence[int]) -> Probe:
@@ -309,27 +292,9 @@ class Prober:
         model.zero_grad(set_to_none=True)
         seed_all(micro.seed % 2**32)
         self.passes += 1
-        loss = self._loss(model, micro.batch)
-        self._check_loss(loss)
+        loss = check_loss(self._loss(model, micro.batch), self.call)
         amp.backward(loss)
         return float(loss.detach())
-
-    def _check_loss(self, loss: Any) -> None:
-        call = f"{self.call}: loss(model, batch) returned"
-        if not isinstance(loss, Tensor):
-            raise WorkloadError(
-                f"{call} {type(loss).__name__}; it must return a floating tensor with one element"
-            )
-        if loss.numel() != 1 or not loss.is_floating_point():
-            raise WorkloadError(
-                f"{call} a tensor of shape {list(loss.shape)} and {str(loss.dtype).removeprefix('torch.')}; it must return a "
-                "floating tensor with one element. Reduce it with .mean() or .sum()"
-            )
-        if not loss.requires_grad:
-            raise WorkloadError(
-                f"{call} a tensor without a graph, so the loss is not differentiable: no gradient can reach the model; remove "
-                ".detach(), .item(), argmax or no_grad() from it"
-            )
 
     def _set(self, model: nn.Module, micro: Micro, jitter: float = 0.0) -> None:
         """Put the dithered weights and the buffers of the start into a copy of the model."""
