@@ -21,7 +21,7 @@ from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.measure.memory import measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
-from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, paired, race
+from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
 from castwise.plans.plan import PRESETS, Plan, as_plan
 from castwise.workload import Workload, about_data, find_workload
 
@@ -351,12 +351,8 @@ def _plan_result(row: _Row, base: _Row) -> PlanResult:
 def _timing(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
     if lap is None or lap.done:
         return None
-    times = [t for t in lap.times_s if t is not None]
-    speedup = None
-    if base is not None and not is_base:
-        before, after = paired(base, lap)
-        speedup = stats.paired_speedup(before, after) if before else None
-    return Timing(stats.summarise(times), speedup, tuple(lap.times_s))
+    ratio = speedup(base, lap) if base is not None and not is_base else None
+    return Timing(stats.summarise(lap.seconds), ratio, tuple(lap.times_s))
 
 
 def _stopped(slowdown: float) -> str:

@@ -14,6 +14,7 @@ from castwise.jobs.result import Result
 from castwise.measure import stats
 from castwise.measure.environment import Environment
 from castwise.measure.memory import Memory
+from castwise.measure.timing import Lap, speedup
 
 __all__ = ["BenchResult", "PlanResult", "Timing"]
 
@@ -178,6 +179,5 @@ def _are_level(one: PlanResult, other: PlanResult) -> bool:
     """Whether two plans' own rounds do not tell which is faster."""
     assert one.training is not None
     assert other.training is not None
-    rounds = zip(one.training.rounds_s, other.training.rounds_s, strict=True)
-    pairs = [(a, b) for a, b in rounds if a is not None and b is not None]
-    return bool(pairs) and stats.paired_speedup([a for a, _ in pairs], [b for _, b in pairs]).is_tie
+    ratio = speedup(Lap(list(one.training.rounds_s)), Lap(list(other.training.rounds_s)))
+    return ratio is not None and ratio.is_tie

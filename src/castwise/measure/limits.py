@@ -15,86 +15,37 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from castwise.casting.trees import to_device
 from castwise.measure import stats
-from castwise.measure.rates import Loop, Variant, matmul
+from castwise.measure.rates import ROUNDS, Loop, Variant, matmul
 from castwise.measure.steps import build_model
-from castwise.measure.timing import paired, race, synchronize
+from castwise.measure.timing import race, speedup, synchronize
 from castwise.workload import Workload, check_loss, next_batch
 
 __all__ = [
-    "OperatorTime",
-    "Product",
-    "StepProfile",
-    "operator_class",
-    "padding_gain",
-    "product_of",
-    "profile_steps",
-]
+    "OperatorTime", "Product", "StepProfile", "operator_class", "padding_gain", "product_of", "profile_steps",
+]  # fmt: skip
 
 STEPS = 20
 PROFILED = 5
 BUDGET_S = 4.0
 """Steps are timed until there are STEPS of them or this much time has gone, but three at least."""
 
-MATRIX = frozenset([
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "addbmm",
-    "mkldnn_linear",
-    "mkldnn_linear_backward",
-    "_scaled_mm",
-    "convolution",
-    "_convolution",
-    "mkldnn_convolution",
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-    "miopen_convolution",
-    "convolution_backward",
-    "convolution_overrideable",
-    "_slow_conv2d_forward",
-    "_slow_conv2d_backward",
-    "thnn_conv2d",
-    "slow_conv3d_forward",
-    "mkldnn_rnn_layer",
-    "mkldnn_rnn_layer_backward",
-    "_cudnn_rnn",
-    "_cudnn_rnn_backward",
-    "miopen_rnn",
-    "miopen_rnn_backward",
-])
-"""Operators whose work is matrix products, without the namespace; attention is told apart by its name."""
+MATRIX = frozenset(operator.__name__ for operator in flop_registry) | {
+    "addbmm", "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "cudnn_convolution_transpose",
+    "miopen_convolution", "_slow_conv2d_backward", "thnn_conv2d", "slow_conv3d_forward", "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward",
+}  # fmt: skip
+"""Operators whose work is matrix products, without the namespace: those whose flops torch counts, and others of their kind.
+Attention is told apart by its name."""
 _ATTENTION = ("_attention_", "_dot_product_")
-_VIEWS = frozenset([
-    "as_strided",
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "_reshape_alias",
-    "alias",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "select",
-    "slice",
-    "unsqueeze",
-    "squeeze",
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "resolve_conj",
-    "resolve_neg",
-    "result_type",
-    "to",
-    "lift_fresh",
-    "is_nonzero",
-    "item",
-])
+_VIEWS = frozenset({
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
+    "is_nonzero", "item", "lift_fresh", "permute", "reshape", "resolve_conj", "resolve_neg", "result_type", "select",
+    "slice", "squeeze", "t", "to", "transpose", "unsqueeze", "view",
+})  # fmt: skip
 """Operators that compute nothing; they cost less than one that does, so they are not counted as launches."""
 
 
@@ -387,7 +338,7 @@ def padding_gain(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    rounds: int = 9,
+    rounds: int = ROUNDS,
 ) -> stats.Ratio | None:
     """How much faster a product becomes when its sides are rounded up to the multiples, more arithmetic included.
 
@@ -403,5 +354,4 @@ def padding_gain(
     ]
     steps = max(1, min(200, round(2e7 / max(1, product.m * product.n * product.k))))
     laps = race(runners, rounds=rounds, steps=steps, device=device)
-    before, after = paired(laps["as it is"], laps["padded"])
-    return stats.paired_speedup(before, after) if before else None
+    return speedup(laps["as it is"], laps["padded"])

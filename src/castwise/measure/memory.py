@@ -35,6 +35,7 @@ from castwise.workload import Workload, find_workload
 
 __all__ = ["Memory", "count_saved_bytes", "measure_here", "measure_memory", "peak_bytes"]
 
+TIMEOUT_S = 900.0
 _MARK = "castwise::peak"
 _WARMUP = 2
 """Steps before the one that is measured: optimizer state exists after the first, casts are cached after it."""
@@ -65,9 +66,8 @@ def measure_memory(
     *,
     seed: int = 0,
     inference: bool = True,
-    timeout_s: float = 900.0,
 ) -> Memory:
-    """Measure a plan's memory in a new process, which is ended after ``timeout_s`` seconds.
+    """Measure a plan's memory in a new process, which is ended after ``TIMEOUT_S`` seconds.
 
     A workload that cannot be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this
     process, where the operating system and the device allow it. A specification is one that
@@ -101,10 +101,10 @@ def measure_memory(
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "castwise.measure", str(answer)], env=_alone(os.environ),
-                input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, check=False,
+                input=json.dumps(request), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise CastwiseError(f"memory was not measured: no answer after {timeout_s:g} s") from None
+            raise CastwiseError(f"memory was not measured: no answer after {TIMEOUT_S:g} s") from None
         return _read(answer, done.stderr)
 
 

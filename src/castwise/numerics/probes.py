@@ -348,16 +348,16 @@ class Prober:
             out[name] = Grams(signal * stretch, error * stretch)
         return out
 
-    def preconditioner(self, eps: float = 1e-8) -> list[Tensor]:
+    def preconditioner(self) -> list[Tensor]:
         """Per element 1 / (sqrt(mean over microbatches of g**2) + eps), which turns gradients into Adam's steps.
 
-        A hundredth of the tensor's own root mean square is added to eps, so that an element whose gradient happens to
-        be zero in these batches does not outweigh all others.
+        A hundredth of the tensor's own root mean square is added to Adam's eps, so that an element whose gradient happens
+        to be zero in these batches does not outweigh all others.
         """
         out = []
         for at in range(len(self.names)):
             square = torch.stack([micro.gradients[at] for micro in self.micros]).square().mean(0)
-            floor = eps + 1e-2 * float(square.mean().sqrt()) if square.numel() else eps
+            floor = 1e-8 + (1e-2 * float(square.mean().sqrt()) if square.numel() else 0.0)
             out.append(1.0 / (square.sqrt() + floor))
         return out
 

@@ -34,28 +34,28 @@ FORMATS = ("fp32", "tf32", *LOW)
 """Formats that a search may choose from, the simplest first."""
 
 
-def check_formats(formats: Iterable[str], goal: str, call: str = "tune") -> tuple[str, ...]:
+def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
     """The formats that a user allows, without repetition, in the order of ``FORMATS``.
 
     fp32 is always among them but for ``goal="numerics"``, which takes one low format.
 
     Raises:
-        PlanError: A name that is none, or not one low format for ``numerics``; it names the caller.
+        PlanError: A name that is none, or not one low format for ``numerics``.
     """
     given = (formats,) if isinstance(formats, str) else tuple(formats)
     for name in given:
         if name not in FORMATS:
-            raise PlanError(f"{call}(formats={given!r}): {name!r} is not one of {', '.join(FORMATS)}")
+            raise PlanError(f"tune(formats={given!r}): {name!r} is not one of {', '.join(FORMATS)}")
     if goal == "numerics":
         low = [name for name in dict.fromkeys(given) if name in LOW]
         if len(low) != 1:
             raise PlanError(
-                f"{call}(goal='numerics', formats={given!r}): give the one low format that the model is to run in, "
+                f"tune(goal='numerics', formats={given!r}): give the one low format that the model is to run in, "
                 "formats=('bf16',) or ('fp16',)"
             )
         return tuple(low)
     if not given:
-        raise PlanError(f"{call}(formats=()): give at least one of {', '.join(FORMATS)}")
+        raise PlanError(f"tune(formats=()): give at least one of {', '.join(FORMATS)}")
     return tuple(name for name in FORMATS if name in given or name == "fp32")
 
 
@@ -73,8 +73,8 @@ def whole_step_plans(
 
     Args:
         formats: As :func:`check_formats` returns them.
-        device: Where the model is to run.
-        model: Whose parameters they are.
+        device: That the model is to run on.
+        model: In fp32.
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
         goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.

@@ -19,7 +19,7 @@ import torch
 from castwise.measure import ranks, stats
 from castwise.measure.failures import unfit
 from castwise.measure.steps import TrainingRun
-from castwise.measure.timing import Lap, paired, race
+from castwise.measure.timing import Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import simplicity
 from castwise.workload import Workload
@@ -60,11 +60,12 @@ class Entry:
     @property
     def rounds(self) -> int:
         """Rounds it was timed in."""
-        return sum(t is not None for t in self.times_s)
+        return len(self.lap.seconds)
 
-    def seconds(self) -> list[float]:
-        """Its times."""
-        return [t for t in self.times_s if t is not None]
+    @property
+    def lap(self) -> Lap:
+        """Its times, to be paired with another's."""
+        return Lap(self.times_s)
 
 
 class Contest:
@@ -101,7 +102,6 @@ class Contest:
         self._say = on_progress
         self._runs: dict[Plan, TrainingRun] = {}
         self._initial: Mapping[str, torch.Tensor] | None = None
-        self._rounds = 0
         self._block = 0
         self.entries: dict[Plan, Entry] = {BASELINE: Entry(BASELINE)}
         self.steps = 0
@@ -192,7 +192,7 @@ class Contest:
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
-            self.entries.setdefault(plan, Entry(plan))
+            self.entries.setdefault(plan, Entry(plan, [None] * len(self.entries[BASELINE].times_s)))
         new = [plan for plan in field_ if plan not in self._runs and not self.entries[plan].reason]
         for number, plan in enumerate(new):
             if self._too_late(plan, admit_late):
@@ -257,7 +257,7 @@ class Contest:
             if plan == BASELINE:
                 if lap.error is not None:
                     raise lap.error
-                self._block = max(1, min(16, round(BLOCK_S / min(t for t in lap.times_s if t is not None))))
+                self._block = max(1, min(16, round(BLOCK_S / min(lap.seconds))))
 
     def _open(self, plan: Plan) -> None:
         def build() -> None:  # a run that another rank could not build is closed with the others
@@ -301,23 +301,16 @@ class Contest:
 
     # --- comparing ----------------------------------------------------------------------------------------
 
-    def _pairs(self, before: Plan, after: Plan) -> tuple[list[float], list[float]]:
-        a, b = self.entries[before].times_s, self.entries[after].times_s
-        length = max(len(a), len(b))
-
-        def padded(times: list[float | None]) -> Lap:
-            return Lap([*[None] * (length - len(times)), *times])
-
-        return paired(padded(a), padded(b))
-
     def _ratios(self, plan: Plan, over: Plan = BASELINE) -> list[float]:
         """How many times as fast as another a plan was, in each round that both ran."""
-        return [a / b for a, b in zip(*self._pairs(over, plan), strict=True)]
+        both = paired(self.entries[over].lap, self.entries[plan].lap)
+        return [before / after for before, after in zip(*both, strict=True)]
 
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
         """How many times as fast as another a plan is, by the rounds that both ran; None without any."""
-        before, after = self._pairs(over, plan) if plan in self.entries and over in self.entries else ([], [])
-        return stats.paired_speedup(before, after) if before else None
+        if plan not in self.entries or over not in self.entries:
+            return None
+        return speedup(self.entries[over].lap, self.entries[plan].lap)
 
     def order(self, plans: Sequence[Plan]) -> list[Plan]:
         """Plans by speed over fp32, the fastest first."""

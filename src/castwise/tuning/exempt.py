@@ -76,7 +76,6 @@ class NumericsSearch:
         test: Whose reference has run.
         parts: The model's parts.
         on_progress: Told what is being tried.
-        most_passes: Passes in all, those of the reference included.
 
     Attributes:
         alone: What is known of single parts that ran low alone, by pattern.
@@ -87,12 +86,10 @@ class NumericsSearch:
         test: ParityTest,
         parts: Sequence[Part],
         on_progress: Callable[[str], None] = lambda _what: None,
-        most_passes: int = MOST_PASSES,
     ) -> None:
         self._test = test
         self._parts = list(parts)
         self._say = on_progress
-        self._most = most_passes
         self._first = len(test.prober.micros)
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self.alone: dict[str, Blame] = {}
@@ -103,7 +100,7 @@ class NumericsSearch:
         return self._test.prober.passes
 
     def _left(self) -> int:
-        return self._most - self.passes
+        return MOST_PASSES - self.passes
 
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the microbatches of the search.
@@ -142,7 +139,7 @@ class NumericsSearch:
         return found
 
     def _badness(self, found: ParityResult) -> tuple[int, float]:
-        size = self._severity_of(found)
+        size = found.severity
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
@@ -162,7 +159,7 @@ class NumericsSearch:
         patterns = [part.pattern for part in self._parts]
         kept: dict[str, str] = {}
         order = itertools.count()
-        start = math.inf if found is None else self._severity_of(found)
+        start = math.inf if found is None else found.severity
         queue: list[tuple[float, int, tuple[str, ...]]] = [(-start, next(order), tuple(patterns))]
         result: ParityResult | None = None
         while queue:
@@ -180,7 +177,7 @@ class NumericsSearch:
             if self._left() < reserve + JOINT and result is not None:
                 break
             result = self._joint(repaired)
-            if result is not None and self._severity_of(result) < 1.0:
+            if result is not None and result.severity < 1.0:
                 return self._pruned(plan, kept, result, reserve)
             if not queue:
                 break
@@ -197,7 +194,7 @@ class NumericsSearch:
                 break
             fewer = {p: why for p, why in kept.items() if p != pattern}
             tried = self._joint(exempt(plan, self._parts, fewer))
-            if tried is not None and self._severity_of(tried) < SPENT:
+            if tried is not None and tried.severity < SPENT:
                 kept, result = fewer, tried
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
@@ -209,9 +206,6 @@ class NumericsSearch:
             if not cannot_run(error):
                 raise
             return None  # more has to be kept
-
-    def _severity_of(self, found: ParityResult) -> float:
-        return severity(found.damage.value, None if found.adam is None else found.adam.value)
 
     def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
         """Run some parts low and the rest in fp32."""

@@ -227,7 +227,7 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
     """Pairs of training runs of a plan and fp32; None without the time for them."""
     settings, contest = search.settings, search.contest
     assert contest is not None
-    a_pair_s = sum(statistics.median(contest.entries[p].seconds()) for p in (FP32, plan))
+    a_pair_s = sum(statistics.median(contest.entries[p].lap.seconds) for p in (FP32, plan))
     room_s = min(TRAINING_SHARE * settings.budget_s, search.left_s())
     steps = settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
     if not steps:

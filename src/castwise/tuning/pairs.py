@@ -17,7 +17,6 @@ import torch
 from castwise.errors import PlanError
 from castwise.measure import ranks
 from castwise.measure.steps import TrainingRun
-from castwise.numerics.damage import severity
 from castwise.numerics.parity import COMPARABLE, ParityResult
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.evidence import Verification
@@ -84,8 +83,7 @@ def is_doubtful(found: ParityResult) -> bool:
     The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
     """
     own = max(found.floor, found.repeat)
-    worst = severity(found.damage.value, None if found.adam is None else found.adam.value)
-    return worst <= DOUBT and own <= COMPARABLE * found.damage.value and not found.strayed
+    return found.severity <= DOUBT and own <= COMPARABLE * found.damage.value and not found.strayed
 
 
 def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:

@@ -140,7 +140,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
         why = contest.reason(plan, chosen)
     if plan == FP32:
         status = "baseline"
-    times, losses = entry.seconds(), entry.losses[-LAST:]
+    times, losses = entry.lap.seconds, entry.losses[-LAST:]
     return Candidate(
         name=name_of(plan), plan=str(plan), status=status, reason=why, rounds=len(times),
         time=stats.summarise(times) if times else None, speedup=_ratio(search, plan, FP32),

@@ -29,9 +29,8 @@ from castwise.measure import ranks
 from castwise.measure.steps import build_model
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
-from castwise.numerics.parity import ParityTest, is_adam
+from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
-from castwise.plans.formats import LOW
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.exempt import NumericsSearch
 from castwise.tuning.exemptions import find_exemptions
@@ -94,10 +93,9 @@ class Search(SearchState):
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
         adam = ranks.same("the optimizer", is_adam(workload.optimizer(model.parameters())))
-        low = [name for name in settings.formats if name in LOW]
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
-            call=f"tune({workload.name!r})", dither="fp16" if low == ["fp16"] else "bf16",
+            call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
         )  # fmt: skip
         self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam)
         self.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
