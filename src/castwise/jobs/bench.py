@@ -183,26 +183,18 @@ class _Work:
                 self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
                 continue
             initial = initial or row.run.weights()
-        runners: list[tuple[str, Runner]] = [(row.name, row.run) for row in self.rows if row.run is not None]
-        counts = dict.fromkeys((name for name, _ in runners), 0)
-
-        def on_block(name: str, taken: int) -> None:
-            counts[name] += taken
-            if counts[name] == WARMUP and name == self.rows[0].name:
-                self._check_baseline()
-            self.progress(Event("training", name, counts[name], self.steps))
-
-        timed = self.rounds * self.per_round
-        laps = race(
-            runners, rounds=self.rounds, steps=self.per_round, device=self.device,
-            warmup=WARMUP, hopeless=self.hopeless, on_block=on_block,
-        )  # fmt: skip
+        laps = self._race(
+            "training", [(row.name, row.run) for row in self.rows if row.run is not None], self.steps
+        )
         for row in self.rows:
             if row.run is None:
                 continue
-            row.training = laps[row.name]
-            self._settle(row, row.training, "training")
-            rest = self.steps - WARMUP - timed
+            row.training = lap = laps[row.name]
+            if lap.error is not None:
+                self._lost(row, lap.error, first=not any(lap.times_s))
+            elif lap.slowdown is not None:
+                row.found(status="stopped", reason=_stopped(lap.slowdown))
+            rest = self.steps - WARMUP - self.rounds * self.per_round
             if row.is_ok:
                 try:
                     if rest:
@@ -214,6 +206,23 @@ class _Work:
             row.run.close()
             row.run = None
             self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
+
+    def _race(self, stage: str, runs: list[tuple[str, Runner]], total: int) -> dict[str, Lap]:
+        """Race runs against the first, and tell how far each is of its steps in all."""
+        counts = dict.fromkeys((name for name, _ in runs), 0)
+        base = self.rows[0].name
+
+        def on_block(name: str, taken: int) -> None:
+            counts[name] += taken
+            if stage == "training" and name == base and counts[name] == WARMUP:
+                self._check_baseline()
+            self.progress(Event(stage, name, counts[name], total))
+
+        return race(
+            runs, rounds=self.rounds, steps=self.per_round, device=self.device, warmup=WARMUP, on_block=on_block,
+            # without the baseline there is nothing to be hopeless against
+            hopeless=self.hopeless if runs[0][0] == base else math.inf,
+        )  # fmt: skip
 
     def _check_baseline(self) -> None:
         run = self.rows[0].run
@@ -250,19 +259,8 @@ class _Work:
         if not runs:
             return
         total = WARMUP + self.rounds * self.per_round
-        # without the baseline there is nothing to be hopeless against
-        hopeless = self.hopeless if runs[0][0] is self.rows[0] else math.inf
-        counts = dict.fromkeys((row.name for row, _ in runs), 0)
-
-        def on_block(name: str, taken: int) -> None:
-            counts[name] += taken
-            self.progress(Event("inference", name, counts[name], total))
-
         try:
-            laps = race(
-                [(row.name, run) for row, run in runs], rounds=self.rounds, steps=self.per_round,
-                device=self.device, warmup=WARMUP, hopeless=hopeless, on_block=on_block,
-            )  # fmt: skip
+            laps = self._race("inference", [(row.name, run) for row, run in runs], total)
         finally:
             for _, run in runs:
                 run.close()
@@ -290,12 +288,6 @@ class _Work:
             self.progress(Event("memory", row.name, 1, 1))
 
     # --- results ------------------------------------------------------------------------------------------
-
-    def _settle(self, row: _Row, lap: Lap, stage: str) -> None:
-        if lap.error is not None:
-            self._lost(row, lap.error, first=not any(lap.times_s))
-        elif lap.slowdown is not None:
-            row.found(status="stopped", reason=_stopped(lap.slowdown))
 
     def _lost(self, row: _Row, error: Exception, first: bool = True) -> None:
         """A plan ended with an exception; where the baseline cannot even start, nothing can be compared."""
@@ -341,9 +333,7 @@ def _plan_result(row: _Row, base: _Row) -> PlanResult:
         training=_timing(row.training, base.training, row is base),
         inference=_timing(row.inference, base.inference, row is base),
         final_loss=final,
-        final_loss_difference=final - others[-1]
-        if final is not None and len(others) == len(losses)
-        else None,
+        final_loss_difference=None if final is None or len(others) != len(losses) else final - others[-1],
     )
     return row.result
 

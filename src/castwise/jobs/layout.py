@@ -27,14 +27,7 @@ _MESH_ORDER = ("pp", "dp", "fsdp", "tp")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in a layout, each number counted from 0.
-
-    Attributes:
-        pp: Rank of the pipeline.
-        dp: Replica.
-        fsdp: Shard of the replica.
-        tp: Piece of each layer.
-    """
+    """Where a process stands in a layout: which rank of the pipeline, replica, shard of it and piece of each layer, from 0."""
 
     pp: int = 0
     dp: int = 0

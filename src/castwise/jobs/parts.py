@@ -35,7 +35,6 @@ class Parts(Protocol):
     """What a process trains, prepared by a plan.
 
     Attributes:
-        amp: The session.
         modules: What it holds of the model.
         optimizers: One per module.
         whole: The model, where this process can run all of it by itself.

@@ -22,22 +22,14 @@ __all__ = ["Environment", "command_line", "environment"]
 
 @dataclass(frozen=True)
 class Environment:
-    """Where, when and with what something was measured.
+    """Where, when, by which versions and by which command, paths cut down to their last part, something was measured.
 
     Attributes:
-        device: Name of the device, as its maker gives it.
-        device_type: ``cpu``, ``cuda``, ``xpu`` or ``mps``.
-        cores: Cores this process may use.
-        threads: Threads torch uses for one operator.
+        device: As its maker calls it.
+        cores: That this process may use.
+        threads: That torch uses for one operator.
         capability: The CPU's vector instructions or the GPU's compute capability.
-        torch: Version of torch.
-        python: Version of Python.
-        castwise: Version of castwise.
-        commit: Commit of castwise's own checkout, with ``+`` if files in it were changed, results
-            apart; None when installed.
-        system: Operating system and processor architecture.
-        command: The command, with paths cut down to their last part.
-        date: UTC, to the second, ISO 8601.
+        commit: Of castwise's own checkout, with ``+`` if files in it were changed, results apart; None when installed.
     """
 
     device: str

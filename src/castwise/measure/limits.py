@@ -77,12 +77,9 @@ class Product:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """What one operator takes on one set of shapes.
+    """The calls per step of one operator on one set of shapes, and their share of the time of all operators.
 
     Attributes:
-        name: Such as ``aten::addmm``.
-        share: Of the time of all operators in a step.
-        calls: Per step.
         product: For matrix operators what they multiply, where their shapes tell.
         kind: ``matrix``, ``depthwise``, ``optimizer`` or ``other``.
     """

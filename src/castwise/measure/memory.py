@@ -8,7 +8,6 @@ back is not in it. On an accelerator it is ``max_memory_allocated`` with its pea
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import json
@@ -76,52 +75,36 @@ def measure_memory(
     Raises:
         CastwiseError: The process could not be started or failed; the message says why.
     """
-    request = {
-        "plan": plan.to_json(),
-        "device": str(device),
-        "seed": seed,
-        "inference": inference,
-        "threads": torch.get_num_threads(),
-        "path": sys.path,
-    }
     with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
         answer = Path(folder) / "memory.json"
-        if isinstance(workload, str):
-            request["spec"] = workload
-        else:
-            pickled = _pickle(workload)
-            if pickled is None:
-                _in_fork(
-                    lambda: _answer(answer, lambda: measure_here(workload, plan, device, seed, inference)),
-                    device,
-                )
-                forked = _read(answer, "")
-                return replace(forked, method=f"{forked.method}, one thread")
-            request["pickle"] = base64.b64encode(pickled).decode("ascii")
+        request = _pickle(workload, plan, device, seed, inference)
+        if request is None:
+            assert isinstance(workload, Workload)
+            made = workload
+            _in_fork(
+                lambda: _answer(answer, lambda: measure_here(made, plan, device, seed, inference)), device
+            )
+            forked = _read(answer, "")
+            return replace(forked, method=f"{forked.method}, one thread")
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "castwise.measure", str(answer)], env=_alone(os.environ),
-                input=json.dumps(request), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+                input=pickle.dumps((sys.path, torch.get_num_threads(), request)), capture_output=True, timeout=TIMEOUT_S,
+                check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise CastwiseError(f"memory was not measured: no answer after {TIMEOUT_S:g} s") from None
-        return _read(answer, done.stderr)
+        return _read(answer, done.stderr.decode(errors="replace"))
 
 
 def main(answer: str) -> None:
     """Entry point of the process: a request on standard input, the answer into a file of this path."""
-    request = json.load(sys.stdin)
-    sys.path[:] = request["path"]
+    sys.path[:], threads, request = pickle.load(sys.stdin.buffer)
 
     def measure() -> Memory:
-        torch.set_num_threads(request["threads"])
-        workload = (
-            find_workload(request["spec"])
-            if "spec" in request
-            else pickle.loads(base64.b64decode(request["pickle"]))
-        )
-        plan, device = Plan.from_json(request["plan"]), torch.device(request["device"])
-        return measure_here(workload, plan, device, request["seed"], request["inference"])
+        torch.set_num_threads(threads)
+        workload, *others = pickle.loads(request)  # imports what the workload is made of
+        return measure_here(find_workload(workload) if isinstance(workload, str) else workload, *others)
 
     _answer(Path(answer), measure)
 
@@ -247,13 +230,13 @@ def _alone(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _pickle(workload: Workload) -> bytes | None:
-    """The workload for another process, or None where it would not be found there."""
+def _pickle(workload: Workload | str, *others: object) -> bytes | None:
+    """A workload, and what goes with it, for another process; None where it would not be found there."""
     try:
-        pickled = pickle.dumps(workload)
+        pickled = pickle.dumps((workload, *others))
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
-    return None if b"__main__" in pickled else pickled
+    return None if b"__main__" in pickled and not isinstance(workload, str) else pickled
 
 
 def _in_fork(work: Callable[[], None], device: torch.device) -> None:

@@ -50,7 +50,6 @@ class Variant:
 
     Attributes:
         name: ``fp32``, ``fp32 (tf32 inside)``, ``fp32 (bf16 inside)``, ``bf16`` or ``fp16``.
-        dtype: Of inputs and outputs.
         inside: For fp32 the value of a plan's ``fp32_matmul`` and ``fp32_conv``; fp32 itself is ``ieee``, so that
             the baseline is fp32 where torch defaults to TF32 too.
     """
@@ -101,10 +100,8 @@ class Kernel:
 
     Attributes:
         name: ``matmul``, ``conv3x3``, ``conv1x1`` or ``depthwise``.
-        size: In words.
         flops: Floating-point operations of one call, a multiplication and an addition counted as two.
         inputs: Shapes of its two operands.
-        call: The operator.
     """
 
     name: str
@@ -177,14 +174,9 @@ class Rate:
     """How fast one operator is in one format.
 
     Attributes:
-        kernel: Name of the operator.
-        size: In words.
-        format: Name of the variant.
-        gflops: Median rate, in 1e9 operations per second; None where it could not run.
-        gflops_low: First quartile over rounds.
-        gflops_high: Third quartile.
-        speedup: Ratio to fp32 with its interval; None for fp32 itself and where the times do not give one.
-        verdict: On this operator; None for fp32.
+        gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None where it could not run.
+        speedup: Ratio to fp32; None for fp32 itself and where the times do not give one.
+        verdict: None for fp32.
         probe: Whether it comes from the small probe, since full size would take too long.
         error: Why it could not run; else empty.
     """
@@ -206,7 +198,6 @@ class Judgement:
     """What to do with a format on this device.
 
     Attributes:
-        format: Name of the variant.
         verdict: ``fast`` if an operator gains and, apart from those in ``avoid_in``, none loses.
         reason: The measured ratios, or why it cannot run.
         avoid_in: Operators in which an otherwise fast format loses.
@@ -382,9 +373,7 @@ class Bandwidth:
     """How fast a device moves memory.
 
     Attributes:
-        gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written.
-        gb_per_s_low: First quartile over repetitions.
-        gb_per_s_high: Third quartile.
+        gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written, with its quartiles.
         copied_bytes: Size of what was copied: beyond most caches.
     """
 

@@ -49,26 +49,20 @@ class _RandomState:
     """Torch's random numbers as one candidate sees them: dropout draws the same whatever runs in between."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self._device = device
+        self._modules: list[tuple[Any, tuple[torch.device, ...]]] = [(torch, ())]
+        if device.type != "cpu":
+            self._modules.append((torch.get_device_module(device), () if device.type == "mps" else (device,)))
         with self.in_force():
             torch.manual_seed(seed)
             self._mine = self._get()
         self._outer: list[torch.Tensor] | None = None
 
     def _get(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "mps":
-            states.append(torch.mps.get_rng_state())
-        elif self._device.type != "cpu":
-            states.append(getattr(torch, self._device.type).get_rng_state(self._device))
-        return states
+        return [module.get_rng_state(*where) for module, where in self._modules]
 
     def _set(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._device.type == "mps":
-            torch.mps.set_rng_state(states[1])
-        elif self._device.type != "cpu":
-            getattr(torch, self._device.type).set_rng_state(states[1], self._device)
+        for (module, where), state in zip(self._modules, states, strict=True):
+            module.set_rng_state(state, *where)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:

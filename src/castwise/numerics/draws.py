@@ -51,11 +51,7 @@ def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
 
 
 class Recorder(_torch.OperatorMode):
-    """Writes random draws to a tape, as a context manager.
-
-    Args:
-        tape: Filled from its end.
-    """
+    """Writes random draws to the end of a tape, as a context manager."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -70,10 +66,7 @@ class Recorder(_torch.OperatorMode):
 
 
 class Replayer(_torch.OperatorMode):
-    """Puts the draws of a tape in the place of new ones, in their order, as a context manager.
-
-    Args:
-        tape: Of a run of the same code.
+    """Puts the draws of another run of the same code in the place of new ones, in their order, as a context manager.
 
     Attributes:
         strayed: Draws that had no counterpart on the tape and so are new ones.

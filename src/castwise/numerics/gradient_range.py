@@ -38,7 +38,6 @@ class Histogram:
     """Magnitudes of a region's gradients in fp32.
 
     Attributes:
-        pattern: The region.
         lowest: Exponent of the first bin: bin i counts gradients with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
         counts: Per bin.
         zeros: Gradients that are exactly zero.

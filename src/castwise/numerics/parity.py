@@ -160,7 +160,6 @@ class ParityTest:
     """The test in parts, for callers that judge many plans against one reference.
 
     Attributes:
-        prober: Runs the probes.
         per_update: Microbatches per update.
         adam: Whether to ask in the units of Adam's steps too.
         range: What was seen of the reference's gradients.

@@ -52,9 +52,7 @@ class Micro:
     Attributes:
         batch: On the device.
         seed: Of its dither and its random draws.
-        tape: Its random draws.
         gradients: fp32, one vector per parameter.
-        loss: In fp32.
     """
 
     batch: Any
@@ -69,14 +67,11 @@ class Probe:
     """The gradients of a plan on some microbatches, as errors against the reference.
 
     Attributes:
-        plan: What the model ran by.
         scale: The loss scale that gradients were taken with, None without one.
         indices: Positions of the microbatches in the prober's ``micros``.
         errors: Per microbatch and parameter d_k = h_k - g_k, fp32.
-        finite: Whether every gradient was.
         blame: Names of parameters whose gradients were not finite.
         strayed: Random draws that could not be replayed.
-        losses: Loss per microbatch.
     """
 
     plan: Plan
@@ -86,25 +81,24 @@ class Probe:
     finite: bool = True
     blame: tuple[str, ...] = ()
     strayed: int = 0
-    losses: list[float] = field(default_factory=list)
 
 
 class Prober:
     """Runs probes of one model and one loss.
 
     Args:
-        model: Copied.
+        model: In fp32; it is copied.
         loss: From the model and a batch a scalar.
-        batches: Iterator over batches on any device.
-        device: Where to run.
+        batches: On any device.
+        device: To run on.
         seed: Of dither and random draws.
         call: The caller, for errors.
-        dither: The coarsest format in question, by name.
+        dither: The coarsest format in question.
 
     Attributes:
         passes: Forward/backwards so far.
         micros: The reference's microbatches.
-        names: Names of the trained parameters, in the order of gradients.
+        names: Of the trained parameters, in the order of gradients.
         model: The prober's own copy, to look at.
     """
 
@@ -259,7 +253,7 @@ class Prober:
                 replayer = Replayer(micro.tape)
                 emulate = self.device.type == "cpu" and "fp16" in plan.formats
                 with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
-                    loss = self._backward(model, amp, micro)
+                    self._backward(model, amp, micro)
                 gradients = self._gradients(model, amp.get_scale())
                 blame = [
                     n for n, g in zip(self.names, gradients, strict=True) if not bool(torch.isfinite(g).all())
@@ -267,7 +261,6 @@ class Prober:
                 if blame and not last:
                     return indices[at:]
                 probe.indices.append(index)
-                probe.losses.append(loss)
                 probe.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
                 probe.strayed += replayer.strayed
                 if blame:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from castwise.errors import DeviceError, PlanError
 from castwise.fused import can_fuse
@@ -62,7 +61,6 @@ def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
 def whole_step_plans(
     formats: Sequence[str],
     device: torch.device,
-    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     has_images: bool,
@@ -74,7 +72,6 @@ def whole_step_plans(
     Args:
         formats: As :func:`check_formats` returns them.
         device: That the model is to run on.
-        model: In fp32.
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
         goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
@@ -112,17 +109,13 @@ def whole_step_plans(
     ]
     if unfused:
         numerics += [dataclasses.replace(p, ops=(*p.ops, *unfused)) for p in numerics if p.autocasts]
-    layouts = ("as_is", "channels_last") if has_images and _has_convolution(model) else ("as_is",)
+    layouts = ("as_is", "channels_last") if has_images else ("as_is",)
     steps = ("as_given", "fused") if can_fuse(optimizer) and not _is_fused(optimizer) else ("as_given",)
     plans = [
         dataclasses.replace(plan, memory_format=layout, optimizer=step)
         for plan, layout, step in itertools.product(numerics, layouts, steps)
     ]
     return sorted(plans, key=simplicity), dropped
-
-
-def _has_convolution(model: nn.Module) -> bool:
-    return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -49,12 +49,14 @@ class Entry:
         plan: What it trains by.
         times_s: Seconds per step, per round; None in rounds without it.
         reason: Why it left, empty while it is in.
+        behind: Whether it left since another was faster, and nothing else speaks against it.
         losses: Of the steps it trained.
     """
 
     plan: Plan
     times_s: list[float | None] = field(default_factory=list)
     reason: str = ""
+    behind: bool = False
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -120,10 +122,8 @@ class Contest:
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3) -> list[Plan]:
         """Race plans in heats, fp32 with them, and let go of those that are clearly behind.
 
-        Args:
-            plans: The candidates.
-            keep: Go on until no more than this many are left, or no more can be told apart.
-            rounds: Interleaved rounds in the first heat; each later one has two more.
+        Heats go on until no more than ``keep`` plans are left, or no more can be told apart; the first has so many
+        interleaved ``rounds``, each later one two more.
 
         Returns:
             Those left, the fastest first, fp32 among them if it is.
@@ -150,7 +150,7 @@ class Contest:
             if plan in (leader, BASELINE) or self._best(plan, leader) * LEAVES > 1.0:
                 left.append(plan)
             else:
-                self.entries[plan].reason = self._not_faster(plan, leader)
+                self.entries[plan].reason, self.entries[plan].behind = self._not_faster(plan, leader), True
         return left
 
     def _best(self, plan: Plan, leader: Plan) -> float:
@@ -168,8 +168,8 @@ class Contest:
 
     def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
         """Race the last plans for longer, with others beside them, if they can run, though they have left."""
-        known = {p: self.entries[p].reason for p in beside if p not in plans and p in self.entries}
-        reasons = {p: why for p, why in known.items() if not why or why.startswith("not faster: takes")}
+        again = [self.entries[p] for p in beside if p not in plans and p in self.entries]
+        reasons = {entry.plan: entry.reason for entry in again if entry.behind or not entry.reason}
         for plan in reasons:
             self.entries[plan].reason = ""
         for plan in [p for p in self._runs if p not in (BASELINE, *plans, *reasons)]:
@@ -181,11 +181,8 @@ class Contest:
     def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1, *, admit_late: bool = True) -> None:
         """Run interleaved rounds, in each of which every plan, and fp32, runs one block of steps.
 
-        Args:
-            plans: Who takes part.
-            rounds: How many.
-            longer: How many times as long as usual blocks are.
-            admit_late: Whether plans that have not run yet may still join after the deadline.
+        Blocks are ``longer`` than usual by this factor; with ``admit_late`` plans that have not run yet may still join after
+        the deadline.
 
         Raises:
             Exception: What fp32 raised: without it there is nothing to compare with.

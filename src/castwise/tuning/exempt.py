@@ -72,10 +72,7 @@ class Repair:
 class NumericsSearch:
     """Judges plans against one reference, and repairs them.
 
-    Args:
-        test: Whose reference has run.
-        parts: The model's parts.
-        on_progress: Told what is being tried.
+    The test's reference has run; ``on_progress`` is told what is being tried.
 
     Attributes:
         alone: What is known of single parts that ran low alone, by pattern.
@@ -143,15 +140,9 @@ class NumericsSearch:
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
-        """Keep as few parts in fp32 as make a plan pass.
+        """Keep as few parts in fp32 as make a plan pass that failed, or, without a finding, could not run.
 
-        Args:
-            plan: One that failed, or cannot run.
-            found: Its finding, None where it could not run.
-            reserve: Passes to leave for what comes after.
-
-        Returns:
-            The repaired plan; its ``result`` says whether it passes.
+        The ``result`` of the repair says whether it passes. So many passes as ``reserve`` are left for what comes after.
 
         Raises:
             Exception: What a part raised in a low format, unless it says that the part cannot run there.

@@ -95,7 +95,7 @@ def measure_costs(
         batch: One of the workload's, on the device.
         parts: As :func:`~castwise.tuning.parts.find_parts` gives them.
         formats: Low formats to time beside fp32.
-        device: That the model is on.
+        device: Of model and batch.
         channels_last: Time modules over images in this memory format.
         budget_s: Once it is spent, remaining modules go without.
         on_progress: Told what is timed.

@@ -21,6 +21,11 @@ LEAST_S = 8.0
 
 def measure_peaks(search: SearchState, plans: Sequence[Plan]) -> None:
     """Measure peak memory of plans that have not been measured yet; ``search.peaks`` has it afterwards."""
+
+    def measure(plan: Plan) -> int | None:
+        what, seed = search.spec or search.workload, search.settings.seed
+        return measure_memory(what, plan, search.device, seed=seed, inference=False).training_peak_bytes
+
     for number, plan in enumerate(plans):
         if plan in search.peaks:
             continue
@@ -31,20 +36,14 @@ def measure_peaks(search: SearchState, plans: Sequence[Plan]) -> None:
             break
         search.say(search.now, name_of(plan), number, len(plans))
         try:
-            measure = functools.partial(_peak_bytes, search, plan)
-            peak = ranks.worst(f"the memory of {plan}", measure, lambda found: found or 0)
+            peak = ranks.worst(
+                f"the memory of {plan}", functools.partial(measure, plan), lambda found: found or 0
+            )
         except (CastwiseError, OSError) as error:
             search.notes.append(f"{name_of(plan)}: {error}")
             continue
         if peak is not None:
             search.peaks[plan] = peak
-
-
-def _peak_bytes(search: SearchState, plan: Plan) -> int | None:
-    memory = measure_memory(
-        search.spec or search.workload, plan, search.device, seed=search.settings.seed, inference=False
-    )
-    return memory.training_peak_bytes
 
 
 def peak_and_simplicity(search: SearchState, plan: Plan) -> tuple[float, int]:

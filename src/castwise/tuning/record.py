@@ -93,11 +93,9 @@ def answer(search: Search) -> str:
 
 
 def _why_fp32(search: Search) -> str:
-    unsound = [
-        plan for plan in search.reasons if not search.reasons[plan].startswith(("not faster", "not tested"))
-    ]
-    if unsound:
-        return f"nothing faster passed ({name_of(unsound[0])}: {search.reasons[unsound[0]]})"
+    if search.reasons:
+        plan, reason = next(iter(search.reasons.items()))
+        return f"nothing faster passed ({name_of(plan)}: {reason})"
     return "no plan was faster by more than the measurement can tell"
 
 
@@ -118,7 +116,8 @@ def _finding(search: Search, plan: Plan) -> ParityResult | None:
 def _candidates(search: Search) -> tuple[Candidate, ...]:
     entries = search.contest.entries if search.contest is not None else {}
     rows = [
-        _candidate(search, plan) for plan in dict.fromkeys([FP32, *entries, *search.reasons, search.chosen])
+        _candidate(search, plan)
+        for plan in dict.fromkeys([FP32, *entries, *search.passed_over, *search.reasons, search.chosen])
     ]
 
     def rank(row: Candidate) -> tuple[int, float]:
@@ -132,7 +131,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
     contest, chosen = search.contest, search.chosen
     entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
     found = _finding(search, plan)
-    why = search.reasons.get(plan) or entry.reason
+    why = search.reasons.get(plan) or search.passed_over.get(plan) or entry.reason
     status: Status = "sound" if not why and found is not None and found.verdict == "pass" else "rejected"
     if plan == chosen:
         status, why = "chosen", "the fastest sound plan" if search.settings.goal == "time" else "chosen"

@@ -22,8 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from castwise.casting.trees import tensors_in, to_device
+from castwise.casting.trees import to_device
 from castwise.errors import StateError
 from castwise.measure import ranks
 from castwise.measure.steps import build_model
@@ -119,9 +120,8 @@ class Search(SearchState):
         self.parts = ranks.same("the regions", find_parts(prober.model, step))
         self.used = ranks.same("the operators", frozenset(operators_used(step)))
         self.numerics = NumericsSearch(self.test, self.parts, self.tell)
-        self.images = ranks.same(
-            "images", any(t.dim() == 4 and t.is_floating_point() for t in tensors_in(micros[0].batch))
-        ) or any(part.kind.startswith(("Conv2d", "ConvTranspose2d")) for part in self.parts)
+        used = [prober.model.get_submodule(path) for part in self.parts for path in part.paths]
+        self.images = any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in used)
 
     def _second_look(self) -> None:
         """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""

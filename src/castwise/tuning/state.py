@@ -33,21 +33,7 @@ Say = Callable[[str, str, int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks of a search.
-
-    Attributes:
-        formats: Allowed ones, as ``axes.check_formats`` returns them.
-        goal: ``time``, ``memory`` or ``numerics``.
-        accumulate: Microbatches accumulated per update.
-        world_size: Data-parallel ranks.
-        compile: Whether the model will be compiled.
-        warmup_steps: fp32 steps before the second look at the numerics; 0 for none.
-        verify_steps: Steps of the training runs at the end; 0 for none.
-        verify_seeds: How many pairs of them.
-        budget_s: Seconds it may take; what takes part in the race adapts to it.
-        memory: Whether to measure peak memory, a process per plan.
-        seed: Of everything.
-    """
+    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them."""
 
     formats: tuple[str, ...] = ("fp32", "bf16", "fp16")
     goal: str = "time"
@@ -69,19 +55,18 @@ class SearchState:
     Attributes:
         workload: What is tuned.
         spec: How another process finds it, where it can.
-        device: Device that everything is measured on.
-        settings: What was asked for.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model in fp32, as the search found it; set by the first stage, as are the next four.
+        model: The model in fp32, as the search found it; set by the first stage, as are the next five.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
         parts: The model's regions.
         used: ATen operators that a training step's forward runs.
-        images: Whether a memory format means anything.
-        costs: Of them, by pattern.
+        images: Whether a memory format means anything: the model convolves over images.
+        costs: Of the parts, by pattern.
         contest: The race; None for ``goal="numerics"``.
         findings: Parity per plan's numerics.
-        reasons: Why a plan was rejected, where the race does not say.
+        reasons: What speaks against a plan, where the race does not say.
+        passed_over: Why a plan was not tried, of which nothing else is known.
         kept: Why the chosen plan keeps parts in fp32.
         peaks: Peak bytes per plan.
         stages: What was done.
@@ -108,6 +93,7 @@ class SearchState:
     numerics: NumericsSearch | None = None
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
     reasons: dict[Plan, str] = field(default_factory=dict)
+    passed_over: dict[Plan, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     peaks: dict[Plan, int] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
