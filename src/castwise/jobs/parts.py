@@ -20,15 +20,8 @@ from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
 __all__ = [
-    "Parts",
-    "Whole",
-    "build_whole",
-    "check_workload",
-    "evaluate",
-    "evaluate_whole",
-    "full_weights",
-    "shard",
-]
+    "Parts", "Whole", "build_whole", "check_workload", "evaluate", "evaluate_whole", "full_weights", "shard",
+]  # fmt: skip
 
 
 class Parts(Protocol):

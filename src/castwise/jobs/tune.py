@@ -18,7 +18,6 @@ from castwise.jobs import Event, Progress
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure import ranks
-from castwise.measure.environment import environment
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import copied, unspoilt
 from castwise.tuning.axes import FORMATS, check_formats
@@ -30,7 +29,6 @@ from castwise.workload import Workload, find_workload
 __all__ = ["TuneResult", "tune"]
 
 GOALS = ("time", "memory", "numerics")
-DEFAULT_FORMATS = FORMATS
 
 
 def tune(
@@ -40,7 +38,7 @@ def tune(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     batches: Any = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    formats: Sequence[str] = DEFAULT_FORMATS,
+    formats: Sequence[str] = FORMATS,
     goal: str = "time",
     accumulate: int = 1,
     world_size: int | None = None,
@@ -111,25 +109,24 @@ def tune(
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         search = Search(found, where, settings, spec)
         search.say = _teller(search, progress)
-        command = environment(where).command
         try:
             with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
                 search.run()
         except KeyboardInterrupt as interrupt:
             if out is not None and ranks.rank() == 0:
-                paths = _result(search, command).save(out)
+                paths = _result(search).save(out)
                 interrupt.add_note(
                     "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                 )
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
-        return _result(search, command)
+        return _result(search)
 
 
 def _settings(formats: Sequence[str], goal: str, **others: Any) -> Settings:
     if goal not in GOALS:
         raise PlanError(f"tune(goal={goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
-    if goal == "numerics" and tuple(formats) == DEFAULT_FORMATS:
+    if goal == "numerics" and tuple(formats) == FORMATS:
         formats = ("bf16",)
     settings = Settings(formats=check_formats(formats, goal), goal=goal, **others)
     _check_numbers(settings)
@@ -147,8 +144,8 @@ def _teller(search: Search, progress: Progress | None) -> Say:
     return say
 
 
-def _result(search: Search, command: str) -> TuneResult:
-    record = evidence(search, command)
+def _result(search: Search) -> TuneResult:
+    record = evidence(search)
     chosen = next(c for c in record.candidates if c.plan == record.plan)
     provenance = {
         "by": f"castwise {record.environment.castwise}",

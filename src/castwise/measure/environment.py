@@ -46,8 +46,8 @@ class Environment:
     date: str
 
 
-def environment(device: torch.device | str = "cpu", command: str | None = None) -> Environment:
-    """What this process measures on; ``command`` is by default this process's command line."""
+def environment(device: torch.device | str = "cpu") -> Environment:
+    """What this process measures on, and its command line."""
     device = torch.device(device)
     return Environment(
         device=_device_name(device),
@@ -60,7 +60,7 @@ def environment(device: torch.device | str = "cpu", command: str | None = None) 
         castwise=_version(),
         commit=_commit(),
         system=f"{platform.system()} {platform.machine()}",
-        command=command_line(sys.argv) if command is None else command,
+        command=command_line(sys.argv),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 

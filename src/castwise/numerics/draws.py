@@ -7,7 +7,6 @@ torch tags as random is recorded in the reference and put in the place of the ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +17,11 @@ from castwise import _torch
 __all__ = ["Recorder", "Replayer", "Tape"]
 
 
-@dataclass
-class Tape:
-    """The random draws of one forward and backward.
+Tape = list[tuple[str, Tensor | None]]
+"""The random draws of one forward and backward: each operator, and what it drew.
 
-    Attributes:
-        draws: Operator, and what it drew; None where it cannot be replayed (attention with dropout inside a kernel).
-    """
-
-    draws: list[tuple[str, Tensor | None]] = field(default_factory=list)
+None stands for what cannot be replayed: attention with dropout inside a kernel.
+"""
 
 
 def _drawn(op: Any, out: Any) -> Tensor | None:
@@ -61,7 +56,7 @@ class Recorder(_torch.OperatorMode):
         """Run the operator and keep what it drew."""
         out = op(*args, **kwargs)
         if _is_random(op, kwargs, args):
-            self._tape.draws.append((op.overloadpacket.__name__, _drawn(op, out)))
+            self._tape.append((op.overloadpacket.__name__, _drawn(op, out)))
         return out
 
 
@@ -74,7 +69,7 @@ class Replayer(_torch.OperatorMode):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._rest = list(tape.draws)
+        self._rest = list(tape)
         self.strayed = 0
 
     def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

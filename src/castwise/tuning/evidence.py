@@ -16,15 +16,8 @@ from castwise.numerics.gradient_range import Histogram, ScaleRange
 from castwise.numerics.parity import Verdict
 
 __all__ = [
-    "Candidate",
-    "Damage",
-    "Evidence",
-    "Histogram",
-    "RegionEvidence",
-    "ScaleRange",
-    "Stage",
-    "Verification",
-]
+    "Candidate", "Damage", "Evidence", "Histogram", "RegionEvidence", "ScaleRange", "Stage", "Verification",
+]  # fmt: skip
 
 Status = Literal["baseline", "chosen", "sound", "rejected"]
 LINES = {"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_FAIL}

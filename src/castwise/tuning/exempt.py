@@ -91,13 +91,9 @@ class NumericsSearch:
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self.alone: dict[str, Blame] = {}
 
-    @property
-    def passes(self) -> int:
-        """Forward/backwards so far."""
-        return self._test.prober.passes
-
-    def _left(self) -> int:
-        return MOST_PASSES - self.passes
+    def left(self) -> int:
+        """Forward/backwards that it may still take."""
+        return MOST_PASSES - self._test.prober.passes
 
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the microbatches of the search.
@@ -156,7 +152,7 @@ class NumericsSearch:
         while queue:
             while queue and -sum(weight for weight, _, _ in queue) > SPENT:
                 _, _, group = heapq.heappop(queue)
-                if len(group) == 1 or self._left() < reserve + JOINT + 2 * QUICK:
+                if len(group) == 1 or self.left() < reserve + JOINT + 2 * QUICK:
                     blame = self.alone.get(group[0])
                     for pattern in group:
                         kept[pattern] = _because(blame)
@@ -165,7 +161,7 @@ class NumericsSearch:
                     blame = self._probe(plan, half)
                     heapq.heappush(queue, (-blame.severity, next(order), half))
             repaired = exempt(plan, self._parts, kept)
-            if self._left() < reserve + JOINT and result is not None:
+            if self.left() < reserve + JOINT and result is not None:
                 break
             result = self._joint(repaired)
             if result is not None and result.severity < 1.0:
@@ -181,7 +177,7 @@ class NumericsSearch:
     def _pruned(self, plan: Plan, kept: dict[str, str], result: ParityResult, reserve: int) -> Repair:
         """Give back what need not be kept, the least suspicious first."""
         for pattern in sorted(kept, key=lambda p: self.alone[p].severity if p in self.alone else 0.0)[:-1]:
-            if self._left() < reserve + JOINT:
+            if self.left() < reserve + JOINT:
                 break
             fewer = {p: why for p, why in kept.items() if p != pattern}
             tried = self._joint(exempt(plan, self._parts, fewer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -20,11 +21,9 @@ from castwise.tuning.axes import (
 )
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Verification
-from castwise.tuning.exempt import MOST_PASSES
 from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
-from castwise.tuning.peaks import measure_peaks, peak_and_simplicity
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
 __all__ = ["find_fastest"]
@@ -77,13 +76,17 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
-        measure_peaks(search, plans)
-    left = sorted((p for p in plans if p in search.peaks), key=lambda p: peak_and_simplicity(search, p)) or [
-        FP32
-    ]
+        search.measure_peaks(plans)
+
+    def lightness(plan: Plan) -> tuple[float, int]:
+        """Peak memory to within a hundredth, then simplicity; a plan that was not measured comes last."""
+        peak = search.peaks.get(plan)
+        return (math.inf if peak is None else round(math.log(peak) * 100), simplicity(plan))
+
+    left = sorted((p for p in plans if p in search.peaks), key=lightness) or [FP32]
     with search.stage("parity"):
         sound, _ = _sound(search, left)
-    order = sorted(sound, key=lambda p: peak_and_simplicity(search, p))
+    order = sorted(sound, key=lightness)
     _choose(search, order)
     with search.stage("race"):
         contest.run(list(dict.fromkeys([search.chosen, *order[:2]])), FINAL_ROUNDS // 2)
@@ -169,7 +172,7 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         if plan == FP32:
             sound.append(plan)
             continue
-        left = MOST_PASSES - search.numerics.passes
+        left = search.numerics.left()
         if left < 3 * MICROBATCHES and numerics_of(plan) not in search.findings:
             search.passed_over[plan] = "not tested: the passes for numerics were spent on faster plans"
             continue

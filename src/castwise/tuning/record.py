@@ -25,13 +25,14 @@ LAST = 5
 _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "rejected")
 
 
-def evidence(search: Search, command: str) -> Evidence:
-    """All that a search, ended or interrupted, has found so far; ``command`` repeats it."""
+def evidence(search: Search) -> Evidence:
+    """All that a search, ended or interrupted, has found so far."""
     asked, test, plan = dataclasses.asdict(search.settings), search.test, search.chosen
+    where = environment(search.device)
     return Evidence(
         workload=search.workload.name,
         description=search.workload.description,
-        command=command,
+        command=where.command,
         goal=asked.pop("goal"),
         formats=asked.pop("formats"),
         plan=str(plan),
@@ -40,7 +41,7 @@ def evidence(search: Search, command: str) -> Evidence:
         answer=answer(search),
         complete=search.complete,
         settings=asked,
-        environment=environment(search.device, command),
+        environment=where,
         world_size=ranks.count(),
         candidates=_candidates(search),
         regions=_regions(search),

@@ -38,7 +38,6 @@ from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
-from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
 
 __all__ = ["Search", "Settings"]
@@ -86,7 +85,7 @@ class Search(SearchState):
                     self._train()
             if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
                 with self.stage("memory"):
-                    measure_peaks(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+                    self.measure_peaks(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
         self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
 
     def _refer(self) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
+from castwise.errors import CastwiseError
 from castwise.measure import ranks
 from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.memory import measure_memory
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import name_of, numerics_of
@@ -27,6 +30,8 @@ __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
 MICROBATCHES = 8
+PEAK_S = 8.0
+"""With less time left than this no further process is started that measures peak memory."""
 
 Say = Callable[[str, str, int, int], None]
 
@@ -191,6 +196,30 @@ class SearchState:
         if repair.result is not None:
             self.findings[repair.plan] = repair.result
         return repair.plan
+
+    def measure_peaks(self, plans: Sequence[Plan]) -> None:
+        """Measure peak memory of plans that have not been measured yet, each in a process of its own."""
+
+        def measure(plan: Plan) -> int | None:
+            what, seed = self.spec or self.workload, self.settings.seed
+            return measure_memory(what, plan, self.device, seed=seed, inference=False).training_peak_bytes
+
+        for number, plan in enumerate(plans):
+            if plan in self.peaks:
+                continue
+            if self.left_s() < PEAK_S:
+                self.notes.append(
+                    f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                )
+                break
+            self.say(self.now, name_of(plan), number, len(plans))
+            try:
+                peak = ranks.worst(f"the memory of {plan}", partial(measure, plan), lambda found: found or 0)
+            except (CastwiseError, OSError) as error:
+                self.notes.append(f"{name_of(plan)}: {error}")
+                continue
+            if peak is not None:
+                self.peaks[plan] = peak
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
         """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""
