@@ -22,7 +22,6 @@ import castwise
 from castwise import Plan, Workload
 from castwise.measure import ranks
 from castwise.tuning import contest, fastest
-from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import SearchState, Settings
 from tests.fresh import SOURCE
 from tests.processes import leave
@@ -177,7 +176,7 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
     plan = Plan.preset("fp32")
     with ranks.lockstep("peaks"):
         search = SearchState(made, torch.device("cpu"), Settings())
-        measure_peaks(search, [plan])
+        search.measure_peaks([plan])
     return {"peak": search.peaks.get(plan), "notes": search.notes}
 
 

@@ -22,11 +22,7 @@ __all__ = ["TrainingRanks", "first_fault", "join", "joined", "started"]
 
 
 def started() -> tuple[int, int]:
-    """This process's rank and the number of processes, by the process group or torchrun's environment.
-
-    Returns:
-        Both; ``(0, 1)`` for a process that was started by itself.
-    """
+    """This process's rank and the number of processes, by the process group or torchrun's environment."""
     if running():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -132,14 +128,7 @@ def _meeting_place() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def join(layout: Layout | str | None, device: torch.device) -> Iterator[TrainingRanks]:
-    """Bring the processes together for a training.
-
-    Args:
-        layout: A layout, its text, or None: data-parallel over as many processes as were started.
-        device: As for :func:`joined`.
-
-    Yields:
-        The ranks.
+    """Bring the processes together for a training; without a layout they are all data-parallel.
 
     Raises:
         PlanError: A layout that cannot be, or whose size is not the number of processes.

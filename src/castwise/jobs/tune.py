@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting.context import default_device_type
-from castwise.errors import PlanError, WorkloadError
+from castwise.errors import PlanError, WorkloadError, check_count
 from castwise.jobs import Event, Progress
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure import ranks
-from castwise.measure.environment import environment
 from castwise.numerics.batches import endless
-from castwise.numerics.isolation import unspoilt
+from castwise.numerics.isolation import copied, unspoilt
 from castwise.tuning.axes import FORMATS, check_formats
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
@@ -30,7 +29,6 @@ from castwise.workload import Workload, find_workload
 __all__ = ["TuneResult", "tune"]
 
 GOALS = ("time", "memory", "numerics")
-DEFAULT_FORMATS = FORMATS
 
 
 def tune(
@@ -40,7 +38,7 @@ def tune(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     batches: Any = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    formats: Sequence[str] = DEFAULT_FORMATS,
+    formats: Sequence[str] = FORMATS,
     goal: str = "time",
     accumulate: int = 1,
     world_size: int | None = None,
@@ -111,25 +109,24 @@ def tune(
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         search = Search(found, where, settings, spec)
         search.say = _teller(search, progress)
-        command = environment(where).command
         try:
             with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
                 search.run()
         except KeyboardInterrupt as interrupt:
             if out is not None and ranks.rank() == 0:
-                paths = _result(search, command).save(out)
+                paths = _result(search).save(out)
                 interrupt.add_note(
                     "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                 )
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
-        return _result(search, command)
+        return _result(search)
 
 
 def _settings(formats: Sequence[str], goal: str, **others: Any) -> Settings:
     if goal not in GOALS:
         raise PlanError(f"tune(goal={goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
-    if goal == "numerics" and tuple(formats) == DEFAULT_FORMATS:
+    if goal == "numerics" and tuple(formats) == FORMATS:
         formats = ("bf16",)
     settings = Settings(formats=check_formats(formats, goal), goal=goal, **others)
     _check_numbers(settings)
@@ -147,8 +144,8 @@ def _teller(search: Search, progress: Progress | None) -> Say:
     return say
 
 
-def _result(search: Search, command: str) -> TuneResult:
-    record = evidence(search, command)
+def _result(search: Search) -> TuneResult:
+    record = evidence(search)
     chosen = next(c for c in record.candidates if c.plan == record.plan)
     provenance = {
         "by": f"castwise {record.environment.castwise}",
@@ -169,9 +166,7 @@ def _check_numbers(settings: Settings) -> None:
     for name, least in (
         ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
     ):  # fmt: skip
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(f"tune({name}={value!r}): needs a whole number >= {least}")
+        check_count("tune", name, getattr(settings, name), least)
     if 0 < settings.verify_steps < 5:
         raise PlanError(f"tune(verify_steps={settings.verify_steps}): needs 0, or 5 steps at least")
     if not settings.budget_s > 0:
@@ -217,7 +212,7 @@ def _workload(
         if device is not None
         else (first.device if first is not None else torch.device("cpu"))
     )
-    original = _copied(model)
+    original = copied(model, "tune")
     made = Workload(
         name=type(model).__name__,
         model=lambda: copy.deepcopy(original),
@@ -227,13 +222,3 @@ def _workload(
         description=f"A {type(model).__name__} given as an object.",
     )
     return made, None, where
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise WorkloadError(
-            f"tune: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach tensors "
-            "that are no parameters or buffers, or give a Workload whose model() builds it"
-        ) from error

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from castwise.report.words import listed
+
 __all__ = ["MatrixUnits", "cpu_flags", "cpu_units", "cuda_units", "matrix_units", "rocm_units"]
 
 
@@ -92,7 +94,7 @@ def cpu_units(flags: frozenset[str]) -> MatrixUnits:
     also = _vector_sentence(flags)
     if "amx_tile" in flags or "amx_bf16" in flags:
         formats = tuple(name for name in ("tf32", "bf16", "fp16") if f"amx_{name}" in flags)
-        takes = _list(formats) if formats else "whole numbers alone"
+        takes = listed(formats) if formats else "whole numbers alone"
         return MatrixUnits(
             "AMX",
             formats,
@@ -118,7 +120,7 @@ def _vector_sentence(flags: frozenset[str]) -> str:
     if not names:
         return "; no vector instructions for bf16 or fp16 arithmetic"
     plural = "are vector instructions" if len(names) > 1 else "is a set of vector instructions"
-    return f"; {_list(tuple(names))} {plural}, not matrix units"
+    return f"; {listed(names)} {plural}, not matrix units"
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
                     formats,
                     ("fp16",),
                     {"m": 8, "n": 8, "k": 8},
-                    f"Tensor Cores, {generation}: {_list(formats)}",
+                    f"Tensor Cores, {generation}: {listed(formats)}",
                 )
     vector = ("fp16",) if number == 60 or number >= 70 else ()
     return MatrixUnits(
@@ -172,11 +174,7 @@ def rocm_units(architecture: str) -> MatrixUnits:
     if gfx in cdna or re.fullmatch(r"gfx1[12]\d\d", gfx):
         formats = ("bf16", "fp16") if gfx not in cdna[3:] else ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
         multiples = {"m": 16, "n": 16, "k": 16}
-        return MatrixUnits("Matrix Cores", formats, ("fp16",), multiples, f"Matrix Cores: {_list(formats)}")
+        return MatrixUnits("Matrix Cores", formats, ("fp16",), multiples, f"Matrix Cores: {listed(formats)}")
     if not gfx:
         return MatrixUnits("unknown", sentence="torch does not say which architecture this AMD GPU has")
     return MatrixUnits("none", (), ("fp16",), {}, f"no matrix units ({gfx})")
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

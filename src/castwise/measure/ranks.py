@@ -109,9 +109,6 @@ def lockstep(call: str) -> Iterator[None]:
 
     Nothing happens without torch.distributed, with one process, or inside of another ``lockstep``.
 
-    Args:
-        call: The caller, for errors.
-
     Raises:
         StateError: Another rank has left, or never came.
         KeyboardInterrupt: Another rank was interrupted.
@@ -149,11 +146,9 @@ def rank() -> int:
 
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Run something on every rank and wait for all; what it returned, by rank. Collective.
+    """Run something on every rank and wait for all; what it returned, by rank, is pickled on its way. Collective.
 
-    Args:
-        what: What it is, the same on all ranks; for errors.
-        work: What to run. What it returns is pickled.
+    ``what`` it is has to be the same on all ranks.
 
     Raises:
         RankError: It failed on some ranks; raised on all.
@@ -176,13 +171,7 @@ def slowest(what: str, seconds: Callable[[], Sequence[float]]) -> list[float]:
 
 
 def worst(what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
-    """Run something on every rank and go on with the worst result, the lowest rank's of equals; as :func:`together`.
-
-    Args:
-        what: What it is.
-        work: What to run.
-        weight: How bad a result is, in numbers that can be compared.
-    """
+    """Run something on every rank and go on with the result of most weight, the lowest rank's of equals; as :func:`together`."""
     return max(together(what, work), key=weight)
 
 
@@ -199,11 +188,7 @@ def now() -> float:
 
 
 def alike(call: str, **values: object) -> None:
-    """Refuse to go on where ranks differ; collective.
-
-    Args:
-        call: The caller, for errors.
-        **values: What has to be the same, by name.
+    """Refuse to go on where ranks differ in values, given by name; collective.
 
     Raises:
         StateError: On every rank, naming who has what.

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ def measure_costs(
         batch: One of the workload's, on the device.
         parts: As :func:`~castwise.tuning.parts.find_parts` gives them.
         formats: Low formats to time beside fp32.
-        device: That the model is on.
+        device: Of model and batch.
         channels_last: Time modules over images in this memory format.
         budget_s: Once it is spent, remaining modules go without.
         on_progress: Told what is timed.
@@ -154,25 +154,19 @@ def _calls(
     """One call per unique module and input, with how often each part makes it."""
     modules = dict(model.named_modules())
     found: dict[str, _Call] = {}
-    handles = []
-    for part in parts:
-        for path in part.paths:
+    with ExitStack() as hooks, unspoilt(model):
+        for path, pattern in [(path, part.pattern) for part in parts for path in part.paths]:
 
             def hook(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = part.pattern
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = pattern
             ) -> None:
                 key = _key(module, args, kwargs)
                 if key not in found:
                     found[key] = _Call(module, *map_tensors(_copy, (args, kwargs)))
                 found[key].counts[pattern] += 1
 
-            handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        with unspoilt(model):
-            loss(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+        loss(model, batch)
     return list(found.values())
 
 

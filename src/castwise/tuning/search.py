@@ -22,23 +22,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from castwise.casting.trees import tensors_in, to_device
+from castwise.casting.trees import to_device
 from castwise.errors import StateError
 from castwise.measure import ranks
 from castwise.measure.steps import build_model
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
-from castwise.numerics.parity import ParityTest, is_adam
+from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
-from castwise.plans.formats import LOW
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.exempt import NumericsSearch
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
-from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
 
 __all__ = ["Search", "Settings"]
@@ -86,7 +85,7 @@ class Search(SearchState):
                     self._train()
             if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
                 with self.stage("memory"):
-                    measure_peaks(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+                    self.measure_peaks(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
         self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
 
     def _refer(self) -> None:
@@ -94,10 +93,9 @@ class Search(SearchState):
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
         adam = ranks.same("the optimizer", is_adam(workload.optimizer(model.parameters())))
-        low = [name for name in settings.formats if name in LOW]
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
-            call=f"tune({workload.name!r})", dither="fp16" if low == ["fp16"] else "bf16",
+            call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
         )  # fmt: skip
         self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam)
         self.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
@@ -121,9 +119,8 @@ class Search(SearchState):
         self.parts = ranks.same("the regions", find_parts(prober.model, step))
         self.used = ranks.same("the operators", frozenset(operators_used(step)))
         self.numerics = NumericsSearch(self.test, self.parts, self.tell)
-        self.images = ranks.same(
-            "images", any(t.dim() == 4 and t.is_floating_point() for t in tensors_in(micros[0].batch))
-        ) or any(part.kind.startswith(("Conv2d", "ConvTranspose2d")) for part in self.parts)
+        used = [prober.model.get_submodule(path) for part in self.parts for path in part.paths]
+        self.images = any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in used)
 
     def _second_look(self) -> None:
         """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
+from castwise.errors import CastwiseError
 from castwise.measure import ranks
 from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.memory import measure_memory
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import name_of, numerics_of
@@ -27,27 +30,15 @@ __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
 MICROBATCHES = 8
+PEAK_S = 8.0
+"""With less time left than this no further process is started that measures peak memory."""
 
 Say = Callable[[str, str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks of a search.
-
-    Attributes:
-        formats: Allowed ones, as ``axes.check_formats`` returns them.
-        goal: ``time``, ``memory`` or ``numerics``.
-        accumulate: Microbatches accumulated per update.
-        world_size: Data-parallel ranks.
-        compile: Whether the model will be compiled.
-        warmup_steps: fp32 steps before the second look at the numerics; 0 for none.
-        verify_steps: Steps of the training runs at the end; 0 for none.
-        verify_seeds: How many pairs of them.
-        budget_s: Seconds it may take; what takes part in the race adapts to it.
-        memory: Whether to measure peak memory, a process per plan.
-        seed: Of everything.
-    """
+    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them."""
 
     formats: tuple[str, ...] = ("fp32", "bf16", "fp16")
     goal: str = "time"
@@ -69,19 +60,18 @@ class SearchState:
     Attributes:
         workload: What is tuned.
         spec: How another process finds it, where it can.
-        device: Device that everything is measured on.
-        settings: What was asked for.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model in fp32, as the search found it; set by the first stage, as are the next four.
+        model: The model in fp32, as the search found it; set by the first stage, as are the next five.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
         parts: The model's regions.
         used: ATen operators that a training step's forward runs.
-        images: Whether a memory format means anything.
-        costs: Of them, by pattern.
+        images: Whether a memory format means anything: the model convolves over images.
+        costs: Of the parts, by pattern.
         contest: The race; None for ``goal="numerics"``.
         findings: Parity per plan's numerics.
-        reasons: Why a plan was rejected, where the race does not say.
+        reasons: What speaks against a plan, where the race does not say.
+        passed_over: Why a plan was not tried, of which nothing else is known.
         kept: Why the chosen plan keeps parts in fp32.
         peaks: Peak bytes per plan.
         stages: What was done.
@@ -108,6 +98,7 @@ class SearchState:
     numerics: NumericsSearch | None = None
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
     reasons: dict[Plan, str] = field(default_factory=dict)
+    passed_over: dict[Plan, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     peaks: dict[Plan, int] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
@@ -205,6 +196,30 @@ class SearchState:
         if repair.result is not None:
             self.findings[repair.plan] = repair.result
         return repair.plan
+
+    def measure_peaks(self, plans: Sequence[Plan]) -> None:
+        """Measure peak memory of plans that have not been measured yet, each in a process of its own."""
+
+        def measure(plan: Plan) -> int | None:
+            what, seed = self.spec or self.workload, self.settings.seed
+            return measure_memory(what, plan, self.device, seed=seed, inference=False).training_peak_bytes
+
+        for number, plan in enumerate(plans):
+            if plan in self.peaks:
+                continue
+            if self.left_s() < PEAK_S:
+                self.notes.append(
+                    f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                )
+                break
+            self.say(self.now, name_of(plan), number, len(plans))
+            try:
+                peak = ranks.worst(f"the memory of {plan}", partial(measure, plan), lambda found: found or 0)
+            except (CastwiseError, OSError) as error:
+                self.notes.append(f"{name_of(plan)}: {error}")
+                continue
+            if peak is not None:
+                self.peaks[plan] = peak
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
         """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""
