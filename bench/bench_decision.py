@@ -18,7 +18,8 @@ from functools import partial
 
 import torch
 
-from castwise.measure.apart import Home, portable, race_apart
+from castwise.measure.apart import race_apart
+from castwise.measure.processes import Home, portable
 from castwise.plans.plan import PRESETS
 from castwise.tuning.decision import MARGIN, settle
 from common import Results, arguments
