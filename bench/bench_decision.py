@@ -60,7 +60,7 @@ def measure(workload: str, device: torch.device) -> list[list[list[float]]]:
         starts = []
         for _ in range(STARTS):
             times = race_apart(home, portable(workload), [PRESETS["fp32"]] * COPIES, device, rounds=ROUNDS)
-            starts.append([[math.log(t) for t in copy] for copy in times])
+            starts.append([[math.log(t) for t in copy.times_s] for copy in times])
         return starts
 
 

@@ -63,8 +63,9 @@ def test_runs_are_timed_in_turns_and_all_have_every_round(home: Home) -> None:
     times = race_apart(
         home, portable("sine?size=16"), [PRESETS["fp32"], PRESETS["bf16-mixed"]], CPU, rounds=3
     )
-    assert [len(found) for found in times] == [3, 3]
-    assert all(t > 0.0 for found in times for t in found)
+    assert [len(found.times_s) for found in times] == [3, 3]
+    assert all(t > 0.0 for found in times for t in found.times_s)
+    assert len(times[0].losses) == len(times[1].losses)
 
 
 def test_it_has_the_threads_of_the_process_that_asks(home: Home) -> None:
@@ -86,10 +87,10 @@ def test_an_exception_there_is_an_exception_here_and_leaves_the_others_alone(hom
     found = race_apart(
         home, portable(workload(fails)), [PRESETS["bf16-true"], PRESETS["fp32"]], CPU, rounds=2
     )
-    assert isinstance(found[0], NotImplementedError)
-    assert "no kernel for bf16" in str(found[0])
-    assert isinstance(found[1], list)
-    assert len(found[1]) == 2
+    assert isinstance(found[0].error, NotImplementedError)
+    assert "no kernel for bf16" in str(found[0].error)
+    assert found[1].error is None
+    assert len(found[1].times_s) == 2
 
 
 class Awkward(Exception):

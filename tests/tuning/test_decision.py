@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from castwise.measure.stats import restarts
+from castwise.measure.stats import LUCK, restarts
 from castwise.tuning.decision import FIRST, MOST, decide, settle
 
 
@@ -46,8 +46,9 @@ def test_noise_leaves_it_undecided_and_takes_the_simpler() -> None:
     assert decision.chosen == 0
 
 
-def test_one_start_decides_nothing() -> None:
-    assert not decide([0, 1], times([5.0, 1.0], 1)).decided
+def test_one_start_tells_what_is_far_apart_alone() -> None:
+    assert decide([0, 1], times([1.3, 1.0], 1)).chosen == 1
+    assert decide([0, 1], times([1.05, 1.0], 1)).chosen == 0
 
 
 def test_a_plan_alone_is_chosen() -> None:
@@ -119,6 +120,13 @@ def test_intervals_over_starts_cover(starts: int, level: float, least: float) ->
     assert hit / tried >= least - 2 * math.sqrt(least * (1 - least) / tried)
 
 
-def test_an_interval_from_one_start_reaches_everywhere() -> None:
+def test_an_interval_from_one_start_rests_on_the_luck_of_starts_in_general() -> None:
     found = restarts([[[1.0, 1.0]], [[2.0, 2.0]]])[1, 0]
-    assert (found.value, found.low, found.high) == (2.0, 0.0, math.inf)
+    assert found.value == 2.0
+    assert found.low == pytest.approx(2.0 * math.exp(-2.776 * math.sqrt(2.0) * LUCK))
+    assert found.n == 1
+
+
+def test_an_interval_without_a_start_of_both_reaches_everywhere() -> None:
+    found = restarts([[[1.0]], []])[1, 0]
+    assert (found.low, found.high) == (0.0, math.inf)

@@ -9,21 +9,27 @@ times, and the spread between starts is part of the interval (:func:`castwise.me
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 
+from castwise.measure import ranks
 from castwise.measure.processes import Home, received
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
 from castwise.plans.plan import Plan
 
-__all__ = ["Apart", "race_apart"]
+__all__ = ["Apart", "Timed", "race_apart"]
 
 BLOCK_S = 0.12
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
+
+LEAST_ROUNDS = 3
 
 
 class Apart:
@@ -39,25 +45,25 @@ class Apart:
 
     Attributes:
         losses: Of the steps it has taken, once it is closed.
-        step_s: Seconds of its last step of warming up, 0 before.
     """
 
     def __init__(
         self, home: Home, workload: bytes, plan: Plan, device: torch.device, seed: int, compile: bool = False
     ) -> None:
         self.losses: list[float] = []
-        self.step_s = 0.0
         self._process = home.start(_train, workload, plan.to_json(), str(device), seed, compile)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> float:
         """Wait until the model is built, and take the first steps, which build kernels and optimizer state.
+
+        Returns:
+            Seconds of the last of them.
 
         Raises:
             Exception: What was raised there; CastwiseError where the process died.
         """
         self._process.answer()
-        for _ in range(WARMUP):
-            self.step_s = self.steps(1)
+        return [self.steps(1) for _ in range(WARMUP)][-1]
 
     def steps(self, count: int) -> float:
         """Train for some steps; seconds that they took, by its own clock, waiting for the device included.
@@ -99,6 +105,21 @@ def _seconds(run: TrainingRun, steps: int, device: torch.device) -> float:
         run.after()
 
 
+@dataclass
+class Timed:
+    """What one start of one plan gave.
+
+    Attributes:
+        times_s: Seconds per step, by round.
+        losses: Of its steps; every plan of a start has taken as many, but for one that failed.
+        error: What ended it, if something did.
+    """
+
+    times_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    error: Exception | None = None
+
+
 def race_apart(
     home: Home,
     workload: bytes,
@@ -108,9 +129,10 @@ def race_apart(
     rounds: int,
     seed: int = 0,
     compile: bool = False,
+    until: float = math.inf,
     on_round: Callable[[int], None] = lambda _done: None,
-) -> list[list[float] | Exception]:
-    """Start a training of each plan in a process of its own, and time them in turns.
+) -> list[Timed]:
+    """Start a training of each plan in a process of its own, and time them in turns. Collective, under ``ranks.lockstep``.
 
     Args:
         home: Where they start.
@@ -120,34 +142,41 @@ def race_apart(
         rounds: In each of which every one runs a block of steps, the order turning from round to round.
         seed: Of weights and data.
         compile: Compile the prepared models.
+        until: Clock time (``ranks.now``) after which no further round begins, once there are three.
         on_round: Called with the number of rounds that are done.
 
     Returns:
-        By plan seconds per step, by round; or why it failed.
+        By plan what it gave.
     """
+    out = [Timed() for _ in plans]
     with contextlib.ExitStack() as stack:
         runs = [Apart(home, workload, plan, device, seed, compile) for plan in plans]
         for run in runs:
             stack.callback(run.close)
-        out: list[list[float] | Exception] = [[] for _ in runs]
 
-        def each(work: Callable[[Apart], float | None], order: Iterable[int]) -> None:
+        def one(work: Callable[[Apart], float], run: Apart) -> list[float]:
+            return [work(run)]
+
+        def each(what: str, work: Callable[[Apart], float], order: Iterable[int]) -> dict[int, float]:
+            found = {}
             for index in order:
-                found = out[index]
-                if not isinstance(found, Exception):
+                if out[index].error is None:
                     try:
-                        seconds = work(runs[index])
+                        found[index] = ranks.slowest(what, partial(one, work, runs[index]))[0]
                     except Exception as error:  # its own end, not that of the others
-                        out[index] = error
-                        continue
-                    if seconds is not None:
-                        found.append(seconds)
+                        out[index].error = error
+            return found
 
-        each(Apart.warm_up, range(len(runs)))
-        fastest = min((run.step_s for run in runs if run.step_s), default=BLOCK_S)
-        block = max(1, min(64, round(BLOCK_S / fastest)))
+        step_s = each("the first steps", Apart.warm_up, range(len(runs)))
+        block = max(1, min(64, round(BLOCK_S / min(step_s.values(), default=BLOCK_S))))
         for number in range(rounds):
+            if number >= LEAST_ROUNDS and ranks.now() > until:
+                break
             order = [(number + turn) % len(runs) for turn in range(len(runs))]
-            each(lambda run: run.steps(block) / block, order if number % 2 == 0 else reversed(order))
+            order = order if number % 2 == 0 else order[::-1]
+            for index, seconds in each("a block", lambda run: run.steps(block), order).items():
+                out[index].times_s.append(seconds / block)
             on_round(number + 1)
-        return out
+    for run, timed in zip(runs, out, strict=True):
+        timed.losses = run.losses
+    return out

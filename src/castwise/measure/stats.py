@@ -125,6 +125,8 @@ _T = {
     ),
 }  # fmt: skip
 """Two-sided points of Student's t for 1, 2, ... degrees of freedom; beyond the last the last, which is a little wider."""
+LUCK = 0.02
+"""Standard deviation of the logarithm of a start's time that is expected before any is known."""
 _SHARED = 4
 """Degrees of freedom that the spread of all pairs together counts for, in the spread of each."""
 
@@ -136,32 +138,33 @@ def restarts(
 
     Per start, the median over its rounds of the logarithm of the ratio; over starts, their mean and Student's interval. The
     variance of a pair is drawn towards the mean variance of all pairs, as if that were known with four degrees of freedom:
-    with three starts a pair of its own has two, and its interval would be half as long again for nothing.
+    with three starts a pair of its own has two, and its interval would be half as long again for nothing. Where nothing was
+    started twice, what ``LUCK`` says of starts in general stands in for it.
 
     Args:
         times_s: Per program, per start, per round seconds > 0. Rounds are shared: those of the shorter of two count.
         level: Coverage, 0.95 or 0.99.
 
     Returns:
-        By index of the one and the other. With a single start an interval reaches from 0 to infinity.
+        By index of the one and the other; without a start of both from 0 to infinity.
 
     Raises:
         KeyError: Another level.
     """
-    pairs = [(i, j) for i in range(len(times_s)) for j in range(len(times_s)) if i < j]
-    logs = {(i, j): _log_ratios(times_s[i], times_s[j]) for i, j in pairs}
-    spread = {pair: statistics.variance(found) if len(found) > 1 else None for pair, found in logs.items()}
-    known = [variance for variance in spread.values() if variance is not None]
-    shared = _SHARED if len(known) > 1 else 0
+    indices = range(len(times_s))
+    logs = {(i, j): _log_ratios(times_s[i], times_s[j]) for i in indices for j in indices if i < j}
+    spread = {pair: statistics.variance(found) for pair, found in logs.items() if len(found) > 1}
+    shared = statistics.fmean(spread.values()) if spread else 2.0 * LUCK**2
     out: dict[tuple[int, int], Ratio] = {}
     for (i, j), found in logs.items():
-        n, own = len(found), spread[i, j]
-        mean = statistics.fmean(found) if found else 0.0
-        half = math.inf
-        if own is not None:
-            freedom = n - 1 + shared
-            variance = (shared * statistics.fmean(known) + (n - 1) * own) / freedom
-            half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / n)
+        n = len(found)
+        mean, half = 0.0, math.inf
+        if n:
+            mean = statistics.fmean(found)
+            freedom = (n - 1) + (_SHARED if len(spread) != 1 else 0)
+            own = (n - 1) * spread.get((i, j), 0.0)
+            variance = (freedom - (n - 1)) * shared + own
+            half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / freedom / n)
         out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
         out[j, i] = Ratio(math.exp(-mean), math.exp(-mean - half), _exp(half - mean), level, n)
     return out

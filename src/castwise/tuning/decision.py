@@ -90,7 +90,7 @@ def settle(
         left = [one for one in racing if one not in beside]
         decision = decide([complexity[one] for one in left], [times[one] for one in left])
         starts = max(map(len, times))
-        decided = decision.decided and starts >= FIRST
+        decided = decision.decided and (starts >= FIRST or len(left) == 1)
         if decided or starts >= MOST or is_over():
             break
         if starts >= FIRST:

@@ -105,6 +105,9 @@ def _times(ratio: stats.Ratio) -> str:
 
 
 def _ratio(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
+    """How many times as fast as another a plan is, by the final; by the race where that was not reached."""
+    if search.final is not None:
+        return search.final.ratio(plan, over)
     return search.contest.ratio(plan, over) if search.contest is not None and plan != over else None
 
 
@@ -129,24 +132,27 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
 
 
 def _candidate(search: Search, plan: Plan) -> Candidate:
-    contest, chosen = search.contest, search.chosen
+    contest, final, chosen = search.contest, search.final, search.chosen
     entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
     found = _finding(search, plan)
-    why = search.reasons.get(plan) or search.passed_over.get(plan) or entry.reason
+    why = search.reasons.get(plan) or search.passed_over.get(plan)
+    why = why or (final.reason(plan, chosen) if final is not None else "") or entry.reason
     status: Status = "sound" if not why and found is not None and found.verdict == "pass" else "rejected"
     if plan == chosen:
         status, why = "chosen", "the fastest sound plan" if search.settings.goal == "time" else "chosen"
-    elif not why and contest is not None:
-        why = contest.reason(plan, chosen)
+    elif not why and entry.rounds:
+        why = "not timed beside the chosen plan"
     if plan == FP32:
         status = "baseline"
-    times, losses = entry.lap.seconds, entry.losses[-LAST:]
+    times, losses = (
+        (final.seconds(plan), final.losses.get(plan, [])) if final is not None else (entry.lap.seconds, [])
+    )
     return Candidate(
         name=name_of(plan), plan=str(plan), status=status, reason=why, rounds=len(times),
         time=stats.summarise(times) if times else None, speedup=_ratio(search, plan, FP32),
         versus_autocast=_ratio(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(found) if found is not None else None,
-        loss=statistics.fmean(losses) if losses else None,
+        loss=statistics.fmean(losses[-LAST:]) if losses else None,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from castwise.tuning.exempt import NumericsSearch, Repair
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import Part
 from castwise.workload import Workload
+
+if TYPE_CHECKING:
+    from castwise.tuning.final import Final
 
 __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
 
@@ -68,7 +72,8 @@ class SearchState:
         used: ATen operators that a training step's forward runs.
         images: Whether a memory format means anything: the model convolves over images.
         costs: Of the parts, by pattern.
-        contest: The race; None for ``goal="numerics"``.
+        contest: The race that leads to it; None for ``goal="numerics"``.
+        final: The race that decides, once it has been run.
         findings: Parity per plan's numerics.
         reasons: What speaks against a plan, where the race does not say.
         passed_over: Why a plan was not tried, of which nothing else is known.
@@ -94,6 +99,7 @@ class SearchState:
     images: bool = False
     costs: dict[str, Cost] = field(default_factory=dict)
     contest: Contest | None = None
+    final: Final | None = None
     test: ParityTest | None = None
     numerics: NumericsSearch | None = None
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
