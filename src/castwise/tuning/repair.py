@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from castwise.measure import ranks
 from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import ParityResult, ParityTest
 from castwise.numerics.probes import Probe
@@ -72,7 +72,7 @@ class Repair:
 class NumericsSearch:
     """Judges plans against one reference, and repairs them.
 
-    The test's reference has run; ``on_progress`` is told what is being tried.
+    The test's reference has run; ``on_progress`` is told what is being tried; the ranks go by the worst that one finds.
 
     Attributes:
         alone: What is known of single parts that ran low alone, by pattern.
@@ -83,10 +83,12 @@ class NumericsSearch:
         test: ParityTest,
         parts: Sequence[Part],
         on_progress: Callable[[str], None] = lambda _what: None,
+        ranks: Lockstep = BY_ITSELF,
     ) -> None:
         self._test = test
         self._parts = list(parts)
         self._say = on_progress
+        self._ranks = ranks
         self._first = len(test.prober.micros)
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self.alone: dict[str, Blame] = {}
@@ -110,7 +112,7 @@ class NumericsSearch:
         start = self._first
         if len(prober.micros) < start + self._first:
             self._say("fresh batches in fp32")
-            ranks.together("fresh batches in fp32", lambda: prober.extend(self._first))
+            self._ranks.at("fresh batches in fp32").each(lambda: prober.extend(self._first))
         self._say("fresh batches under the plan")
         return self._judged(plan, range(start, start + self._first))
 
@@ -124,11 +126,11 @@ class NumericsSearch:
         """The worst that ranks in lockstep find; the passes it took are counted alike on all."""
         prober = self._test.prober
         try:
-            found = ranks.worst(what, work, weight)
+            found = self._ranks.at(what).worst(work, weight)
         except Exception:
-            prober.passes = ranks.worst("passes", lambda: prober.passes, int)
+            prober.passes = self._ranks.at("passes").worst(lambda: prober.passes, int)
             raise
-        prober.passes = ranks.worst("passes", lambda: prober.passes, int)
+        prober.passes = self._ranks.at("passes").worst(lambda: prober.passes, int)
         return found
 
     def _badness(self, found: ParityResult) -> tuple[int, float]:
