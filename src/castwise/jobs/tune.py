@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting.context import default_device_type
-from castwise.errors import PlanError, WorkloadError, check_count
+from castwise.errors import WorkloadError
 from castwise.jobs import Event, Progress
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
@@ -21,15 +21,13 @@ from castwise.measure.ranks import lockstep
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import copied, unspoilt
 from castwise.numerics.parity import device_of
-from castwise.tuning.axes import FORMATS, check_formats
+from castwise.tuning.axes import FORMATS
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.tuning.state import Say
 from castwise.workload import Workload, find_workload
 
 __all__ = ["TuneResult", "tune"]
-
-GOALS = ("time", "memory", "numerics")
 
 
 def tune(
@@ -102,9 +100,11 @@ def tune(
     with lockstep("tune") as ranks:
         if world_size is None:
             world_size = ranks.size
-        settings = _settings(
-            formats, goal, accumulate=accumulate, world_size=world_size, compile=bool(compile), warmup_steps=warmup_steps,
-            verify_steps=verify_steps, verify_seeds=verify_seeds, budget_s=budget_s, memory=memory, seed=seed,
+        if goal == "numerics" and tuple(formats) == FORMATS:
+            formats = ("bf16",)
+        settings = Settings(
+            formats, goal, accumulate, world_size, bool(compile), warmup_steps, verify_steps, verify_seeds, budget_s,
+            memory, seed,
         )  # fmt: skip
         found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
@@ -122,16 +122,6 @@ def tune(
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
         return _result(search)
-
-
-def _settings(formats: Sequence[str], goal: str, **others: Any) -> Settings:
-    if goal not in GOALS:
-        raise PlanError(f"tune(goal={goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
-    if goal == "numerics" and tuple(formats) == FORMATS:
-        formats = ("bf16",)
-    settings = Settings(formats=check_formats(formats, goal), goal=goal, **others)
-    _check_numbers(settings)
-    return settings
 
 
 def _teller(search: Search, progress: Progress | None) -> Say:
@@ -161,17 +151,6 @@ def _result(search: Search) -> TuneResult:
         "complete": record.complete,
     }
     return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
-
-
-def _check_numbers(settings: Settings) -> None:
-    for name, least in (
-        ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
-    ):  # fmt: skip
-        check_count("tune", name, getattr(settings, name), least)
-    if 0 < settings.verify_steps < 5:
-        raise PlanError(f"tune(verify_steps={settings.verify_steps}): needs 0, or 5 steps at least")
-    if not settings.budget_s > 0:
-        raise PlanError(f"tune(budget_s={settings.budget_s!r}): needs a positive number of seconds")
 
 
 def _workload(

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from castwise.errors import CastwiseError
+from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.memory import measure_memory
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
-from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.axes import check_formats, name_of, numerics_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.part_costs import Cost
@@ -29,6 +29,7 @@ __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
 
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
+GOALS = ("time", "memory", "numerics")
 MICROBATCHES = 8
 PEAK_S = 8.0
 """With less time left than this no further process is started that measures peak memory."""
@@ -38,9 +39,13 @@ Say = Callable[[str, str, int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them."""
+    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them.
 
-    formats: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    Raises:
+        PlanError: One out of its range.
+    """
+
+    formats: Sequence[str] = ("fp32", "bf16", "fp16")
     goal: str = "time"
     accumulate: int = 1
     world_size: int = 1
@@ -51,6 +56,19 @@ class Settings:
     budget_s: float = 170.0
     memory: bool = True
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise PlanError(f"tune(goal={self.goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
+        object.__setattr__(self, "formats", check_formats(self.formats, self.goal))
+        for name, least in (
+            ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
+        ):  # fmt: skip
+            check_count("tune", name, getattr(self, name), least)
+        if 0 < self.verify_steps < 5:
+            raise PlanError(f"tune(verify_steps={self.verify_steps}): needs 0, or 5 steps at least")
+        if not self.budget_s > 0:
+            raise PlanError(f"tune(budget_s={self.budget_s!r}): needs a positive number of seconds")
 
 
 @dataclass
