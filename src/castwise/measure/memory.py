@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,9 @@ def measure_memory(
     with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
         answer = Path(folder) / "memory.json"
         request = _pickle(workload, plan, device, seed, inference)
-        if request is None:
-            assert isinstance(workload, Workload)
-            made = workload
-            _in_fork(
-                lambda: _answer(answer, lambda: measure_here(made, plan, device, seed, inference)), device
-            )
+        if request is None and isinstance(workload, Workload):
+            measure = partial(measure_here, workload, plan, device, seed, inference)
+            _in_fork(partial(_answer, answer, measure), device)
             forked = _read(answer, "")
             return replace(forked, method=f"{forked.method}, one thread")
         try:

@@ -243,7 +243,8 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
     with search.stage("training runs"):
         return train_pairs(
             search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
-            ranks=search.ranks, on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
+            ranks=search.ranks,
+            on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
         )  # fmt: skip
 
 
