@@ -134,6 +134,11 @@ class Lockstep(Ranks):
         with contextlib.suppress(RuntimeError):
             self.group.get_group_store().set(f"left/{self.rank}", json.dumps(said))
 
+    def close(self) -> None:
+        """Let go of the connections, which wakes whoever waits for this rank."""
+        dist.destroy_process_group(self.group)
+        self.group = None  # a search that has failed may outlive this, and its ranks with it
+
 
 BY_ITSELF = Lockstep()
 """This process alone, whatever groups it is in."""
@@ -162,4 +167,4 @@ def lockstep(call: str) -> Iterator[Lockstep]:
         ranks.leave(error)
         raise
     finally:
-        dist.destroy_process_group(ranks.group)  # which wakes whoever waits for this rank
+        ranks.close()
