@@ -246,13 +246,8 @@ class Contest:
             self._say(f"first steps of {plan}", number, len(plans))
             base = self._runs[BASELINE]
             others = [(str(plan), self._runs[plan])] if plan != BASELINE else []
-            laps = race(
-                [("", base), *others],
-                rounds=1 if others else 2,
-                steps=1,
-                device=self._device,
-                ranks=self._ranks,
-            )
+            rounds = 1 if others else 2
+            laps = race([("", base), *others], rounds=rounds, steps=1, device=self._device, ranks=self._ranks)
             self.steps += 3 * (1 + len(others))
             lap = laps[str(plan) if others else ""]
             if lap.error is not None:

@@ -93,9 +93,9 @@ def measure_costs(
     Args:
         model: In fp32, on the device; its modules are copied.
         loss: Called with the model and the batch, to see with which inputs each module is called.
-        batch: One of the workload's, on the device.
+        batch: On the device.
         parts: As :func:`~castwise.tuning.parts.find_parts` gives them.
-        formats: Low formats to time beside fp32.
+        formats: Low ones to time beside fp32.
         device: Of model and batch.
         channels_last: Time modules over images in this memory format.
         budget_s: Once it is spent, remaining modules go without.
