@@ -186,7 +186,9 @@ def apex_recipe(options: dict[str, Any]) -> Recipe:
             "the digit zero."
         )
     enabled = given.take("enabled", default=True)
-    chosen = LEVELS[level](Properties()).options
+    properties = Properties()
+    properties.set_level(level)
+    chosen = properties.options
     for name, default in chosen.items():
         if name not in ("enabled", "opt_level"):
             value = given.take(name)

@@ -20,7 +20,7 @@ from castwise.compat.apex.amp.functions import patch
 from castwise.errors import StateError
 from castwise.plans.rules import overrides
 
-__all__ = ["FORMATS", "Ambient", "WeightCache"]
+__all__ = ["FORMATS", "Ambient", "begin_caching", "end_caching"]
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 """What half may mean, and castwise's name of it."""
@@ -82,28 +82,27 @@ class Ambient(AmbientAutocast):
         self._undo.clear()
 
 
-class WeightCache:
-    """Forward hooks of a model: inside one call a weight is cast once.
+def begin_caching(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a model: inside one call a weight is cast once.
 
     Between calls nothing is kept, so that weights may change by any means: a copy that outlived its weight's change was
-    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph. They hold
-    nothing, so that models pickle and copy; a copy that outlives the casts finds no handle.
+    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph. A copy of
+    the model that outlives the casts finds no handle.
     """
+    if torch.is_grad_enabled() and _caches():
+        torch.set_autocast_cache_enabled(True)
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self._wanted():
-            torch.set_autocast_cache_enabled(True)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook; runs after an exception too."""
-        if not torch.compiler.is_compiling() and self._wanted():
-            torch.set_autocast_cache_enabled(False)
-            _amp_state.handle._clear_cache()
+def end_caching(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook; runs after an exception too."""
+    if _caches():
+        torch.set_autocast_cache_enabled(False)
+        _amp_state.handle._clear_cache()
 
-    @staticmethod
-    def _wanted() -> bool:
-        return _amp_state.handle is not None and bool(_amp_state.handle.has_cache)
+
+def _caches() -> bool:
+    handle = _amp_state.handle
+    return not torch.compiler.is_compiling() and handle is not None and bool(handle.has_cache)
 
 
 # --- patches ------------------------------------------------------------------------------------------------
@@ -122,15 +121,6 @@ def _in_fp32(original: Callable[..., Any], device_type: str) -> Callable[..., An
         return original(input.float() if _is_cast(input, device_type) else input, *args, **kwargs)
 
     return function
-
-
-def _cpu(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    def cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        source = self.float() if _is_cast(self, device_type) else self
-        moved: torch.Tensor = original(source, *args, **kwargs)
-        return moved
-
-    return cpu
 
 
 def _ipow(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
@@ -154,7 +144,7 @@ def _match_self(original: Callable[..., Any], device_type: str) -> Callable[...,
 
 
 _PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
-    (torch.Tensor, "cpu"): _cpu,
+    (torch.Tensor, "cpu"): _in_fp32,
     (torch.Tensor, "__ipow__"): _ipow,
     **{(torch.Tensor, name): _match_self for name in ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")},
     (nn.functional, "local_response_norm"): _in_fp32,

@@ -15,7 +15,7 @@ from castwise.compat.apex.amp.ambient import Ambient
 from castwise.compat.apex.amp.scaler import LossScaler
 from castwise.scaler import add_up
 
-__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+__all__ = ["AmpHandle", "disable_casts", "scale_loss"]
 
 _NOT_INITIALIZED = (
     "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
@@ -46,19 +46,6 @@ class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
         IndexError: A ``loss_id`` of ``num_losses`` or more.
         LossScaleError: Gradients overflow although the scale is at fp32's smallest number.
     """
-
-    __slots__ = (
-        "_aside",
-        "_block",
-        "_delay",
-        "_handle",
-        "_loss",
-        "_optimizers",
-        "_scaler",
-        "_trivial",
-        "_unchecked",
-        "_which",
-    )
 
     def __init__(
         self,
@@ -145,7 +132,7 @@ class AmpHandle:
     """The casts of O1, from :func:`~castwise.compat.apex.amp.init` or ``initialize`` until :meth:`_deactivate`.
 
     Args:
-        ambient: The casts, not entered yet.
+        ambient: The casts, not entered yet; the handle does nothing until they are, and again once they have ended.
         dtype: What half means.
         loss_scale: For losses scaled by :meth:`scale_loss`.
         enable_caching: Whether weights are cast once in each call of an initialised model.
@@ -174,7 +161,7 @@ class AmpHandle:
 
     def suspended(self) -> Any:
         """A block without casts."""
-        return self._ambient.suspended()
+        return self._ambient.suspended() if self._ambient.entered else contextlib.nullcontext()
 
     _disable_casts = suspended
 
@@ -190,30 +177,19 @@ class AmpHandle:
         self._default_scaler = None
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextlib.contextmanager
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
         """Scale a loss, as in Apex's first API.
 
         Raises:
             RuntimeError: After :meth:`wrap_optimizer`, which scales by itself.
         """
         if not self.is_active():
-            yield loss
-            return
-        scaler = self._default_scaler
-        if scaler is None:
+            return contextlib.nullcontext(loss)
+        if self._default_scaler is None:
             raise RuntimeError(
                 "After calling `handle.wrap_optimizer()`, you must explicitly use `optimizer.scale_loss(loss)`."
             )
-        if not hasattr(optimizer, "_amp_stash"):
-            stash.equip(optimizer, has_masters=False)
-        with self.suspended():
-            aside = stash.set_gradients_aside([optimizer])
-            yield loss.float() * scaler.loss_scale()
-            stash.unscale_gradients([optimizer], scaler, aside)
-            if scaler.update_scale():
-                stash.skip_next_step([optimizer], 0, scaler)
-        self._clear_cache()
+        return stash.scaled(loss, optimizer, self._default_scaler, 0)
 
     def _clear_cache(self) -> None:
         self._ambient.clear_cache()
@@ -241,39 +217,3 @@ class AmpHandle:
     def remove_cache(self, param: torch.Tensor) -> None:
         """Forget the copies of weights."""
         self._clear_cache()
-
-
-class NoOpHandle:
-    """What :func:`~castwise.compat.apex.amp.init` returns with ``enabled=False``."""
-
-    device_type = "cpu"
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        """Never."""
-        return False
-
-    def suspended(self) -> Any:
-        """A block as any other."""
-        return contextlib.nullcontext()
-
-    _disable_casts = suspended
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """An optimizer whose ``scale_loss`` scales nothing."""
-        from castwise.compat.apex.amp.opt import OptimWrapper
-
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
-        """A block that gets the loss as it is."""
-        return contextlib.nullcontext(loss)
-
-    def _clear_cache(self) -> None:
-        """Nothing is kept."""
-
-    def _deactivate(self) -> None:
-        """Nothing was put in force."""
-        if _amp_state.handle is self:
-            _amp_state.handle = None

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from castwise.compat.apex.amp._amp_state import _amp_state, maybe_print
+from castwise.compat.apex.amp._amp_state import _amp_state, master_params, maybe_print
 from castwise.compat.apex.amp.ambient import FORMATS
+from castwise.compat.apex.amp.models import base_of
 from castwise.compat.apex.amp.scaler import LossScaler
 from castwise.masters import copy_to_model, model_param_of
 from castwise.scaler import add_up, set_aside
 
-__all__ = ["Aside", "Stash", "equip", "set_gradients_aside", "skip_next_step", "unscale_gradients"]
+__all__ = ["Aside", "Stash", "equip", "scaled", "set_gradients_aside", "skip_next_step", "unscale_gradients"]
 
 Aside = list[tuple[torch.Tensor, torch.Tensor]]
-_CLOSURE = "Currently, Amp does not support closure use with optimizers."
 
 
 class Stash:
@@ -27,79 +28,53 @@ class Stash:
     Attributes:
         has_masters: Whether the options ask for fp32 masters.
         params_have_scaled_gradients: A backward pass with ``delay_unscale`` has left scaled gradients.
-        already_patched: The next step will be skipped.
+        overflow: The loss, by number, and its scale for which the next step will be skipped; None if it will be made.
         lazy_init_called: True; masters are made by ``initialize``.
     """
+
+    lazy_init_called = True
 
     def __init__(self, optimizer: Any, has_masters: bool) -> None:
         self._optimizer = optimizer
         self.has_masters = has_masters
-        self._overflow: tuple[int, LossScaler] | None = None
         self.params_have_scaled_gradients = False
-        self.lazy_init_called = True
+        self.overflow: tuple[int, LossScaler] | None = None
 
     @property
     def already_patched(self) -> bool:
         """Whether the next step will be skipped."""
-        return self._overflow is not None
-
-    def _params(self) -> Iterable[torch.Tensor]:
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
+        return self.overflow is not None
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """The masters."""
-        return [p for p in self._params() if model_param_of(p) is not p]
+        return [p for p in master_params(self._optimizer) if model_param_of(p) is not p]
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The model's parameters in half: those that have masters, or those in the optimizer itself."""
-        return [p for p in map(model_param_of, self._params()) if p.dtype in FORMATS]
+        return [p for p in map(model_param_of, master_params(self._optimizer)) if p.dtype in FORMATS]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """Parameters stored in fp32."""
-        return [p for p in self._params() if model_param_of(p) is p and p.dtype not in FORMATS]
+        params = master_params(self._optimizer)
+        return [p for p in params if model_param_of(p) is p and p.dtype not in FORMATS]
 
     all_fp32_params = all_fp32_from_fp32_params
 
-    def skip(self, loss_id: int, scaler: LossScaler) -> None:
-        """Skip the next step, once, whatever number of losses ask for it."""
-        if self._overflow is None:
-            self._overflow = (loss_id, scaler)
-
-    def take_skip(self) -> tuple[int, LossScaler] | None:
-        """Which loss overflowed, if this step is to be skipped; the next one will not be."""
-        overflow, self._overflow = self._overflow, None
-        return overflow
-
 
 def equip(optimizer: Any, has_masters: bool) -> None:
-    """Give an optimizer its stash and a step that can be skipped.
-
-    Args:
-        optimizer: A torch optimizer, or LARC around one.
-        has_masters: Whether the options ask for fp32 masters.
-
-    Raises:
-        RuntimeError: It has been given to ``initialize`` before.
-    """
-    if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+    """Give a torch optimizer, or LARC around one, its stash and a step that can be skipped."""
     optimizer._amp_stash = Stash(optimizer, has_masters)
     # A bound method with the attributes of the one it replaces: torch's schedulers look for both.
     optimizer.step = types.MethodType(_skippable(optimizer.step), optimizer)
     for name, method in (
         ("_amp_lazy_init", lambda self: None),
         ("_prepare_amp_backward", lambda self: None),
-        ("_master_params_to_model_params", _copy_masters),
+        ("_master_params_to_model_params", lambda self: copy_to_model(base_of(self))),
     ):
         setattr(optimizer, name, types.MethodType(method, optimizer))
-
-
-def _copy_masters(optimizer: Any) -> None:
-    copy_to_model(getattr(optimizer, "optim", optimizer))
 
 
 def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,9 +82,9 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(getattr(step, "__func__", step))
     def skippable_step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         stash: Stash = self._amp_stash
-        overflow = stash.take_skip()
+        overflow, stash.overflow = stash.overflow, None
         if closure is not None and (stash.has_masters or any(s.dynamic for s in _amp_state.loss_scalers)):
-            raise RuntimeError(_CLOSURE)
+            raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
         if overflow is not None:
             loss_id, scaler = overflow
             maybe_print(
@@ -134,10 +109,7 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     """Every parameter of some optimizers, once."""
-    params: list[torch.Tensor] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            params += group["params"]
+    params = [parameter for optimizer in optimizers for parameter in master_params(optimizer)]
     if len(optimizers) > 1:
         params = list({id(parameter): parameter for parameter in params}.values())
     return params
@@ -153,13 +125,32 @@ def unscale_gradients(optimizers: Sequence[Any], scaler: LossScaler, aside: Asid
     """Divide what a backward pass has left by its scale, and add the earlier gradients."""
     scaler.clear_overflow_state()
     scaler.unscale_([grad for parameter in _params(optimizers) if (grad := parameter.grad) is not None])
-    if aside:
-        add_up(aside)
+    add_up(aside)
     for optimizer in optimizers:
         optimizer._amp_stash.params_have_scaled_gradients = False
 
 
-def skip_next_step(optimizers: Iterable[Any], loss_id: int, scaler: LossScaler) -> None:
-    """Have each of the optimizers skip its next step."""
+def skip_next_step(optimizers: Sequence[Any], loss_id: int, scaler: LossScaler) -> None:
+    """Have each of the optimizers skip its next step, once, whatever number of losses ask for it."""
     for optimizer in optimizers:
-        optimizer._amp_stash.skip(loss_id, scaler)
+        if optimizer._amp_stash.overflow is None:
+            optimizer._amp_stash.overflow = (loss_id, scaler)
+
+
+@contextlib.contextmanager
+def scaled(loss: torch.Tensor, optimizer: Any, scaler: LossScaler, loss_id: int) -> Iterator[torch.Tensor]:
+    """Scale one loss for its backward pass, as in Apex's first API; the casts of O1 rest inside the block."""
+    if not hasattr(optimizer, "_amp_stash"):
+        equip(optimizer, has_masters=False)
+    handle = _amp_state.handle
+    with handle.suspended():
+        aside = set_gradients_aside([optimizer])
+        try:
+            yield loss.float() * scaler.loss_scale()
+        except BaseException:
+            add_up(aside)
+            raise
+        unscale_gradients([optimizer], scaler, aside)
+        if scaler.update_scale():
+            skip_next_step([optimizer], loss_id, scaler)
+    handle._clear_cache()
