@@ -24,6 +24,8 @@ class OptimWrapper:
     """
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+        if not hasattr(optimizer, "_amp_stash"):
+            stash.equip(optimizer, has_masters=False)
         self._optimizer = optimizer
         self._amp_handle = amp_handle
         self._loss_idx = 0
@@ -45,7 +47,7 @@ class OptimWrapper:
                 f"optimizer.scale_loss: loss {index + 1} since the last step, but wrap_optimizer was given "
                 f"num_loss={count}; give it the number of losses per step"
             )
-        with stash.scaled(loss, self._optimizer, self._loss_scaler[index], index) as scaled:
+        with stash.Scaled(loss, [self._optimizer], self._loss_scaler[index], index) as scaled:
             yield scaled
         self._loss_idx += 1
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ from castwise.compat.apex.amp.scaler import LossScaler
 from castwise.masters import copy_to_model, model_param_of
 from castwise.scaler import add_up, set_aside
 
-__all__ = ["Aside", "Stash", "equip", "scaled", "set_gradients_aside", "skip_next_step", "unscale_gradients"]
-
-Aside = list[tuple[torch.Tensor, torch.Tensor]]
+__all__ = ["Scaled", "Stash", "equip"]
 
 
 class Stash:
@@ -109,48 +106,71 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     """Every parameter of some optimizers, once."""
-    params = [parameter for optimizer in optimizers for parameter in master_params(optimizer)]
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if len(optimizers) > 1:
         params = list({id(parameter): parameter for parameter in params}.values())
     return params
 
 
-def set_gradients_aside(optimizers: Sequence[Any]) -> Aside:
-    """Take off the gradients that are unscaled already, so that a backward pass writes its own alone."""
-    ready = [o for o in optimizers if not o._amp_stash.params_have_scaled_gradients]
-    return set_aside(_params(ready)) if ready else []
+class Scaled:
+    """The block of a backward pass of a loss, in fp32 and scaled, in which the casts of O1 rest.
 
+    Gradients that are unscaled already are kept apart meanwhile, so that the pass leaves its own alone; these are unscaled
+    then and added. Where one is not finite, each of the optimizers skips its next step. A class, as a generator takes
+    longer to enter and leave.
 
-def unscale_gradients(optimizers: Sequence[Any], scaler: LossScaler, aside: Aside) -> None:
-    """Divide what a backward pass has left by its scale, and add the earlier gradients."""
-    scaler.clear_overflow_state()
-    scaler.unscale_([grad for parameter in _params(optimizers) if (grad := parameter.grad) is not None])
-    add_up(aside)
-    for optimizer in optimizers:
-        optimizer._amp_stash.params_have_scaled_gradients = False
+    Args:
+        loss: Of any shape and floating dtype.
+        optimizers: All whose parameters the loss gives gradients to, once :func:`equip` has seen them; none has the loss
+            scaled and nothing else.
+        scaler: Of the loss.
+        loss_id: The scaler's number, for what is printed.
+        delay_unscale: Leave gradients scaled and the scale as it is, for a later pass to complete.
+        delay_overflow_check: Leave the scale as it is.
+    """
 
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        optimizers: Sequence[Any],
+        scaler: LossScaler,
+        loss_id: int = 0,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        self._loss, self._optimizers = loss, optimizers
+        self._scaler, self._loss_id = scaler, loss_id
+        self._delay, self._unchecked = delay_unscale, delay_overflow_check
 
-def skip_next_step(optimizers: Sequence[Any], loss_id: int, scaler: LossScaler) -> None:
-    """Have each of the optimizers skip its next step, once, whatever number of losses ask for it."""
-    for optimizer in optimizers:
-        if optimizer._amp_stash.overflow is None:
-            optimizer._amp_stash.overflow = (loss_id, scaler)
+    def __enter__(self) -> torch.Tensor:
+        unscaled = [o for o in self._optimizers if not o._amp_stash.params_have_scaled_gradients]
+        self._aside = set_aside(_params(unscaled)) if unscaled and not self._delay else []
+        self._handle = _amp_state.handle
+        if self._handle is not None:
+            self._rest = self._handle.suspended()
+            self._rest.__enter__()
+        return self._loss.float() * self._scaler.loss_scale()
 
-
-@contextlib.contextmanager
-def scaled(loss: torch.Tensor, optimizer: Any, scaler: LossScaler, loss_id: int) -> Iterator[torch.Tensor]:
-    """Scale one loss for its backward pass, as in Apex's first API; the casts of O1 rest inside the block."""
-    if not hasattr(optimizer, "_amp_stash"):
-        equip(optimizer, has_masters=False)
-    handle = _amp_state.handle
-    with handle.suspended():
-        aside = set_gradients_aside([optimizer])
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            yield loss.float() * scaler.loss_scale()
-        except BaseException:
-            add_up(aside)
-            raise
-        unscale_gradients([optimizer], scaler, aside)
-        if scaler.update_scale():
-            skip_next_step([optimizer], loss_id, scaler)
-    handle._clear_cache()
+            if kind is not None:
+                add_up(self._aside)
+            elif self._optimizers:
+                self._complete()
+        finally:
+            if self._handle is not None:
+                self._rest.__exit__(None, None, None)
+                self._handle._clear_cache()
+
+    def _complete(self) -> None:
+        stashes: list[Stash] = [optimizer._amp_stash for optimizer in self._optimizers]
+        for stash in stashes:
+            stash.params_have_scaled_gradients = self._delay
+        if self._delay:
+            return
+        self._scaler.clear_overflow_state()
+        self._scaler.unscale_([g for p in _params(self._optimizers) if (g := p.grad) is not None])
+        add_up(self._aside)
+        if not self._unchecked and self._scaler.update_scale():
+            for stash in stashes:  # once, whatever number of losses ask for it
+                stash.overflow = stash.overflow or (self._loss_id, self._scaler)
