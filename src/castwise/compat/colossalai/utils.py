@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from castwise import Amp
+from castwise.checkpoint import load, newest, save
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.coverage import missing_attribute
@@ -48,7 +50,7 @@ def get_current_device() -> torch.device:
     """The accelerator of this process, or the CPU where there is none."""
     kind = default_device_type()
     return (
-        torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
 
 
@@ -71,6 +73,11 @@ def is_tp_rank_0() -> bool:
 def is_no_pp_or_last_stage() -> bool:
     """Whether this process sees the model's output: there is no pipeline, or it holds the last stage."""
     return gpc.is_last_rank(ParallelMode.PIPELINE)
+
+
+def speaks_for_all() -> bool:
+    """Whether this rank shows and logs what all would: it sees the model's output, and is the first that does."""
+    return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
 
 
 def is_using_ddp() -> bool:
@@ -99,14 +106,10 @@ def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = Fal
     """
     parts = []
     if get_current_device().type == "cuda":
+        kinds = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         parts = [
-            f"{name} {read() / 2**20:.1f} MiB"
-            for name, read in (
-                ("allocated", torch.cuda.memory_allocated),
-                ("max allocated", torch.cuda.max_memory_allocated),
-                ("reserved", torch.cuda.memory_reserved),
-                ("max reserved", torch.cuda.max_memory_reserved),
-            )
+            f"{kind.replace('memory_', '').replace('_', ' ')} {getattr(torch.cuda, kind)() / 2**20:.1f} MiB"
+            for kind in kinds
         ]
     if report_cpu or not parts:
         import resource
@@ -295,12 +298,9 @@ class MultiTimer:
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def _session(model: nn.Module) -> Any:
-    from castwise import Amp
-
-    inner = (
-        getattr(model, "module", model) if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    )
+def _session(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What ``castwise.checkpoint`` takes of an engine's model and optimizer."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     parts = list(inner) if isinstance(inner, nn.ModuleList) and Amp.of(inner) is None else [inner]
     amp = Amp.of(parts[0])
     if amp is None:
@@ -308,7 +308,8 @@ def _session(model: nn.Module) -> Any:
             "save_checkpoint and load_checkpoint take the model of an engine (engine.model): this one was not prepared by "
             "colossalai.initialize or convert_to_amp"
         )
-    return amp, parts[0] if len(parts) == 1 else parts
+    optimizers = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
+    return {"model": parts, "optimizers": optimizers, "amp": amp}
 
 
 def save_checkpoint(
@@ -329,12 +330,8 @@ def save_checkpoint(
         lr_scheduler: Saved along.
         kwargs: Saved along, JSON values and tensors.
     """
-    from castwise import checkpoint
-
-    amp, parts = _session(model)
     extra = {"lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(), **kwargs}
-    optimizers = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
-    checkpoint.save(file, epoch, model=parts, optimizers=optimizers, amp=amp, extra=extra)
+    save(file, epoch, **_session(model, optimizer), extra=extra)
 
 
 def load_checkpoint(
@@ -359,17 +356,12 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: There is none.
     """
-    from castwise import checkpoint
-
-    amp, parts = _session(model)
-    path = Path(file)
-    if not path.name.startswith("step-"):
-        found = checkpoint.newest(path)
+    found: Any = Path(file)
+    if not found.name.startswith("step-"):
+        found = newest(file)
         if not found:
             raise FileNotFoundError(f"load_checkpoint({str(file)!r}): no complete checkpoint there")
-        path = found.path or path
-    optimizers = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
-    loaded = checkpoint.load(path, model=parts, optimizers=optimizers, amp=amp)
+    loaded = load(found, **_session(model, optimizer))
     if lr_scheduler is not None and loaded.extra and loaded.extra.get("lr_scheduler"):
         lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
     return loaded.step

@@ -10,12 +10,7 @@ import torch
 
 from castwise.compat.colossalai.engine import Engine
 from castwise.compat.colossalai.trainer.hooks import BaseHook
-from castwise.compat.colossalai.utils import (
-    MultiTimer,
-    is_dp_rank_0,
-    is_no_pp_or_last_stage,
-    is_tp_rank_0,
-)
+from castwise.compat.colossalai.utils import MultiTimer, speaks_for_all
 from castwise.errors import StateError
 
 __all__ = ["Trainer"]
@@ -36,7 +31,7 @@ class Trainer:
 
     def __init__(self, engine: Engine, timer: MultiTimer | None = None, logger: Any = None) -> None:
         self.engine = engine
-        self.timer = timer
+        self.timer = MultiTimer(on=False) if timer is None else timer
         self.logger = logger
         self.states: dict[str, Any] = {}
         self.hooks: list[BaseHook] = []
@@ -67,15 +62,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        if self.timer is not None:
-            self.timer.start(name)
+        self.timer.start(name)
         yield
-        if self.timer is not None:
-            self.timer.stop(name, keep_in_history=True)
-
-    def _reset_timer(self, *names: str) -> None:
-        for name in names if self.timer is not None else ():
-            self.timer.reset(name)  # type: ignore[union-attr]
+        self.timer.stop(name, keep_in_history=True)
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -104,7 +93,7 @@ class Trainer:
         """
         self.steps_per_epoch = len(train_dataloader)
         self.max_epochs, self.max_steps = epochs, max_steps
-        show = display_progress and is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+        show = display_progress and speaks_for_all()
         self._attach(hooks)
         self.engine.train()
         self._call_hooks("before_train")
@@ -120,7 +109,8 @@ class Trainer:
                     self.logger.info(f"stopped after {self.cur_step} steps", ranks=[0])
                 break
         self._call_hooks("after_train")
-        self._reset_timer("Train-step", "Train-epoch")
+        self.timer.reset("Train-step")
+        self.timer.reset("Train-epoch")
 
     def evaluate(
         self,
@@ -130,7 +120,7 @@ class Trainer:
         return_output_label: bool = True,
     ) -> None:
         """Evaluate; arguments are as in :meth:`fit`."""
-        show = display_progress and is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+        show = display_progress and speaks_for_all()
         self._attach(hooks)
         self._evaluate(test_dataloader, None, show, return_output_label)
 
@@ -168,7 +158,7 @@ class Trainer:
                 if self._is_over():
                     break
         self._call_hooks("after_train_epoch")
-        self._reset_timer("Train-epoch")
+        self.timer.reset("Train-epoch")
 
     def _evaluate(self, loader: Any, epoch: int | None, show: bool, keep: bool) -> None:
         self.engine.eval()
@@ -187,7 +177,8 @@ class Trainer:
                 bar(self.states.get("step_metrics"))
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")
-        self._reset_timer("Test-step", "Test-epoch")
+        self.timer.reset("Test-step")
+        self.timer.reset("Test-epoch")
 
 
 @contextlib.contextmanager

@@ -12,10 +12,9 @@ from castwise.compat.colossalai.trainer.hooks.base import BaseHook
 from castwise.compat.colossalai.trainer.hooks.metrics import ThroughputMetric
 from castwise.compat.colossalai.utils import (
     MultiTimer,
-    is_dp_rank_0,
     is_no_pp_or_last_stage,
-    is_tp_rank_0,
     report_memory_usage,
+    speaks_for_all,
 )
 from castwise.errors import StateError
 
@@ -66,7 +65,7 @@ class _ByEpoch(BaseHook):
         self.logger = logger
         self._interval = interval
         self._log_eval = log_eval
-        self._is_rank_to_log = is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+        self._is_rank_to_log = speaks_for_all()
 
     def _is_due(self, trainer: Any) -> bool:
         return bool(trainer.cur_epoch % self._interval == 0)
@@ -86,14 +85,11 @@ class LogMetricByEpochHook(_ByEpoch):
 
     def _say(self, trainer: Any, mode: str) -> None:
         if self._is_due(trainer):  # on all ranks: reading a metric adds up over them
-            values = {
-                name: metric.get_accumulated_value() for name, metric in _metrics(trainer, mode).items()
-            }
-            self._log(
-                trainer,
-                mode.capitalize(),
-                " | ".join(f"{name} = {_number(value)}" for name, value in values.items()),
-            )
+            values = [
+                f"{name} = {_number(metric.get_accumulated_value())}"
+                for name, metric in _metrics(trainer, mode).items()
+            ]
+            self._log(trainer, mode.capitalize(), " | ".join(values))
 
     def after_train_epoch(self, trainer: Any) -> None:
         self._say(trainer, "train")
