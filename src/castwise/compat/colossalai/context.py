@@ -37,11 +37,7 @@ class ParallelMode(Enum):
 
 
 class Config(dict[str, Any]):
-    """A dictionary whose values are attributes too, nested ones as well.
-
-    Args:
-        config: What it starts with.
-    """
+    """A dictionary whose values are attributes too, nested ones as well."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()

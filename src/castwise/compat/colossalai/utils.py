@@ -97,12 +97,9 @@ def print_rank_0(message: str, logger: Any = None) -> None:
 
 
 def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = False) -> None:
-    """Say how much memory of the device is and was in use, on the first rank; on a CPU the process's largest size.
+    """Say how much memory of the device is and was in use, on the first rank.
 
-    Args:
-        message: What to begin with.
-        logger: Where to; by default it is printed.
-        report_cpu: Add the process's largest size on an accelerator too.
+    On a CPU it is the process's largest size, which ``report_cpu`` adds on an accelerator too.
     """
     parts = []
     if get_current_device().type == "cuda":
@@ -122,14 +119,7 @@ def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = Fal
 
 
 class DataParallelSampler(DistributedSampler[Any]):
-    """Gives each data parallel rank its part, in a new order each time it is gone through.
-
-    Args:
-        dataset: Of known length.
-        shuffle: Draw an order, the same on all ranks.
-        seed: Of the order.
-        drop_last: Leave out what does not divide; else it is filled up from the beginning.
-    """
+    """torch's for the data parallel ranks; with ``shuffle`` in a new order each time it is gone through."""
 
     def __init__(
         self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -159,20 +149,9 @@ def get_dataloader(
     num_workers: int = 0,
     **kwargs: Any,
 ) -> DataLoader[Any]:
-    """A loader whose data parallel ranks read different parts.
+    """``torch.utils.data.DataLoader``, whose data parallel ranks read different parts unless ``add_sampler=False``.
 
-    Args:
-        dataset: What to load.
-        shuffle: Draw an order each epoch.
-        seed: Of the order and of the workers.
-        add_sampler: Divide the data over the data parallel ranks where there is more than one.
-        drop_last: Leave out an incomplete batch.
-        pin_memory: Only where there is an accelerator.
-        num_workers: Processes that load.
-        kwargs: As in ``torch.utils.data.DataLoader``, ``batch_size`` above all.
-
-    Returns:
-        The loader.
+    Order and workers are seeded by ``seed``; memory is pinned only where there is an accelerator.
     """
 
     def seed_worker(worker: int) -> None:
@@ -214,14 +193,7 @@ class Timer:
         self._begun_s = time.perf_counter()
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """End; waits for the device.
-
-        Args:
-            keep_in_history: Remember the interval.
-
-        Returns:
-            Its length in seconds.
-        """
+        """End, and remember the interval if asked; waits for the device. Returns its length in seconds."""
         if self._begun_s is None:
             raise StateError("Timer.stop: it was not started; call start() first")
         synchronize()
@@ -320,13 +292,13 @@ def save_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Save a training into a folder, from all ranks, so that it resumes under any mode and layout.
+    """Save an engine's model and optimizer, from all ranks, so that they resume under any mode and layout.
 
     Args:
         file: A folder; a checkpoint of castwise appears in it whole or not at all. Two epochs are kept.
         epoch: Its number.
-        model: The engine's.
-        optimizer: The engine's.
+        model: ``engine.model``.
+        optimizer: ``engine.optimizer``.
         lr_scheduler: Saved along.
         kwargs: Saved along, JSON values and tensors.
     """

@@ -17,14 +17,9 @@ __all__ = ["InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedu
 
 
 class _Loads:
-    """Reads batches, and knows the size of the last.
+    """Reads batches, and knows the size of the last on this rank."""
 
-    Attributes:
-        batch_size: Of the last batch on this rank.
-    """
-
-    def __init__(self) -> None:
-        self.batch_size = 0
+    batch_size = 0
 
     def load_batch(self, data_iter: Iterator[Any]) -> tuple[Any, Any]:
         """The next ``(inputs, targets)``, on this process's device."""
@@ -65,7 +60,6 @@ class NonPipelineSchedule(_Loads):
     """
 
     def __init__(self, data_process_func: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
-        super().__init__()
         self.data_process_func = data_process_func
 
     def forward_backward_step(
@@ -112,10 +106,7 @@ class PipelineSchedule(_Loads):
         kwargs: ``tensor_shape``, ``scatter_gather_tensors`` and others of the original: torch finds shapes by itself.
     """
 
-    chunks = 1
-
     def __init__(self, num_microbatches: int, **kwargs: Any) -> None:
-        super().__init__()
         self.num_microbatches = num_microbatches
         self.divide_by = 1
         self._schedule: Any = None
@@ -123,11 +114,7 @@ class PipelineSchedule(_Loads):
     def attach(self, model: nn.Module, criterion: Any, amp: Any, divide_by: int = 1) -> None:
         """Build torch's schedule for this rank's stages, and let it train by the plan.
 
-        Args:
-            model: The stage, prepared; an ``nn.ModuleList`` of the stages of this rank in an interleaved pipeline.
-            criterion: The loss, computed on the last stage.
-            amp: The session.
-            divide_by: How many batches make a step.
+        ``model`` is a stage that is prepared, or an ``nn.ModuleList`` of several; ``divide_by`` batches make a step.
         """
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -190,14 +177,13 @@ class PipelineSchedule(_Loads):
 
 
 class InterleavedPipelineSchedule(PipelineSchedule):
-    """Several stages on each rank, by turns.
+    """Several stages on each rank, by turns: those of the ``nn.ModuleList`` that is attached.
 
     Args:
         num_microbatches: As in :class:`PipelineSchedule`; a multiple of the number of ranks.
-        num_model_chunks: Stages on each rank.
-        kwargs: As there.
+        num_model_chunks: How many they are; taken for the original's sake.
+        kwargs: As in :class:`PipelineSchedule`.
     """
 
     def __init__(self, num_microbatches: int, num_model_chunks: int = 2, **kwargs: Any) -> None:
         super().__init__(num_microbatches, **kwargs)
-        self.chunks = num_model_chunks

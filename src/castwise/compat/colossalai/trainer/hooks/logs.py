@@ -58,7 +58,7 @@ class LogMetricByStepHook(BaseHook):
 
 
 class _ByEpoch(BaseHook):
-    """Logs on one rank, every n-th epoch."""
+    """Logs on one rank, every ``interval``-th epoch; evaluations too if ``log_eval``."""
 
     def __init__(self, logger: Any, interval: int = 1, priority: int = 10, log_eval: bool = True) -> None:
         super().__init__(priority)
@@ -76,12 +76,7 @@ class _ByEpoch(BaseHook):
 
 
 class LogMetricByEpochHook(_ByEpoch):
-    """Logs the metrics of each epoch.
-
-    Args:
-        logger: Where to.
-        interval: Every n-th epoch.
-    """
+    """Logs the metrics of every ``interval``-th epoch."""
 
     def _say(self, trainer: Any, mode: str) -> None:
         if self._is_due(trainer):  # on all ranks: reading a metric adds up over them
@@ -99,15 +94,7 @@ class LogMetricByEpochHook(_ByEpoch):
 
 
 class LogTimingByEpochHook(_ByEpoch):
-    """Logs how long epochs and batches took.
-
-    Args:
-        timer: The trainer's.
-        logger: Where to.
-        interval: Every n-th epoch.
-        log_eval: Of evaluations too.
-        ignore_num_train_steps: The first batches that do not count.
-    """
+    """Logs how long epochs and batches took, by the trainer's timer and without ``ignore_num_train_steps`` first batches."""
 
     def __init__(
         self,
@@ -144,14 +131,7 @@ class LogTimingByEpochHook(_ByEpoch):
 
 
 class LogMemoryByEpochHook(_ByEpoch):
-    """Logs the memory in use.
-
-    Args:
-        logger: Where to.
-        interval: Every n-th epoch.
-        log_eval: After evaluations too.
-        report_cpu: The process's size as well.
-    """
+    """Logs the memory in use, with ``report_cpu`` the process's size as well."""
 
     def __init__(
         self,
