@@ -22,10 +22,6 @@ def hold(folder: Path, call: str) -> None:
     The operating system keeps the lock and lets go of it when the process ends, however it ends, so that none is ever
     left over; the file says who has it. Ranks of one job are one writer: the first of them calls this.
 
-    Args:
-        folder: Of the checkpoints; it exists.
-        call: Named in the error.
-
     Raises:
         CheckpointError: Another process saves there, or the lock cannot be opened.
     """

@@ -57,13 +57,6 @@ class Saving:
         self._future.result()
         return self.path
 
-    def settle(self) -> None:
-        """Wait, and warn of a failure that nobody has seen instead of raising it."""
-        error = self._future.exception()
-        if error is not None and not self._seen:
-            self._seen = True
-            warnings.warn(f"the checkpoint of step {self.step} was not saved: {error}", stacklevel=4)
-
     def __repr__(self) -> str:
         return f"Saving(step={self.step}, path={str(self.path)!r}, done={self.done})"
 
@@ -73,9 +66,11 @@ _last: Saving | None = None
 
 
 def settle() -> None:
-    """Wait for a save in the background."""
-    if _last is not None:
-        _last.settle()
+    """Wait for a save in the background, and warn of a failure that nobody has seen."""
+    error = None if _last is None else _last._future.exception()
+    if _last is not None and error is not None and not _last._seen:
+        _last._seen = True
+        warnings.warn(f"the checkpoint of step {_last.step} was not saved: {error}", stacklevel=3)
 
 
 def save(
@@ -128,7 +123,7 @@ def save(
     index = storage.lay_out(contents.tensors, ranks)
     stage = ranks.each(lambda: storage.Stage(contents.tensors, index, ranks.rank, copied=asynchronous))
     values = {**merge(contents, ranks), "tensors": {name: entry.to_json() for name, entry in index.items()}}
-    later = ranks.first(lambda: _begin(draft, values))
+    later = ranks.first(lambda: draft.begin(values))
     if later is not None and ranks.rank == 0:
         warnings.warn(
             f"save(step={step}): {later} is of a later step and stays the newest; delete it if the training was taken back",
@@ -168,12 +163,6 @@ def _check(step: int, keep: int | None, amp: Amp) -> None:
         raise CheckpointError(
             f"save(amp={type(amp).__name__}) is not allowed. Allowed: the castwise.Amp that has prepared the model."
         )
-
-
-def _begin(draft: Draft, values: Any) -> str | None:
-    draft.begin(values)
-    later = draft.later()
-    return None if later is None else str(later)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,15 +18,9 @@ _LARGEST = 10**4000
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON.
+    """A value as JSON that :func:`decode` undoes: tuples stay tuples, and keys of dicts keep their type.
 
-    Args:
-        value: None, bool, int, float, str, a tensor, or lists, tuples and dicts of these. Dict keys are no tensors.
-        name: Of the value; tensors inside get names that begin with it.
-        tensors: Where tensors are put, by name.
-
-    Returns:
-        What ``json`` can write and :func:`decode` undoes; tuples stay tuples and dict keys keep their type.
+    Tensors are put into ``tensors``, under names that begin with the value's own.
 
     Raises:
         CheckpointError: A value of any other type, one that could not be read again, or two tensors with one name.
@@ -77,11 +71,7 @@ def _check_key(key: Any, name: str) -> None:
 
 
 def check(value: Any, tensors: Container[str]) -> None:
-    """Refuse what :func:`encode` does not return.
-
-    Args:
-        value: JSON that anybody may have written, of few levels.
-        tensors: The names that there are.
+    """See that JSON that anybody may have written is what :func:`encode` returns for tensors of these names.
 
     Raises:
         ValueError: It is something else; a clause says what.
@@ -116,12 +106,7 @@ def _plain(key: Any) -> Any:
 
 
 def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
-    """Undo :func:`encode`.
-
-    Args:
-        value: What it returned.
-        fetch: What is to stand for the tensor of a name: that tensor, or what is known of it.
-    """
+    """Undo :func:`encode`; ``fetch`` gives what is to stand for the tensor of a name: that tensor, or what is known of it."""
     if isinstance(value, list):
         return [decode(item, fetch) for item in value]
     if not isinstance(value, dict):
@@ -133,13 +118,8 @@ def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
     return {decode(key, fetch): decode(item, fetch) for key, item in value["dict"]}
 
 
-def names_of(value: Any) -> Iterator[str]:
+def names_of(value: Any) -> list[str]:
     """The names of the tensors in what :func:`encode` returned."""
-    if isinstance(value, list):
-        for item in value:
-            yield from names_of(item)
-    elif isinstance(value, dict):
-        if "tensor" in value:
-            yield value["tensor"]
-        for items in (value.get("tuple"), value.get("dict")):
-            yield from names_of(items)
+    found: list[str] = []
+    decode(value, found.append)
+    return found
