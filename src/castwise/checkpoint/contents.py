@@ -24,13 +24,7 @@ __all__ = ["Contents", "collect", "merge", "random_states", "set_random_states"]
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank saves.
-
-    Attributes:
-        tensors: By name: ``model.…``, ``optimizer.…``, ``extra.…``, ``rng.…``.
-        common: As JSON: what is equal on ranks that hold the same weights.
-        own: As JSON: what is this rank's alone.
-    """
+    """What one rank saves: tensors by name, and as JSON what is equal on ranks that hold the same weights, and its own."""
 
     tensors: dict[str, Tensor]
     common: dict[str, Any]

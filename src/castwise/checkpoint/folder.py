@@ -56,12 +56,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Skipped:
-    """A folder that was passed over.
-
-    Attributes:
-        path: The folder.
-        reason: What is wrong with it.
-    """
+    """A folder that was passed over, and what is wrong with it."""
 
     path: Path
     reason: str

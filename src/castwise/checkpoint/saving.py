@@ -27,12 +27,7 @@ __all__ = ["Saving", "as_list", "save", "settle"]
 
 
 class Saving:
-    """A checkpoint on its way to disk.
-
-    Attributes:
-        step: Its number.
-        path: Where it will be once it is whole.
-    """
+    """A checkpoint on its way to disk: its number is ``step``, and ``path`` where it will be once it is whole."""
 
     def __init__(self, step: int, path: Path, future: Future[None]) -> None:
         self.step, self.path = step, path
@@ -45,10 +40,7 @@ class Saving:
         return self._future.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole, on this rank; no collective of the training's is used.
-
-        Returns:
-            Its path.
+        """Wait until the checkpoint is whole, on this rank; returns its path. No collective of the training's is used.
 
         Raises:
             CheckpointError: It could not be written; the one before is still the newest.

@@ -43,14 +43,7 @@ Sizes = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and where its bytes lie.
-
-    Attributes:
-        file: Name.
-        start: Bytes from the end of the file's header.
-        offsets: Of the box in the tensor, by dimension.
-        sizes: Of the box.
-    """
+    """A box of a tensor, and where its bytes lie: ``start`` counts from the end of the file's header."""
 
     file: str
     start: int
@@ -60,13 +53,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is saved.
-
-    Attributes:
-        dtype: Of its elements.
-        shape: Of the whole.
-        pieces: Boxes that together are the whole, none of them empty.
-    """
+    """A tensor that is saved; its pieces are together the whole, and none of them is empty."""
 
     dtype: torch.dtype
     shape: Sizes

@@ -226,11 +226,7 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name.
-
-    Args:
-        on: False makes every call do nothing.
-    """
+    """Timers by name, which do nothing while they are not ``on``."""
 
     def __init__(self, on: bool = True) -> None:
         self._on = on
@@ -300,7 +296,7 @@ def save_checkpoint(
         model: ``engine.model``.
         optimizer: ``engine.optimizer``.
         lr_scheduler: Saved along.
-        kwargs: Saved along, JSON values and tensors.
+        kwargs: Saved along: JSON values and tensors.
     """
     extra = {"lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(), **kwargs}
     save(file, epoch, **_session(model, optimizer), extra=extra)
@@ -313,17 +309,9 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Continue from the newest complete checkpoint of a folder, or from one of them.
+    """Continue from the newest complete checkpoint of a folder, or from ``folder/step-...``; returns its epoch.
 
-    Args:
-        file: The folder, or ``folder/step-...`` for a certain one.
-        model: The engine's.
-        optimizer: The engine's.
-        lr_scheduler: Loaded along.
-        kwargs: Taken and ignored: what fits loads whatever the layout.
-
-    Returns:
-        The number of its epoch.
+    ``kwargs`` are taken and ignored: what fits loads whatever the layout.
 
     Raises:
         FileNotFoundError: There is none.

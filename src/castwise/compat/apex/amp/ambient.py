@@ -46,13 +46,7 @@ def _messages(device_type: str) -> dict[str, str]:
 
 
 class Ambient(AmbientAutocast):
-    """Apex's casts on one device type, for the whole process.
-
-    Args:
-        device_type: Whose tensors are cast.
-        dtype: fp16, as Apex has it, or bf16.
-        allow_banned: Run binary_cross_entropy in fp32 instead of raising.
-    """
+    """Apex's casts on one device type, for the whole process; if ``allow_banned``, binary_cross_entropy runs in fp32."""
 
     def __init__(self, device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> None:
         allowed = (("binary_cross_entropy", "fp32"),) if allow_banned else ()

@@ -78,7 +78,7 @@ class AmpHandle:
     """The casts of O1, from :func:`~castwise.compat.apex.amp.init` or ``initialize`` until :meth:`_deactivate`.
 
     Args:
-        ambient: The casts, not entered yet; the handle does nothing until they are, and again once they have ended.
+        ambient: The casts; the handle does nothing until they are entered, and again once they have ended.
         dtype: What half means.
         loss_scale: For losses scaled by :meth:`scale_loss`.
         enable_caching: Whether weights are cast once in each call of an initialised model.
@@ -112,12 +112,7 @@ class AmpHandle:
     _disable_casts = suspended
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """An optimizer that scales losses by itself, as in Apex's first API.
-
-        Args:
-            optimizer: A torch optimizer.
-            num_loss: Losses per step, each with a scale of its own.
-        """
+        """An optimizer that scales ``num_loss`` losses per step by itself, as in Apex's first API."""
         from castwise.compat.apex.amp.opt import OptimWrapper
 
         self._default_scaler = None

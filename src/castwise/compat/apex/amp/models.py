@@ -127,11 +127,7 @@ def cast_models(
 ) -> None:
     """Store models in ``properties.cast_model_type``, cast what goes in and out, and give optimizers their masters.
 
-    Args:
-        models: Changed in place.
-        optimizers: Those that update them.
-        properties: The options in force.
-        outputs: Of the models; fp32 if None.
+    Models return ``outputs``, fp32 if that is None.
 
     Raises:
         RuntimeError: A type that models cannot be cast to.
@@ -176,12 +172,7 @@ def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outpu
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Forward hooks that cast as Apex does: containers of any kind, and whatever has a method ``to``.
-
-    Attributes:
-        inputs: Dtype of floating inputs, or None to leave them.
-        outputs: Dtype of floating outputs.
-    """
+    """Forward hooks that cast as Apex does: containers of any kind, and whatever has a method ``to``."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype
@@ -199,12 +190,9 @@ class Casts:
 
 
 def apply_cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in a value.
+    """Cast floating tensors in a value: a tensor, or a container, which is rebuilt with its own type.
 
-    Args:
-        value: A tensor; a container, which is rebuilt with its own type, named tuples and dataclasses too; an object of
-            the user's own with ``to(dtype)``. Anything else passes.
-        dtype: Of floating tensors.
+    Named tuples, dataclasses and objects of the user's own with ``to(dtype)`` are cast too; anything else passes.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value

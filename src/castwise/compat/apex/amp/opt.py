@@ -17,10 +17,7 @@ __all__ = ["OptimWrapper"]
 class OptimWrapper:
     """An optimizer that scales its losses and skips steps by itself; other attributes are the optimizer's.
 
-    Args:
-        optimizer: A torch optimizer.
-        amp_handle: Whose casts are in force.
-        num_loss: Losses per step. Each has a scale of its own, by the order of the calls.
+    Each of the ``num_loss`` losses of a step has a scale of its own, by the order of the calls.
     """
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:

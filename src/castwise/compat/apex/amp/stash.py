@@ -119,14 +119,8 @@ class Scaled:
     then and added. Where one is not finite, each of the optimizers skips its next step. A class, as a generator takes
     longer to enter and leave.
 
-    Args:
-        loss: Of any shape and floating dtype.
-        optimizers: All whose parameters the loss gives gradients to, once :func:`equip` has seen them; none has the loss
-            scaled and nothing else.
-        scaler: Of the loss.
-        loss_id: The scaler's number, for what is printed.
-        delay_unscale: Leave gradients scaled and the scale as it is, for a later pass to complete.
-        delay_overflow_check: Leave the scale as it is.
+    ``delay_unscale`` leaves gradients and scale as they are, for a later pass to complete, ``delay_overflow_check`` the
+    scale alone. Without optimizers the loss is scaled, and nothing else.
     """
 
     def __init__(

@@ -70,17 +70,9 @@ class NonPipelineSchedule(_Loads):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Any]:
-        """Run a batch.
+        """Run a batch; returns ``(output, label, loss)``, None in the place of what is not asked for.
 
-        Args:
-            engine: Whose model and criterion.
-            data_iter: Yields ``(inputs, targets)``.
-            forward_only: Without backward.
-            return_loss: Compute the loss where there is no backward.
-            return_output_label: Return the first two.
-
-        Returns:
-            ``(output, label, loss)``.
+        The loss is computed wherever there is a backward, that is unless ``forward_only``.
         """
         if self.data_process_func is not None:
             data_iter = iter([self.data_process_func(next(data_iter))])

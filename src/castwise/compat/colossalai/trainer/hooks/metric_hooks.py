@@ -57,11 +57,7 @@ class LossHook(MetricHook):
 
 
 class AccuracyHook(MetricHook):
-    """The accuracy in evaluation.
-
-    Args:
-        accuracy_func: From outputs and targets to the number of right ones.
-    """
+    """The accuracy in evaluation; ``accuracy_func`` goes from outputs and targets to the number of right ones."""
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
         super().__init__(priority)

@@ -35,11 +35,7 @@ def over_data_ranks(*values: float | Tensor) -> list[float]:
 
 
 class Metric(ABC):
-    """A quantity.
-
-    Args:
-        epoch_only: It is read once an epoch, not at each batch.
-    """
+    """A quantity; if ``epoch_only`` it is read once an epoch, not at each batch."""
 
     def __init__(self, epoch_only: bool) -> None:
         self.epoch_only = epoch_only
@@ -129,12 +125,7 @@ class LossMetric(_Ratio):
 
 
 class AccuracyMetric(_Ratio):
-    """The share of right answers.
-
-    Args:
-        epoch_only: As in :class:`Metric`.
-        accuracy_func: From outputs and targets to the number of right ones, such as ``colossalai.nn.metric.Accuracy``.
-    """
+    """The share of right answers, counted by a function such as ``colossalai.nn.metric.Accuracy``."""
 
     def __init__(self, epoch_only: bool, accuracy_func: Callable[[Any, Any], Any]) -> None:
         super().__init__(epoch_only)
@@ -153,13 +144,9 @@ class AccuracyMetric(_Ratio):
 
 
 class ThroughputMetric(_Ratio):
-    """Samples per second of all data parallel ranks together.
+    """Samples per second of all data parallel ranks together, without ``ignored_steps`` first of all batches.
 
-    Args:
-        epoch_only: As in :class:`Metric`.
-        ignored_steps: The first of all batches, not of each epoch, that do not count.
-        tflop_per_step: 10^12 operations per batch, to say TFLOP/s as well.
-        use_local: Take this rank's numbers for all.
+    Options are those of ``ThroughputHook``.
     """
 
     def __init__(
