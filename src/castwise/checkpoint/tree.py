@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -70,52 +70,48 @@ def _check_key(key: Any, name: str) -> None:
         )
 
 
-def check(value: Any, tensors: Container[str]) -> None:
+def check(value: Any, tensors: Mapping[str, Any]) -> None:
     """See that JSON that anybody may have written is what :func:`encode` returns for tensors of these names.
 
     Raises:
         ValueError: It is something else; a clause says what.
     """
+    try:
+        decode(value, tensors.__getitem__)
+    except KeyError:
+        raise ValueError("a tensor that is not there") from None
+
+
+def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
+    """Undo :func:`encode`; ``fetch`` gives what is to stand for the tensor of a name: that tensor, or what is known of it.
+
+    Raises:
+        ValueError: JSON that :func:`encode` does not return.
+    """
     if isinstance(value, list):
-        for item in value:
-            check(item, tensors)
-    elif isinstance(value, dict):
-        match value:
-            case {"tensor": str(name), **rest} if not rest and name in tensors:
-                pass
-            case {"tuple": list(items), **rest} if not rest:
-                check(items, tensors)
-            case {"dict": list(pairs), **rest} if not rest:
-                for pair in pairs:
-                    if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]):
-                        raise ValueError("a mapping that is not of keys and values")
-                    check(pair[1], tensors)
-                if len({_plain(key) for key, _ in pairs}) < len(pairs):
-                    raise ValueError("a mapping that gives a key twice")
-            case _:
-                raise ValueError("a value of unknown kind, or a tensor that is not there")
+        return [decode(item, fetch) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items() if len(value) == 1 else [("", None)]
+    if kind == "tensor" and isinstance(inside, str):
+        return fetch(inside)
+    if kind == "tuple" and isinstance(inside, list):
+        return tuple(decode(inside, fetch))
+    if kind != "dict" or not isinstance(inside, list):
+        raise ValueError("a value of unknown kind")
+    mapping: dict[Any, Any] = {}
+    for pair in inside:
+        if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]):
+            raise ValueError("a mapping that is not of keys and values")
+        mapping[decode(pair[0], fetch)] = decode(pair[1], fetch)
+    if len(mapping) < len(inside):
+        raise ValueError("a mapping that gives a key twice")
+    return mapping
 
 
 def _is_key(key: Any) -> bool:
     parts = key["tuple"] if isinstance(key, dict) and key.keys() == {"tuple"} else [key]
     return isinstance(parts, list) and not any(isinstance(part, (list, dict)) for part in parts)
-
-
-def _plain(key: Any) -> Any:
-    return tuple(key["tuple"]) if isinstance(key, dict) else key
-
-
-def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
-    """Undo :func:`encode`; ``fetch`` gives what is to stand for the tensor of a name: that tensor, or what is known of it."""
-    if isinstance(value, list):
-        return [decode(item, fetch) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return fetch(value["tensor"])
-    if "tuple" in value:
-        return tuple(decode(item, fetch) for item in value["tuple"])
-    return {decode(key, fetch): decode(item, fetch) for key, item in value["dict"]}
 
 
 def names_of(value: Any) -> list[str]:

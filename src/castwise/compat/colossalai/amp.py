@@ -47,11 +47,7 @@ class AMP_TYPE(Enum):  # noqa: N801 - the name is the contract
 class AmpOptimizer(ColossalaiOptimizer):
     """An optimizer whose losses are scaled and whose steps are skipped where a gradient is not finite.
 
-    Args:
-        optim: The optimizer, prepared by ``amp``.
-        amp: The session.
-        recipe: Of the mode.
-        clip_grad_norm: Each step clips to this global norm, 0 for none.
+    Each step clips to the global norm ``clip_grad_norm``, or that of the recipe; 0 for none.
 
     Attributes:
         amp: The castwise session, for whatever it can do beyond Colossal-AI.
@@ -191,7 +187,7 @@ def convert_to_amp(
         optimizer: Of torch, updating the model.
         criterion: Any callable that computes a loss, or None.
         mode: TORCH, APEX or NAIVE.
-        amp_config: The mode's options, see :mod:`castwise.compat.colossalai.plans`.
+        amp_config: The mode's options, as docs/compat.md lists them.
 
     Returns:
         ``(model, optimizer, criterion)``; the optimizer has ``backward(loss)``, ``clip_grad_norm(model, max_norm)``,

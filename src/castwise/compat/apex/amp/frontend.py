@@ -199,17 +199,10 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Any:
-    """Put the casts of O1 in force, as Apex's first API did.
+    """Put the casts of O1 in force, as Apex's first API did; returns their handle.
 
-    Args:
-        enabled: False returns a handle that does nothing.
-        loss_scale: Of ``handle.scale_loss``.
-        enable_caching: Kept by the handle; without ``initialize`` there is no model to keep copies for.
-        verbose: Kept by the handle.
-        allow_banned: Run ``binary_cross_entropy`` in fp32 instead of refusing it.
-
-    Returns:
-        The handle.
+    It does nothing with ``enabled=False``. ``enable_caching`` and ``verbose`` are kept by it: without ``initialize`` there
+    is no model to keep copies for. With ``allow_banned``, ``binary_cross_entropy`` runs in fp32 instead of being refused.
     """
     _end_casts()
     return _begin_casts(
@@ -227,13 +220,9 @@ def init(
 
 
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
-    """The loss scales, in Apex's structure.
+    """The loss scales, in Apex's structure: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
 
-    Args:
-        destination: Written to, if given.
-
-    Returns:
-        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; nothing where ``amp`` is disabled.
+    They are written to ``destination``, if given; there are none where ``amp`` is disabled.
     """
     destination = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_amp_state.loss_scalers):
@@ -245,10 +234,7 @@ def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Continue with saved loss scales, those of real Apex too.
-
-    Args:
-        state_dict: From :func:`state_dict`. Where it has more or fewer scales than there are, the first ones count.
+    """Continue with saved loss scales, those of real Apex too; where these are more or fewer, the first ones count.
 
     Raises:
         RuntimeError: A key that is no loss scale's.
