@@ -100,9 +100,11 @@ class Trainer:
         if self.cur_epoch:  # resumed
             self.cur_step = self.cur_epoch * self.steps_per_epoch
         for epoch in range(self.cur_epoch, epochs):
-            self._train_epoch(train_dataloader, epoch, show, return_output_label)
+            self.engine.train()
+            self._epoch("train", train_dataloader, f"epoch {epoch}, training", show, return_output_label)
+            self.timer.reset("Train-epoch")
             if test_dataloader is not None and epoch % test_interval == 0:
-                self._evaluate(test_dataloader, epoch, show, return_output_label)
+                self._evaluate(test_dataloader, f"epoch {epoch}, evaluation", show, return_output_label)
             self.cur_epoch += 1
             if self._is_over():
                 if self.logger is not None:
@@ -122,7 +124,7 @@ class Trainer:
         """Evaluate; arguments are as in :meth:`fit`."""
         show = display_progress and speaks_for_all()
         self._attach(hooks)
-        self._evaluate(test_dataloader, None, show, return_output_label)
+        self._evaluate(test_dataloader, "evaluation", show, return_output_label)
 
     def predict(self, data: Any) -> Any:
         """The model's outputs for some inputs, without gradients."""
@@ -136,49 +138,40 @@ class Trainer:
     def _is_over(self) -> bool:
         return self.max_steps is not None and self.cur_step >= self.max_steps
 
-    def _train_epoch(self, loader: Any, epoch: int, show: bool, keep: bool) -> None:
-        self.engine.train()
-        batches = iter(loader)
-        self._call_hooks("before_train_epoch")
-        with (
-            self._timed("Train-epoch"),
-            _progress(f"epoch {epoch}, training", show, self.steps_per_epoch) as bar,
-        ):
-            for _ in range(self.steps_per_epoch):
-                self._call_hooks("before_train_iter")
-                with self._timed("Train-step"):
-                    self.engine.zero_grad()
-                    output = self.engine.execute_schedule(
-                        batches, forward_only=False, return_loss=True, return_output_label=keep
-                    )
-                    self.engine.step()
-                self._call_hooks("after_train_iter", *output)
-                self.cur_step += 1
-                bar(self.states.get("step_metrics"))
-                if self._is_over():
-                    break
-        self._call_hooks("after_train_epoch")
-        self.timer.reset("Train-epoch")
-
-    def _evaluate(self, loader: Any, epoch: int | None, show: bool, keep: bool) -> None:
+    def _evaluate(self, loader: Any, what: str, show: bool, keep: bool) -> None:
         self.engine.eval()
-        batches = iter(loader)
         self._call_hooks("before_test")
-        self._call_hooks("before_test_epoch")
-        what = "evaluation" if epoch is None else f"epoch {epoch}, evaluation"
-        with self._timed("Test-epoch"), _progress(what, show, len(loader)) as bar, torch.no_grad():
-            for _ in range(len(loader)):
-                self._call_hooks("before_test_iter")
-                with self._timed("Test-step"):
-                    output = self.engine.execute_schedule(
-                        batches, forward_only=True, return_loss=True, return_output_label=keep
-                    )
-                self._call_hooks("after_test_iter", *output)
-                bar(self.states.get("step_metrics"))
-        self._call_hooks("after_test_epoch")
+        self._epoch("test", loader, what, show, keep)
         self._call_hooks("after_test")
         self.timer.reset("Test-step")
         self.timer.reset("Test-epoch")
+
+    def _epoch(self, mode: str, loader: Any, what: str, show: bool, keep: bool) -> None:
+        """One pass over a loader: ``train``, which may end early, or ``test``."""
+        training, name = mode == "train", mode.capitalize()
+        batches = iter(loader)
+        self._call_hooks(f"before_{mode}_epoch")
+        with (
+            self._timed(f"{name}-epoch"),
+            _progress(what, show, len(loader)) as bar,
+            torch.set_grad_enabled(training),
+        ):
+            for _ in range(len(loader)):
+                self._call_hooks(f"before_{mode}_iter")
+                with self._timed(f"{name}-step"):
+                    if training:
+                        self.engine.zero_grad()
+                    output = self.engine.execute_schedule(
+                        batches, forward_only=not training, return_loss=True, return_output_label=keep
+                    )
+                    if training:
+                        self.engine.step()
+                self._call_hooks(f"after_{mode}_iter", *output)
+                self.cur_step += training
+                bar(self.states.get("step_metrics"))
+                if training and self._is_over():
+                    break
+        self._call_hooks(f"after_{mode}_epoch")
 
 
 @contextlib.contextmanager
