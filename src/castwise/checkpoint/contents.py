@@ -121,14 +121,10 @@ def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
         CheckpointError: Ranks whose optimizers differ in class.
     """
     # With many ranks, most hold what the first one holds: those send nothing.
-    digest = _digest(contents.common)
+    digest = hashlib.sha256(json.dumps(contents.common).encode()).hexdigest()
     common = None if ranks.first(lambda: digest) == digest and ranks.rank else contents.common
     parts = ranks.to_first((common, contents.own))
     return ranks.each(lambda: _merge([c for c, _ in parts if c], [own for _, own in parts]))
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _merge(commons: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -76,8 +77,6 @@ def _take(handle: int) -> None:
 
 def _same_file(path: Path, handle: int) -> bool:
     """Whether a file is the one that is open: the folder may have been deleted and made again."""
-    try:
-        there, here = path.stat(), os.fstat(handle)
-    except OSError:
-        return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    return False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import Amp
+from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.colossalai.engine.gradient_handler import local_grad
 from castwise.compat.colossalai.logging import get_dist_logger
@@ -241,8 +242,6 @@ def prepare(
 
 def _declare_cut(amp: Amp, model: nn.Module) -> None:
     """Colossal-AI's tensor parallel layers mark each parameter that they cut by ``is_tensor_parallel``."""
-    from castwise.compat.colossalai.context import ParallelMode
-
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = gpc.get_group(ParallelMode.TENSOR) if gpc.is_initialized(ParallelMode.TENSOR) else None

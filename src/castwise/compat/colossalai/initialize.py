@@ -251,10 +251,7 @@ def _schedule(
 ) -> NonPipelineSchedule | PipelineSchedule:
     if gpc.pipeline_parallel_size == 1:
         return NonPipelineSchedule()
-    count = gpc.config.get("NUM_MICRO_BATCHES", gpc.pipeline_parallel_size)
-    interleaved = isinstance(model, nn.ModuleList)
-    schedule = (
-        InterleavedPipelineSchedule(count, len(model)) if interleaved else PipelineSchedule(count)  # type: ignore[arg-type]
-    )
+    kind = InterleavedPipelineSchedule if isinstance(model, nn.ModuleList) else PipelineSchedule
+    schedule = kind(gpc.config.get("NUM_MICRO_BATCHES", gpc.pipeline_parallel_size))
     schedule.attach(model, criterion, amp, divide_by)
     return schedule

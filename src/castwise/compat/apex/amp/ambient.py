@@ -7,7 +7,7 @@ in-place matrix products and ``local_response_norm`` are patched while the casts
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from castwise import Plan
 from castwise.casting import AmbientAutocast
 from castwise.compat.apex.amp._amp_state import _amp_state
 from castwise.compat.apex.amp.functions import patch
-from castwise.errors import StateError
 from castwise.plans.rules import overrides
 
-__all__ = ["FORMATS", "Ambient", "begin_caching", "end_caching"]
+__all__ = ["FORMATS", "begin_caching", "casts_of_o1", "end_caching", "patch_torch"]
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 """What half may mean, and castwise's name of it."""
@@ -36,44 +35,13 @@ _BCE = (
 )
 
 
-def _messages(device_type: str) -> dict[str, str]:
-    """Apex's words for what it bans."""
-    rows = overrides("apex", (), device_type).values()
-    banned = [row.op for row in rows if row.rule == "banned"]
-    return {op: f"Cannot call in-place method {op} on fp16 Tensors." for op in banned} | {
-        "binary_cross_entropy": _BCE
-    }
-
-
-class Ambient(AmbientAutocast):
-    """Apex's casts on one device type, for the whole process; if ``allow_banned``, binary_cross_entropy runs in fp32."""
-
-    def __init__(self, device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> None:
-        allowed = (("binary_cross_entropy", "fp32"),) if allow_banned else ()
-        plan = Plan(compute=FORMATS[dtype], rules="apex", ops=allowed)
-        super().__init__(plan, device_type, messages=_messages(device_type))
-        self._undo: list[Callable[[], None]] = []
-
-    def enter(self) -> None:
-        """Put the casts in force; again after :meth:`leave`."""
-        super().enter()
-        for (owner, name), make in _PATCHES.items():
-            original = getattr(owner, name)
-            self._undo.append(patch(owner, name, functools.wraps(original)(make(original, self.device_type))))
-
-    def leave(self) -> None:
-        """End the casts; nothing of them stays.
-
-        Raises:
-            StateError: From another thread than they began on, or inside a region that was entered after them.
-        """
-        try:
-            super().leave()
-        except StateError as error:
-            raise StateError(f"handle._deactivate(): {error}") from None
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+def casts_of_o1(device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> AmbientAutocast:
+    """Apex's casts on one device type, not entered yet; if ``allow_banned``, binary_cross_entropy runs in fp32."""
+    banned = [row.op for row in overrides("apex", (), device_type).values() if row.rule == "banned"]
+    messages = {op: f"Cannot call in-place method {op} on fp16 Tensors." for op in banned}
+    allowed = (("binary_cross_entropy", "fp32"),) if allow_banned else ()
+    plan = Plan(compute=FORMATS[dtype], rules="apex", ops=allowed)
+    return AmbientAutocast(plan, device_type, messages={**messages, "binary_cross_entropy": _BCE})
 
 
 def begin_caching(module: nn.Module, args: Any) -> None:
@@ -143,3 +111,10 @@ _PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[...
     **{(torch.Tensor, name): _match_self for name in ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")},
     (nn.functional, "local_response_norm"): _in_fp32,
 }
+
+
+def patch_torch(device_type: str) -> Iterator[Callable[[], None]]:
+    """Put the patches in place, each followed by what undoes it."""
+    for (owner, name), make in _PATCHES.items():
+        original = getattr(owner, name)
+        yield patch(owner, name, functools.wraps(original)(make(original, device_type)))

@@ -12,7 +12,7 @@ from torch import nn
 from castwise.compat.apex.amp import models as casting
 from castwise.compat.apex.amp import stash
 from castwise.compat.apex.amp._amp_state import _amp_state, maybe_print
-from castwise.compat.apex.amp.ambient import FORMATS, Ambient, begin_caching, end_caching
+from castwise.compat.apex.amp.ambient import FORMATS, begin_caching, casts_of_o1, end_caching, patch_torch
 from castwise.compat.apex.amp.functions import patch_registered
 from castwise.compat.apex.amp.handle import AmpHandle
 from castwise.compat.apex.amp.properties import BRIEFS, LEVELS, Properties
@@ -177,7 +177,7 @@ def _begin_casts(
         raise RuntimeError(
             f"patch_torch_functions_type was {half}; allowed: torch.float16, torch.bfloat16. For fp32 use opt_level='O0'."
         )
-    ambient = Ambient(device_type, half, allow_banned)
+    ambient = casts_of_o1(device_type, half, allow_banned)
     handle = AmpHandle(
         ambient, half, loss_scale, enabled and enable_caching, verbose or _amp_state.verbosity == 2
     )
@@ -188,6 +188,8 @@ def _begin_casts(
             handle.on_deactivate(model.register_forward_pre_hook(begin_caching).remove)
             handle.on_deactivate(model.register_forward_hook(end_caching, always_call=True).remove)
         ambient.enter()
+        for undo in patch_torch(device_type):
+            handle.on_deactivate(undo)
     _amp_state.handle = handle
     return handle
 

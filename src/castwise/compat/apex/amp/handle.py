@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from castwise.casting import AmbientAutocast
 from castwise.compat.apex.amp import stash
 from castwise.compat.apex.amp._amp_state import _amp_state
-from castwise.compat.apex.amp.ambient import Ambient
 from castwise.compat.apex.amp.scaler import LossScaler
+from castwise.errors import StateError
 
 __all__ = ["AmpHandle", "disable_casts", "scale_loss"]
 
@@ -87,7 +88,7 @@ class AmpHandle:
 
     def __init__(
         self,
-        ambient: Ambient,
+        ambient: AmbientAutocast,
         dtype: torch.dtype,
         loss_scale: float | str = "dynamic",
         enable_caching: bool = True,
@@ -142,8 +143,15 @@ class AmpHandle:
         self._undo.append(undo)
 
     def _deactivate(self) -> None:
-        """End the casts, and put every patched function back."""
-        self._ambient.leave()
+        """End the casts, and put every patched function back.
+
+        Raises:
+            StateError: On another thread than they began on, or inside a region that was entered after them.
+        """
+        try:
+            self._ambient.leave()
+        except StateError as error:
+            raise StateError(f"handle._deactivate(): {error}") from None
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
