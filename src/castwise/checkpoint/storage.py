@@ -126,9 +126,8 @@ def _arrange(parts: Sequence[Sequence[_Held]]) -> Index:
                 seen.add(box)
                 mine.append(one)
         start = 0
-        for one in sorted(
-            mine, key=lambda one: -one.dtype.itemsize
-        ):  # so that each begins at a multiple of its own
+        # the widest numbers first, so that each begins at a multiple of its own
+        for one in sorted(mine, key=lambda one: -one.dtype.itemsize):
             piece = Piece(f"rank-{rank:05d}.safetensors", start, one.offsets, one.sizes)
             index[one.name].pieces.append(piece)  # type: ignore[attr-defined]  # a list until here
             start += _bytes(one.dtype, one.sizes)

@@ -93,11 +93,7 @@ def _reduction(average: bool, in_fp32: bool) -> Any:
 
 
 class Reducer:
-    """Averages gradients over all ranks when it is told to.
-
-    Args:
-        module_or_grads_list: A module, whose parameters are made the first rank's at once; or a list of gradients.
-    """
+    """Averages gradients over all ranks when it is told to: a list's, or a module's, which begins as the first rank's."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None

@@ -42,10 +42,7 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Groups of ``group_size`` neighbouring ranks, made by all ranks together.
-
-    Returns:
-        This rank's; None for ``group_size=0``, which means all.
+    """This rank's group of ``group_size`` neighbours, made by all ranks together; None for 0, which means all.
 
     Raises:
         ValueError: A size that does not divide the number of ranks.

@@ -24,10 +24,7 @@ __all__ = [
 class GradAccumOptimizer(ColossalaiOptimizer):
     """Divides losses by N, and steps, clears and clips once in N batches.
 
-    Args:
-        optim: The wrapper around the optimizer.
-        accumulate_size: N.
-        model: In DistributedDataParallel, ranks exchange gradients in the last of N batches alone.
+    Where the model is in DistributedDataParallel, ranks exchange gradients in the last of N batches alone.
     """
 
     def __init__(self, optim: Any, accumulate_size: int, model: nn.Module | None = None) -> None:

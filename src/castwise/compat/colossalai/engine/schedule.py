@@ -53,11 +53,7 @@ def _call(function: Callable[..., Any], data: Any) -> Any:
 
 
 class NonPipelineSchedule(_Loads):
-    """Forward, loss, backward.
-
-    Args:
-        data_process_func: From what the loader yields to ``(inputs, targets)``.
-    """
+    """Forward, loss, backward; ``data_process_func`` goes from what the loader yields to ``(inputs, targets)``."""
 
     def __init__(self, data_process_func: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func
@@ -169,12 +165,9 @@ class PipelineSchedule(_Loads):
 
 
 class InterleavedPipelineSchedule(PipelineSchedule):
-    """Several stages on each rank, by turns: those of the ``nn.ModuleList`` that is attached.
+    """Several stages on each rank, by turns: those of the ``nn.ModuleList`` that is attached, however many.
 
-    Args:
-        num_microbatches: As in :class:`PipelineSchedule`; a multiple of the number of ranks.
-        num_model_chunks: How many they are; taken for the original's sake.
-        kwargs: As in :class:`PipelineSchedule`.
+    ``num_microbatches`` is a multiple of the number of ranks.
     """
 
     def __init__(self, num_microbatches: int, num_model_chunks: int = 2, **kwargs: Any) -> None:

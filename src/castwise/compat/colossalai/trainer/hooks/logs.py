@@ -160,12 +160,7 @@ class LogMemoryByEpochHook(_ByEpoch):
 
 
 class TensorboardHook(BaseHook):
-    """Writes the metrics as TensorBoard's events.
-
-    Args:
-        log_dir: A folder; each rank writes into one of its own in it.
-        ranks: Those of ``parallel_mode`` that write; all by default.
-        parallel_mode: Whose ranks are meant.
+    """Writes the metrics as TensorBoard's events, from all ``ranks`` of ``parallel_mode`` or some, each into its own folder.
 
     Raises:
         StateError: A rank that should write is not in the last stage of the pipeline, and has nothing.

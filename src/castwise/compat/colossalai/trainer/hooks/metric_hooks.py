@@ -78,13 +78,7 @@ class AccuracyHook(MetricHook):
 
 
 class LRSchedulerHook(MetricHook):
-    """Steps a rate scheduler.
-
-    Args:
-        lr_scheduler: Of torch or of ``colossalai.nn.lr_scheduler``.
-        by_epoch: After each epoch; else after each batch.
-        store_lr_in_state: Enter the rate among the metrics.
-    """
+    """Steps a rate scheduler after each epoch or batch; its rate is among the metrics if ``store_lr_in_state``."""
 
     def __init__(
         self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
