@@ -16,18 +16,22 @@ if TYPE_CHECKING:
 __all__ = ["FileResult", "Finding", "Migration"]
 
 
+_STYLES = {"left": "yellow", "differs": "cyan", "kept": "green"}
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Finding:
     """Something to know about a line of a script.
 
     Attributes:
         line: In the script as it was, counted from 1.
-        kind: ``left`` where something was not rewritten, ``differs`` where the rewritten script behaves otherwise.
+        kind: ``left`` where something was not rewritten, ``differs`` where the rewritten script behaves otherwise,
+            ``kept`` where it stays as it is and a drop-in carries it out.
         text: What, why, and what can be done.
     """
 
     line: int
-    kind: Literal["left", "differs"]
+    kind: Literal["left", "differs", "kept"]
     text: str
 
 
@@ -128,7 +132,7 @@ class Migration:
             for finding in file.findings:
                 yield Text.assemble(
                     (f"{file.path}:{finding.line}: ", "bold"),
-                    (f"{finding.kind}: ", "yellow" if finding.kind == "left" else "cyan"),
+                    (f"{finding.kind}: ", _STYLES[finding.kind]),
                     finding.text,
                 )
         yield Text(self.summary())

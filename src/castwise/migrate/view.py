@@ -9,7 +9,7 @@ from typing import Any
 import libcst as cst
 from libcst import metadata as meta
 
-__all__ = ["Suite", "Undecided", "View", "inside", "only_call", "root"]
+__all__ = ["Suite", "Undecided", "View", "inside", "root"]
 
 Suite = cst.IndentedBlock | cst.Module
 
@@ -49,6 +49,9 @@ class View:
         self._names: Any = wrapper.resolve(meta.QualifiedNameProvider)
         self._parents = wrapper.resolve(meta.ParentNodeProvider)
         self._positions = wrapper.resolve(meta.PositionProvider)
+        scope = self._scopes[self.module]
+        assert scope is not None
+        self.globals: meta.Scope = scope
         self.nodes: list[cst.CSTNode] = list(inside(self.module))
         self.words = {
             node.value for node in self.nodes if isinstance(node, cst.Name) and self._is_variable(node)
@@ -120,15 +123,6 @@ class View:
             if isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.Module)):
                 return outer
         return self.module
-
-    def beside(self, node: cst.CSTNode, by: int) -> cst.BaseStatement | None:
-        """The statement so many places after that of a node, in the same block."""
-        suite = self.suite(node)
-        if suite is None:
-            return None
-        place = self.index(node) + by
-        found = suite.body[place] if 0 <= place < len(suite.body) else None
-        return found if isinstance(found, cst.BaseStatement) else None
 
     def whole_statement(self, node: cst.BaseExpression) -> cst.SimpleStatementLine | None:
         """The line that holds this expression as a statement and nothing else."""
@@ -214,18 +208,6 @@ class View:
             )
             or text == name.value
         )
-
-
-def only_call(line: cst.CSTNode | None) -> cst.Call | None:
-    """The call that a line consists of."""
-    if (
-        isinstance(line, cst.SimpleStatementLine)
-        and len(line.body) == 1
-        and isinstance(line.body[0], cst.Expr)
-    ):
-        value = line.body[0].value
-        return value if isinstance(value, cst.Call) else None
-    return None
 
 
 def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

@@ -11,7 +11,7 @@ from libcst import metadata as meta
 
 from castwise.migrate.view import Suite, Undecided, View, inside, root
 
-__all__ = ["Thing", "models_of", "only_wrapped_later", "references", "session_name", "thing", "wraps"]
+__all__ = ["Thing", "is_harmless", "models_of", "only_wrapped_later", "references", "thing"]
 
 _WRAPPER = re.compile(r"DataParallel|^DDP$|^DP$|^FSDP$|fully_shard|compile$|parallelize|Engine")
 _HARMLESS = {
@@ -57,8 +57,8 @@ def references(view: View, of: Thing) -> list[cst.Name]:
     return sorted((node for node in nodes if isinstance(node, cst.Name)), key=view.position)
 
 
-def models_of(view: View, optimizer: Thing) -> tuple[list[cst.Name], bool]:
-    """The models whose parameters an optimizer was made with, and whether it was given all of one and nothing else.
+def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
+    """The models whose parameters an optimizer was made with.
 
     Raises:
         Undecided: That cannot be seen.
@@ -76,8 +76,7 @@ def models_of(view: View, optimizer: Thing) -> tuple[list[cst.Name], bool]:
                 names.setdefault(name.value, name)
     if not names:
         raise Undecided(item.node, f"which model {optimizer.name!r} updates cannot be seen")
-    whole = len(names) == 1 and re.fullmatch(r"\w+\.parameters\(\)", view.code(first)) is not None
-    return list(names.values()), whole
+    return list(names.values())
 
 
 def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], suite: Suite | None) -> None:
@@ -89,7 +88,7 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
     for item in model.assignments:
         value = view.assigned_value(item)
         assert value is not None
-        wrapped = wraps(value)
+        wrapped = _wraps(value)
         if view.position(item.node) > prepared_at:
             if not (
                 wrapped
@@ -109,7 +108,7 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
             raise Undecided(item.node, f"{model.name!r} is made in another block than its optimizer")
 
 
-def wraps(value: cst.BaseExpression) -> bool:
+def _wraps(value: cst.BaseExpression) -> bool:
     """Whether a value is made by DistributedDataParallel, torch.compile or the like, as far as names tell."""
     return any(_WRAPPER.search(name) for name in _called(value))
 
@@ -120,15 +119,6 @@ def is_harmless(view: View, name: cst.Name) -> bool:
     while isinstance(outer, cst.Attribute) and outer.attr.value == "module":
         outer = view.parent(outer)
     return isinstance(outer, cst.Attribute) and outer.attr.value in _HARMLESS
-
-
-def session_name(view: View, free: frozenset[str] = frozenset()) -> str:
-    """A name for the session that the script has no other use for; ``free`` are those it will not use any more."""
-    return next(
-        name
-        for name in ("amp", "amp_session", "castwise_amp", "castwise_amp_session")
-        if name in free or name not in view.words
-    )
 
 
 def _called(value: cst.BaseExpression) -> Iterator[str]:

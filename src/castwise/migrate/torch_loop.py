@@ -1,19 +1,36 @@
-"""What a loop does with its loss scaler, in order: is it what a session of castwise does?"""
+"""What a script does with torch's scaler, in order: is it what a session of castwise does?"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import libcst as cst
 
-from castwise.migrate.view import Undecided, View, only_call
+from castwise.migrate.view import Undecided, View
 
-__all__ = ["CLIP", "Event", "check_windows", "clip_before"]
+__all__ = ["AUTOCAST", "SCALER", "Event", "check_windows"]
 
-CLIP = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"}
-"""Names of what clips gradients by their norm."""
+AUTOCAST: Mapping[str, str | None] = {
+    "torch.cuda.amp.autocast": "cuda",
+    "torch.cuda.amp.autocast_mode.autocast": "cuda",
+    "torch.cpu.amp.autocast": "cpu",
+    "torch.cpu.amp.autocast_mode.autocast": "cpu",
+    "torch.amp.autocast": None,
+    "torch.amp.autocast_mode.autocast": None,
+    "torch.autocast": None,
+}
+"""Names of autocast, with the device that each is for; None where its first argument says so."""
+SCALER: Mapping[str, str | None] = {
+    "torch.cuda.amp.GradScaler": "cuda",
+    "torch.cuda.amp.grad_scaler.GradScaler": "cuda",
+    "torch.cpu.amp.GradScaler": "cpu",
+    "torch.cpu.amp.grad_scaler.GradScaler": "cpu",
+    "torch.amp.GradScaler": None,
+    "torch.amp.grad_scaler.GradScaler": None,
+    "torch.GradScaler": None,
+}
 _JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 
 
@@ -68,31 +85,6 @@ def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
     for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:
         if any(isinstance(node, _JUMPS) for node in _nodes(statement)):
             raise Undecided(statement, "the loop may be left between step() and update()")
-
-
-def clip_before(
-    view: View, step: cst.Call, params: str
-) -> tuple[cst.BaseStatement, cst.BaseExpression] | None:
-    """The statement right before a step that clips the norm of the gradients, and the largest norm.
-
-    Args:
-        view: The script.
-        step: The step; a statement.
-        params: The text of what is clipped: ``model.parameters()``.
-    """
-    before = view.beside(step, -1)
-    call = only_call(before)
-    if before is None or call is None or view.origin(call.func) not in CLIP or len(call.args) != 2:
-        return None
-    of, limit = call.args
-    if (
-        of.star
-        or limit.star
-        or of.keyword is not None
-        or (limit.keyword and limit.keyword.value != "max_norm")
-    ):
-        return None
-    return (before, limit.value) if view.code(of.value) == params else None
 
 
 def _nodes(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
