@@ -8,19 +8,14 @@ from collections.abc import Iterable
 import libcst as cst
 
 from castwise.migrate.edits import Edits, small
-from castwise.migrate.served import LIBRARIES, here, home, instead, is_module, lacks, row
+from castwise.migrate.served import LIBRARIES, here, home, imported, instead, is_module, lacks, row
 from castwise.migrate.view import View, root
 
-__all__ = ["rewrite_imports", "uses"]
+__all__ = ["rewrite_imports"]
 
 _PAGES = {"apex": "docs/compat.md#apex", "colossalai": "docs/compat.md#colossal-ai"}
 _KERNELS = {"amp_C", "apex_C", "fused_layer_norm_cuda", "syncbn"}
 _BY_TEXT = re.compile(r"(^|\.)(import_module|__import__|find_spec|find_loader)$")
-
-
-def uses(view: View, library: str) -> bool:
-    """Whether a script imports a library or a part of it."""
-    return any(_library(name) == library for node in view.nodes for name in _modules(view, node))
 
 
 def rewrite_imports(edits: Edits, own: frozenset[str] = frozenset()) -> None:
@@ -33,7 +28,9 @@ def rewrite_imports(edits: Edits, own: frozenset[str] = frozenset()) -> None:
     drop_ins = _DropIns(edits, frozenset(LIBRARIES) - own)
     for node in edits.view.nodes:
         if own.intersection(map(_library, _modules(edits.view, node))):
-            edits.left(node, f"{', '.join(sorted(own))} is a part of this program, so its imports stay")
+            edits.say(
+                node, "left", f"{', '.join(sorted(own))} is a part of this program, so its imports stay"
+            )
         if isinstance(node, cst.Import):
             drop_ins.rewrite_plain(node)
         elif isinstance(node, cst.ImportFrom):
@@ -75,8 +72,10 @@ class _DropIns:
             name = alias.evaluated_name
             library = _library(name)
             if library in _KERNELS:
-                self.edits.left(
-                    node, f"{name} is Apex's compiled code, and castwise has none: use torch's operators"
+                self.edits.say(
+                    node,
+                    "left",
+                    f"{name} is Apex's compiled code, and castwise has none: use torch's operators",
                 )
             elif library in self.libraries and not is_module(here(name)):
                 self._say_absent(node, name, name)
@@ -101,9 +100,8 @@ class _DropIns:
             if is_module(here(module)):
                 self._say_kept(node, library)
                 self._put(node, [node.with_changes(module=_dotted(here(module)))])
-                for name in sorted(f"{here(module)}.{word}" for word in self.view.words):
-                    if (said := row(name)) is not None and said.status == "absent":
-                        self._say_absent(node, name, name)
+                for word in sorted(self.view.words):
+                    self._say_row(node, f"{here(module)}.{word}")
             else:
                 self._say_absent(node, module, module)
             return
@@ -147,18 +145,16 @@ class _DropIns:
 
     def look_at_name(self, node: cst.Name | cst.Attribute) -> None:
         """Say what is absent or differs of a name that is reached from an import."""
+        dotted = self._dotted(node)
+        if dotted and isinstance(node, cst.Attribute) and self.view.code(node) == "colossalai.legacy":
+            self.edits.replace(node, cst.Name("colossalai"))
         if isinstance(self.view.parent(node), cst.Attribute):
             return  # the whole chain is looked at
-        dotted = self._dotted(node)
         lacking = lacks(dotted)
         if lacking:
             self._say_absent(node, lacking, dotted)
         else:
             self._say_row(node, dotted)
-        if isinstance(node, cst.Attribute):
-            for part in (each for each in _chain(node) if self.view.code(each) == "colossalai.legacy"):
-                if dotted:
-                    self.edits.replace(part, cst.Name("colossalai"))
 
     def look_at_call(self, node: cst.Call) -> None:
         """Say what is absent or differs of arguments that are given by name, and list imports by text."""
@@ -170,8 +166,9 @@ class _DropIns:
         if isinstance(first, cst.SimpleString) and _BY_TEXT.search(self.view.code(node.func)):
             name = first.evaluated_value
             if isinstance(name, str) and _library(name) in self.libraries:
-                self.edits.left(
+                self.edits.say(
                     node,
+                    "left",
                     f"{name} is named as text, which is not rewritten: castwise.compat.install() serves it by that name",
                 )
 
@@ -180,12 +177,7 @@ class _DropIns:
         first = root(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
         for origin in () if first is None else self.view.origins(first):
             if _library(origin) in self.libraries:
-                module, _, name = here(origin).rpartition(".")
-                found = (
-                    here(origin)
-                    if is_module(here(origin))
-                    else home(module, name) and f"{home(module, name)}.{name}"
-                )
+                found = imported(here(origin))
                 assert first is not None
                 chain = "".join(self.view.code(node).split()).removeprefix(first.value)
                 return here(found + chain) if found else ""
@@ -196,8 +188,9 @@ class _DropIns:
     def _say_kept(self, node: cst.CSTNode, library: str) -> None:
         if library not in self.said:
             self.said.add(library)
-            self.edits.kept(
+            self.edits.say(
                 node,
+                "kept",
                 f"castwise.compat.{library} runs this script as it is written; {_PAGES[library]} says of each name whether it works, "
                 "differs or is absent",
             )
@@ -205,17 +198,15 @@ class _DropIns:
     def _say_absent(self, node: cst.CSTNode, lacking: str, dotted: str) -> None:
         if lacking not in self.said:
             self.said.add(lacking)
-            self.edits.left(node, instead(here(lacking), here(dotted)))
+            self.edits.say(node, "left", instead(here(lacking), here(dotted)))
 
     def _say_row(self, node: cst.CSTNode, dotted: str) -> None:
-        found = row(dotted) if dotted and dotted not in self.said else None
-        if found is not None and found.status != "works":
+        found = row(dotted)
+        if found is not None and found.status == "absent":
+            self._say_absent(node, dotted, dotted)
+        elif found is not None and found.status == "differs" and dotted not in self.said:
             self.said.add(dotted)
-            note = found.note.replace("`", "")
-            if found.status == "differs":
-                self.edits.differs(node, f"{dotted}: {note}")
-            else:
-                self.edits.left(node, f"castwise.compat has no {dotted}: {note}")
+            self.edits.say(node, "differs", f"{dotted}: {found.note.replace('`', '')}")
 
 
 def _dotted(name: str) -> cst.BaseExpression:
@@ -232,11 +223,3 @@ def _with_names(
     if isinstance(node, cst.Import) or node.lpar is None:
         names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     return [node.with_changes(names=names)]
-
-
-def _chain(node: cst.BaseExpression) -> list[cst.Attribute]:
-    chain = []
-    while isinstance(node, cst.Attribute):
-        chain.append(node)
-        node = node.value
-    return chain

@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from castwise.migrate.result import Finding
+from castwise.migrate.result import Finding, Kind
 from castwise.migrate.view import View
 
 __all__ = ["Edits", "small", "statement"]
@@ -57,19 +57,9 @@ class Edits:
         """Take a statement out; its comments stay."""
         self.dropped.add(line)
 
-    def left(self, node: cst.CSTNode, text: str) -> None:
-        """Say that something is not rewritten, and why."""
-        self._say(Finding(self.view.line(node), "left", text))
-
-    def differs(self, node: cst.CSTNode, text: str) -> None:
-        """Say that the rewritten script behaves otherwise."""
-        self._say(Finding(self.view.line(node), "differs", text))
-
-    def kept(self, node: cst.CSTNode, text: str) -> None:
-        """Say what carries out a part of the script that stays as it is."""
-        self._say(Finding(self.view.line(node), "kept", text))
-
-    def _say(self, finding: Finding) -> None:
+    def say(self, node: cst.CSTNode, kind: Kind, text: str) -> None:
+        """Note something to know about the line of a node, once."""
+        finding = Finding(self.view.line(node), kind, text)
         if finding not in self.findings:
             self.findings.append(finding)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,10 +13,12 @@ from castwise.errors import MigrateError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["FileResult", "Finding", "Migration"]
+__all__ = ["FileResult", "Finding", "Kind", "Migration"]
+
+Kind = Literal["left", "differs", "kept"]
 
 
-_STYLES = {"left": "yellow", "differs": "cyan", "kept": "green"}
+_STYLES: Mapping[Kind, str] = {"left": "yellow", "differs": "cyan", "kept": "green"}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -31,7 +33,7 @@ class Finding:
     """
 
     line: int
-    kind: Literal["left", "differs", "kept"]
+    kind: Kind
     text: str
 
 

@@ -9,7 +9,7 @@ from importlib import resources
 
 from castwise.compat.coverage import Covered, absent_row, covered
 
-__all__ = ["LIBRARIES", "here", "home", "instead", "is_module", "lacks", "row"]
+__all__ = ["LIBRARIES", "here", "home", "imported", "instead", "is_module", "lacks", "row"]
 
 LIBRARIES = ("apex", "colossalai")
 """Libraries that have a drop-in."""
@@ -32,9 +32,24 @@ def home(module: str, name: str) -> str:
     What a library keeps in a module that the drop-in does not have, as ``apex.optimizers.fused_adam``, it exports from
     the package around it too.
     """
-    while not is_module(module) and "." in module:
-        module = module.rpartition(".")[0]
+    module = _nearest(module)
     return module if name in (_bound(module) or ()) or is_module(f"{module}.{name}") else ""
+
+
+def _nearest(module: str) -> str:
+    """The module, or the nearest part of the library around it that there is."""
+    while not is_module(module) and module.count(".") > 1:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def imported(dotted: str) -> str:
+    """What an imported name is in the drop-in; empty where it is not there."""
+    module, _, name = dotted.rpartition(".")
+    if is_module(dotted):
+        return dotted
+    found = home(module, name)
+    return f"{found}.{name}" if found else ""
 
 
 def lacks(dotted: str) -> str:
@@ -68,14 +83,19 @@ def _bound(module: str) -> Mapping[str, bool] | None:
 
 def row(dotted: str) -> Covered | None:
     """What the list of names says of one, or of an argument as in ``apex.amp.initialize(verbosity)``."""
-    return next((each for each in covered(_library(dotted)) if each.name == dotted), None)
+    rows = covered(_library(dotted)) if _library(dotted) in LIBRARIES else ()
+    return next((each for each in rows if each.name == dotted), None)
 
 
 def instead(lacking: str, dotted: str) -> str:
     """That a drop-in lacks a part of a dotted name, and what to use in its place."""
-    rows = [each for each in covered(_library(dotted)) if each.status == "absent"]
-    inside = [each for each in rows if each.name.startswith(f"{lacking}.")]
-    found = absent_row(dotted) or next(iter(inside), None)
+    module, _, name = dotted.rpartition(".")
+    inside = (
+        each
+        for each in covered(_library(dotted))
+        if each.status == "absent" and each.name.startswith(f"{lacking}.")
+    )
+    found = absent_row(dotted) or absent_row(f"{_nearest(module)}.{name}") or next(inside, None)
     said = "docs/compat.md lists what there is" if found is None else found.note.replace("`", "")
     return f"castwise.compat has no {lacking}: {said}"
 

@@ -12,25 +12,16 @@ from castwise.migrate.view import Undecided, View
 
 __all__ = ["AUTOCAST", "SCALER", "Event", "check_windows"]
 
-AUTOCAST: Mapping[str, str | None] = {
-    "torch.cuda.amp.autocast": "cuda",
-    "torch.cuda.amp.autocast_mode.autocast": "cuda",
-    "torch.cpu.amp.autocast": "cpu",
-    "torch.cpu.amp.autocast_mode.autocast": "cpu",
-    "torch.amp.autocast": None,
-    "torch.amp.autocast_mode.autocast": None,
-    "torch.autocast": None,
-}
-"""Names of autocast, with the device that each is for; None where its first argument says so."""
-SCALER: Mapping[str, str | None] = {
-    "torch.cuda.amp.GradScaler": "cuda",
-    "torch.cuda.amp.grad_scaler.GradScaler": "cuda",
-    "torch.cpu.amp.GradScaler": "cpu",
-    "torch.cpu.amp.grad_scaler.GradScaler": "cpu",
-    "torch.amp.GradScaler": None,
-    "torch.amp.grad_scaler.GradScaler": None,
-    "torch.GradScaler": None,
-}
+
+def _names(what: str, module: str) -> Mapping[str, str | None]:
+    """The dotted names of something of torch.amp, with the device that each is for; None where an argument says so."""
+    homes = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu", "torch.amp": None}
+    names = {f"{home}.{name}": at for home, at in homes.items() for name in (what, f"{module}.{what}")}
+    return {**names, f"torch.{what}": None}
+
+
+AUTOCAST = _names("autocast", "autocast_mode")
+SCALER = _names("GradScaler", "grad_scaler")
 _JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 
 

@@ -93,21 +93,20 @@ class Session:
         return line
 
     def _look_at_scaler(self) -> None:
-        view, assign = self.view, self.view.parent(self.made)
-        line = view.parent(assign) if isinstance(assign, cst.Assign) else None
+        view, assign, line = self.view, self.view.parent(self.made), self.view.statement(self.made)
+        targets = [each.target for each in assign.targets] if isinstance(assign, cst.Assign) else []
         if (
-            not isinstance(assign, cst.Assign)
-            or not isinstance(line, cst.SimpleStatementLine)
+            not isinstance(line, cst.SimpleStatementLine)
             or len(line.body) != 1
-            or len(assign.targets) != 1
-            or not isinstance(assign.targets[0].target, cst.Name)
+            or len(targets) != 1
+            or not isinstance(targets[0], cst.Name)
         ):
             raise Undecided(self.made, "the scaler is not assigned to one variable by a statement of its own")
         suite = view.suite(line)
         if suite is None:
             raise Undecided(self.made, "the scaler is made on the line of an if")
         self.home, self.suite = line, suite
-        self.scaler = thing(view, assign.targets[0].target)
+        self.scaler = thing(view, targets[0])
         if len(self.scaler.assignments) > 1:
             raise Undecided(
                 self.scaler.assignments[1].node, f"{self.scaler.name!r} is assigned more than once"
@@ -122,8 +121,7 @@ class Session:
         where = given.pop("device", None)
         if where is not None and not view.is_fixed(where):
             raise Undecided(where, "the device may be another one later")
-        self.device = f'"{device or "cuda"}"' if where is None else view.code(where)
-        self.device_is_written = self.device.startswith(("'", '"'))
+        self.device = f'"{device or "cuda"}"' if where is None else view.code(where).replace("'", '"')
         self.enabled = _condition(view, given.pop("enabled", None))
         items = []
         for name, value in given.items():
@@ -211,20 +209,11 @@ class Session:
             enabled = _condition(self.view, given.get("enabled"))
         except Undecided:
             return False
-        if "cache_enabled" in given or enabled != self.enabled:
-            return False
-        where = (
-            f'"{device}"'
-            if device
-            else self.view.code(given["device_type"])
-            if "device_type" in given
-            else ""
-        )
+        where = given.get("device_type")
+        at = f'"{device}"' if where is None else self.view.code(where).replace("'", '"')
         dtype = given.get("dtype")
-        default_fp16 = where.strip("\"'") == "cuda"
-        return where.replace("'", '"') == self.device.replace("'", '"') and (
-            default_fp16 if dtype is None else self.view.origin(dtype) in _FP16
-        )
+        fp16 = at == '"cuda"' if dtype is None else self.view.origin(dtype) in _FP16
+        return fp16 and at == self.device and enabled == self.enabled and "cache_enabled" not in given
 
     def _look_at_model(self, model: Thing) -> None:
         view = self.view

@@ -5,9 +5,7 @@ from __future__ import annotations
 import libcst as cst
 from libcst import metadata as meta
 
-from castwise.migrate.dropins import uses
 from castwise.migrate.edits import Edits, statement
-from castwise.migrate.served import LIBRARIES
 from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event
 from castwise.migrate.torch_session import Session
 from castwise.migrate.view import Undecided, View, root
@@ -34,12 +32,12 @@ def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
             raise Undecided(found[0], "no GradScaler is made here, so this script does not show the loop")
         if len(made) > 1:
             raise Undecided(made[1], "there is more than one scaler")
-        if any(uses(view, library) for library in LIBRARIES):
+        if edits.findings:  # of Apex or Colossal-AI
             raise Undecided(made[0], "the script uses another kind of mixed precision too")
         session = Session(view, made[0])
         session.look(exported)
     except Undecided as why:
-        edits.left(why.node, f"torch.amp stays as it is, and works beside castwise: {why.reason}")
+        edits.say(why.node, "left", f"torch.amp stays as it is, and works beside castwise: {why.reason}")
     else:
         _Writer(edits, session, exported).write()
 
@@ -77,7 +75,7 @@ class _Writer:
         plan, device = f'"{session.plan}"', session.device
         if session.enabled is not None:
             plan = f'{plan} if {session.enabled} else "fp32+output=as_is"'
-            if session.device_is_written:  # where it is off, there may be no such device
+            if device.startswith('"'):  # where it is off, there may be no such device
                 device = f"{device} if {session.enabled} else None"
         home = session.home
         edits.replace(home, statement(f"{amp} = castwise.Amp({plan}, device={device})", like=home))
@@ -121,20 +119,23 @@ class _Writer:
 
     def _say(self) -> None:
         session = self.session
-        if session.device_is_written and session.device.strip("\"'") == "cuda":
-            self.edits.differs(
+        if session.device == '"cuda"':
+            self.edits.say(
                 session.made,
+                "differs",
                 "where there is no CUDA, torch.amp turned itself off with a warning; "
                 f"castwise.Amp(device={session.device}) raises a DeviceError",
             )
-        self.edits.differs(
+        self.edits.say(
             session.made,
+            "differs",
             "the loss scale stops at 2**-14, and gradients that overflow there again and again raise a LossScaleError; "
             "it fell to zero before",
         )
         if session.enabled is not None:
-            self.edits.differs(
+            self.edits.say(
                 session.made,
+                "differs",
                 f"where {session.enabled} is off, steps whose gradients are not finite are skipped too; "
                 'castwise.Amp(..., nonfinite="allow") takes them',
             )
