@@ -8,7 +8,17 @@ from collections.abc import Iterable
 import libcst as cst
 
 from castwise.migrate.edits import Edits, small
-from castwise.migrate.served import LIBRARIES, here, home, imported, instead, is_module, lacks, row
+from castwise.migrate.served import (
+    LIBRARIES,
+    here,
+    home,
+    imported,
+    instead,
+    is_module,
+    lacks,
+    library_of,
+    row,
+)
 from castwise.migrate.view import View, root
 
 __all__ = ["rewrite_imports"]
@@ -27,7 +37,7 @@ def rewrite_imports(edits: Edits, own: frozenset[str] = frozenset()) -> None:
     """
     drop_ins = _DropIns(edits, frozenset(LIBRARIES) - own)
     for node in edits.view.nodes:
-        if own.intersection(map(_library, _modules(edits.view, node))):
+        if own.intersection(map(library_of, _modules(edits.view, node))):
             edits.say(
                 node, "left", f"{', '.join(sorted(own))} is a part of this program, so its imports stay"
             )
@@ -39,10 +49,6 @@ def rewrite_imports(edits: Edits, own: frozenset[str] = frozenset()) -> None:
             drop_ins.look_at_name(node)
         elif isinstance(node, cst.Call):
             drop_ins.look_at_call(node)
-
-
-def _library(dotted: str) -> str:
-    return dotted.partition(".")[0]
 
 
 def _modules(view: View, node: cst.CSTNode) -> list[str]:
@@ -70,7 +76,7 @@ class _DropIns:
         aliases, binds = [], []
         for alias in node.names:
             name = alias.evaluated_name
-            library = _library(name)
+            library = library_of(name)
             if library in _KERNELS:
                 self.edits.say(
                     node,
@@ -93,7 +99,7 @@ class _DropIns:
     def rewrite_from(self, node: cst.ImportFrom) -> None:
         """``from apex import amp``, and the like of it."""
         module = next(iter(_modules(self.view, node)), "")
-        library = _library(module)
+        library = library_of(module)
         if library not in self.libraries:
             return
         if isinstance(node.names, cst.ImportStar):
@@ -165,7 +171,7 @@ class _DropIns:
         first = node.args[0].value if node.args else None
         if isinstance(first, cst.SimpleString) and _BY_TEXT.search(self.view.code(node.func)):
             name = first.evaluated_value
-            if isinstance(name, str) and _library(name) in self.libraries:
+            if isinstance(name, str) and library_of(name) in self.libraries:
                 self.edits.say(
                     node,
                     "left",
@@ -176,7 +182,7 @@ class _DropIns:
         """What a name or attribute is in the drop-in; empty for anything else."""
         first = root(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
         for origin in () if first is None else self.view.origins(first):
-            if _library(origin) in self.libraries:
+            if library_of(origin) in self.libraries:
                 found = imported(here(origin))
                 assert first is not None
                 chain = "".join(self.view.code(node).split()).removeprefix(first.value)

@@ -9,10 +9,15 @@ from importlib import resources
 
 from castwise.compat.coverage import Covered, absent_row, covered
 
-__all__ = ["LIBRARIES", "here", "home", "imported", "instead", "is_module", "lacks", "row"]
+__all__ = ["LIBRARIES", "here", "home", "imported", "instead", "is_module", "lacks", "library_of", "row"]
 
 LIBRARIES = ("apex", "colossalai")
 """Libraries that have a drop-in."""
+
+
+def library_of(dotted: str) -> str:
+    """The package of a dotted name."""
+    return dotted.partition(".")[0]
 
 
 def here(dotted: str) -> str:
@@ -83,7 +88,7 @@ def _bound(module: str) -> Mapping[str, bool] | None:
 
 def row(dotted: str) -> Covered | None:
     """What the list of names says of one, or of an argument as in ``apex.amp.initialize(verbosity)``."""
-    rows = covered(_library(dotted)) if _library(dotted) in LIBRARIES else ()
+    rows = covered(library_of(dotted)) if library_of(dotted) in LIBRARIES else ()
     return next((each for each in rows if each.name == dotted), None)
 
 
@@ -92,13 +97,9 @@ def instead(lacking: str, dotted: str) -> str:
     module, _, name = dotted.rpartition(".")
     inside = (
         each
-        for each in covered(_library(dotted))
+        for each in covered(library_of(dotted))
         if each.status == "absent" and each.name.startswith(f"{lacking}.")
     )
     found = absent_row(dotted) or absent_row(f"{_nearest(module)}.{name}") or next(inside, None)
     said = "docs/compat.md lists what there is" if found is None else found.note.replace("`", "")
     return f"castwise.compat has no {lacking}: {said}"
-
-
-def _library(dotted: str) -> str:
-    return dotted.partition(".")[0]

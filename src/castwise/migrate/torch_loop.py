@@ -8,7 +8,7 @@ from typing import Literal
 
 import libcst as cst
 
-from castwise.migrate.view import Undecided, View
+from castwise.migrate.view import Undecided, View, inside
 
 __all__ = ["AUTOCAST", "SCALER", "Event", "check_windows"]
 
@@ -74,13 +74,5 @@ def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
     if suite is None or any(view.suite(event.node) is not suite for event in stepped):
         raise Undecided(update.node, "step() and update() stand in different blocks")
     for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:
-        if any(isinstance(node, _JUMPS) for node in _nodes(statement)):
+        if any(isinstance(node, _JUMPS) for node in inside(statement)):
             raise Undecided(statement, "the loop may be left between step() and update()")
-
-
-def _nodes(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
-    if isinstance(node, (cst.FunctionDef, cst.Lambda)):
-        return
-    yield node
-    for child in node.children:
-        yield from _nodes(child)

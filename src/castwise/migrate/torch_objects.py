@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 
 import libcst as cst
 from libcst import metadata as meta
@@ -88,7 +87,7 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
     for item in model.assignments:
         value = view.assigned_value(item)
         assert value is not None
-        wrapped = _wraps(value)
+        wrapped = _wraps(view, value)
         if view.position(item.node) > prepared_at:
             if not (
                 wrapped
@@ -108,9 +107,10 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
             raise Undecided(item.node, f"{model.name!r} is made in another block than its optimizer")
 
 
-def _wraps(value: cst.BaseExpression) -> bool:
+def _wraps(view: View, value: cst.BaseExpression) -> bool:
     """Whether a value is made by DistributedDataParallel, torch.compile or the like, as far as names tell."""
-    return any(_WRAPPER.search(name) for name in _called(value))
+    calls = [node for node in inside(value) if isinstance(node, cst.Call)]
+    return any(_WRAPPER.search(view.code(call.func).rpartition(".")[2]) for call in calls)
 
 
 def is_harmless(view: View, name: cst.Name) -> bool:
@@ -119,12 +119,3 @@ def is_harmless(view: View, name: cst.Name) -> bool:
     while isinstance(outer, cst.Attribute) and outer.attr.value == "module":
         outer = view.parent(outer)
     return isinstance(outer, cst.Attribute) and outer.attr.value in _HARMLESS
-
-
-def _called(value: cst.BaseExpression) -> Iterator[str]:
-    for node in inside(value):
-        if isinstance(node, cst.Call):
-            if isinstance(node.func, cst.Attribute):
-                yield node.func.attr.value
-            elif isinstance(node.func, cst.Name):
-                yield node.func.value

@@ -231,27 +231,17 @@ class Session:
                     name,
                     f"{name.value!r} runs outside of autocast here, and a prepared model always runs by the plan",
                 )
-            if is_harmless(view, name) or self._rebinds(name, model):
-                continue
+            line = view.statement(name)
+            if is_harmless(view, name) or any(
+                view.statement(item.node) is line for item in model.assignments
+            ):
+                continue  # model = wrap(model), and the like
             early = view.scope(name) is model.scope and view.position(name) < at
-            if not (early and self._is_passing(name)):
+            passing = isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Expr)
+            if not (early and passing):  # init_weights(model), model.cuda()
                 raise Undecided(
                     name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
                 )
-
-    def _rebinds(self, name: cst.Name, model: Thing) -> bool:
-        """``model = wrap(model)``, or ``model = model.to(device)``."""
-        line = self.view.statement(name)
-        return any(self.view.statement(item.node) is line for item in model.assignments)
-
-    def _is_passing(self, name: cst.Name) -> bool:
-        """A call before the model is prepared whose result is not kept: ``init_weights(model)``, ``model.cuda()``."""
-        line = self.view.statement(name)
-        return (
-            isinstance(line, cst.SimpleStatementLine)
-            and len(line.body) == 1
-            and isinstance(line.body[0], cst.Expr)
-        )
 
     def _in_region(self, node: cst.CSTNode) -> bool:
         """Whether code runs inside one of the session's regions, and no other autocast is nearer to it."""

@@ -53,25 +53,16 @@ class View:
         assert scope is not None
         self.globals: meta.Scope = scope
         self.nodes: list[cst.CSTNode] = list(inside(self.module))
-        self.words = {
-            node.value for node in self.nodes if isinstance(node, cst.Name) and self._is_variable(node)
+        scopes = {id(each): each for each in self._scopes.values() if each is not None}.values()
+        self.words = {item.name for each in scopes for item in each.assignments} | {
+            node.value for node in self.nodes if isinstance(node, cst.Name) and self.scope(node) is not None
         }
+        """Names of variables, everywhere: none that stands behind a dot alone, or before an argument."""
         self.strings = {
             value
             for node in self.nodes
             if isinstance(node, cst.SimpleString) and isinstance(value := node.evaluated_value, str)
         }
-
-    def _is_variable(self, name: cst.Name) -> bool:
-        """Whether a name may be one of a variable: not one behind a dot, of an argument or of a module."""
-        parent = self.parent(name)
-        if isinstance(parent, cst.Attribute) and parent.attr is name:
-            return False
-        if isinstance(parent, cst.Arg) and parent.keyword is name:
-            return False
-        if isinstance(parent, cst.ImportAlias):
-            return parent.asname is None
-        return not isinstance(parent, cst.ImportFrom)
 
     # --- places -------------------------------------------------------------------------------------------
 
