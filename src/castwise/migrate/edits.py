@@ -116,5 +116,4 @@ def _comments(line: cst.SimpleStatementLine) -> list[cst.EmptyLine]:
     lines = list(line.leading_lines)
     if line.trailing_whitespace.comment is not None:
         lines.append(cst.EmptyLine(comment=line.trailing_whitespace.comment))
-    commented = any(empty.comment is not None for empty in lines)
-    return lines if commented else []
+    return lines if any(empty.comment is not None for empty in lines) else []

@@ -37,11 +37,10 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     if not given.exists():
         raise MigrateError(f"migrate: there is no file or folder {str(given)!r}")
     root = given if given.is_dir() else given.parent
-    results: list[FileResult] = []
+    found, links = _scripts(given) if given.is_dir() else ([given], [])
+    results = [_link(link) for link in links]
     texts: dict[Path, tuple[bytes, str, str]] = {}
     importers: list[bytes] = []
-    found, links = _scripts(given) if given.is_dir() else ([given], [])
-    results += [_link(link) for link in links]
     for file in found:
         try:
             raw = file.read_bytes()
@@ -50,7 +49,9 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
                 texts[file] = (raw, *_decode(raw))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
-    exported = _imported_names(importers)
+    exported = _imported_names(
+        importers if any("GradScaler" in text for _, text, _ in texts.values()) else ()
+    )
     for file, (raw, text, encoding) in texts.items():
         module = file.parent.name if file.stem == "__init__" else file.stem
         result = _one(file, text, frozenset(exported.get(module, ())), _own(file, root))

@@ -44,9 +44,8 @@ def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
 
 def _is_use(view: View, node: cst.CSTNode) -> bool:
     """Whether a name of torch's autocast or scaler, or an import that hides such names."""
-    if isinstance(node, cst.ImportFrom):
-        hidden = isinstance(node.names, cst.ImportStar) and node.module is not None
-        return hidden and node.module is not None and view.code(node.module) in _MODULES
+    if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
+        return node.module is not None and view.code(node.module) in _MODULES
     names = view.origins(node) if isinstance(node, (cst.Name, cst.Attribute)) else ()
     return any(name in AUTOCAST or name in SCALER for name in names)
 
@@ -66,8 +65,7 @@ class _Writer:
         self.exported = exported
         names = ("amp", "amp_session", "castwise_amp", "castwise_amp_session")
         self.amp = next(name for name in names if name not in edits.view.words)
-        self.replaced: set[cst.CSTNode] = set()
-        """Names that stand no more where they stood."""
+        self.replaced: set[cst.CSTNode] = set()  # names that stand no more where they stood
 
     def write(self) -> None:
         """Write it."""

@@ -189,16 +189,8 @@ class View:
         name = root(node)
         if name is None or len(self.bindings(name)) != 1:
             return False
-        text = self.code(node)
-        return (
-            not any(
-                isinstance(other, cst.AssignTarget)
-                and self.code(other.target) == text
-                and other.target is not name
-                for other in self.nodes
-            )
-            or text == name.value
-        )
+        targets = [other.target for other in self.nodes if isinstance(other, cst.AssignTarget)]
+        return isinstance(node, cst.Name) or self.code(node) not in map(self.code, targets)
 
 
 def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
