@@ -212,10 +212,10 @@ def test_what_another_script_may_import_is_not_rewritten(tmp_path: Path, other: 
     """There the model would run by the plan outside of what the script shows, and the scaler would be gone."""
     (tmp_path / "train.py").write_text(LOOP)
     (tmp_path / "eval.py").write_text(other)
-    (result,) = migrate(tmp_path).files
-    assert result.changed is session
-    if not session:
-        assert "another script may import" in result.findings[0].text
+    for path in (tmp_path, tmp_path / "train.py"):
+        (result,) = migrate(path).files
+        assert result.changed is session
+        assert session or "another script may import" in result.findings[0].text
 
 
 def test_an_import_that_another_script_takes_over_stays(tmp_path: Path) -> None:
@@ -224,6 +224,16 @@ def test_an_import_that_another_script_takes_over_stays(tmp_path: Path) -> None:
     (tmp_path / "eval.py").write_text("from train import autocast\n")
     migrate(tmp_path, write=True)
     assert file.read_text().startswith("import torch\nfrom torch.amp import autocast\nimport castwise\n")
+
+
+def test_one_script_of_a_program_that_uses_apex_elsewhere(tmp_path: Path) -> None:
+    for name in ("train.py", "scaler.py"):
+        (tmp_path / name).write_text(BEFORE)
+    (tmp_path / "model.py").write_text("import torch\n")
+    (result,) = migrate(tmp_path / "train.py").files
+    assert [finding.kind for finding in result.findings] == ["left", "kept"]
+    assert "which scaler.py may use too: migrate the folder" in result.findings[0].text
+    assert all(len(file.findings) == 1 for file in migrate(tmp_path).files)
 
 
 def test_a_copy_of_apex_in_the_program_is_left(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ NOT_A_SESSION = {
     "an average of the model": ("scaler = ", "ema = Average(model)\nscaler = ", "'model' is handed on here"),
     "a part of the model": ("loader:\n", "loader:\n    model.head(x)\n", "'model' is handed on here"),
     "wrapped before": ("optimizer = ", "model = torch.compile(model)\noptimizer = ", "wrapped before its optimizer is made"),
+    "scripted before": ("optimizer = ", "model = torch.jit.script(model)\noptimizer = ", "wrapped before its optimizer is made"),
     "another model later": ("for x", "model = other\nfor x", "becomes something else"),
     "made in a branch": ("model = Net().cuda()", "if big:\n    model = Net()\nelse:\n    model = Small()", "made in another block"),
     "optimizer in a branch": ("optimizer = ", "if 1:\n    optimizer = ", "made in different blocks"),
@@ -77,6 +78,15 @@ def test_a_loop_stays(case: str) -> None:
     assert left.kind == "left"
     assert left.text.startswith("torch.amp stays as it is, and works beside castwise: ")
     assert reason in left.text
+
+
+@pytest.mark.parametrize(
+    ("written", "plan"),
+    [("1024", "1024"), ("2.**16", "65536"), ("(2 ** 10)", "1024"), ("1e4", "10000"), ("65536.0", "65536")],
+)
+def test_a_scale_that_is_written_out(written: str, plan: str) -> None:
+    after, _ = rewrite(TORCH.replace("GradScaler()", f"GradScaler(init_scale={written})", 1))
+    assert f'castwise.Amp("fp16-mixed+output=as_is+loss_scale.init={plan}", device="cuda")' in after
 
 
 def test_a_decorated_function_stays() -> None:

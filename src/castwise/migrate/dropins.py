@@ -175,7 +175,7 @@ class _DropIns:
                 self.edits.say(
                     node,
                     "left",
-                    f"{name} is named as text, which is not rewritten: castwise.compat.install() serves it by that name",
+                    f"{name} is named as text, which stays: castwise.compat.install() serves it by that name",
                 )
 
     def _dotted(self, node: cst.CSTNode) -> str:
@@ -197,8 +197,8 @@ class _DropIns:
             self.edits.say(
                 node,
                 "kept",
-                f"castwise.compat.{library} runs this script as it is written; {_PAGES[library]} says of each name whether it works, "
-                "differs or is absent",
+                f"castwise.compat.{library} runs this script as it is written; {_PAGES[library]} says of each name "
+                "whether it works, differs or is absent",
             )
 
     def _say_absent(self, node: cst.CSTNode, lacking: str, dotted: str) -> None:

@@ -46,7 +46,7 @@ class Edits:
         self.findings: list[Finding] = []
 
     def replace(self, node: cst.CSTNode, change: Change | cst.CSTNode | cst.FlattenSentinel[Any]) -> None:
-        """Put another node, or several, in the place of one, or what a function makes of it once what is inside it was changed."""
+        """Put others in the place of a node, or what a function makes of it once what is inside it was changed."""
         self.changes[node] = change if callable(change) else lambda _: change
 
     def insert_after(self, place: cst.BaseStatement, *lines: cst.BaseStatement) -> None:

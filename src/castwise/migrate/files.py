@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -12,7 +13,7 @@ import tempfile
 import tokenize
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from castwise.errors import MigrateError
@@ -40,7 +41,11 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     found, links = _scripts(given) if given.is_dir() else ([given], [])
     results = [_link(link) for link in links]
     texts: dict[Path, tuple[bytes, str, str]] = {}
-    importers: list[bytes] = []
+    beside = [] if given.is_dir() else [each for each in sorted(root.glob("*.py")) if each.is_file()]
+    neighbours = {
+        each.name: each.read_bytes() for each in beside if each != given and os.access(each, os.R_OK)
+    }
+    importers = [*neighbours.values()]
     for file in found:
         try:
             raw = file.read_bytes()
@@ -49,12 +54,12 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
                 texts[file] = (raw, *_decode(raw))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
-    exported = _imported_names(
-        importers if any("GradScaler" in text for _, text, _ in texts.values()) else ()
-    )
+    makes_scalers = any("GradScaler" in text for _, text, _ in texts.values())
+    exported = _imported_names(importers if makes_scalers else ())
     for file, (raw, text, encoding) in texts.items():
         module = file.parent.name if file.stem == "__init__" else file.stem
         result = _one(file, text, frozenset(exported.get(module, ())), _own(file, root))
+        result = _with_neighbours(result, neighbours)
         if write and result.changed:
             result = _write(result, raw, encoding)
         if result.changed or result.findings or result.problem:
@@ -90,6 +95,15 @@ def _own(file: Path, root: Path) -> frozenset[str]:
         for folder in folders
         if (folder / f"{library}.py").is_file() or (folder / library / "__init__.py").is_file()
     )
+
+
+def _with_neighbours(result: FileResult, neighbours: Mapping[str, bytes]) -> FileResult:
+    """A script on a drop-in, with a word on scripts beside it that would still use the library itself."""
+    names = [name for name, raw in neighbours.items() if re.search(rb"\bapex\b|colossalai", raw)]
+    if not names or all(finding.kind != "kept" for finding in result.findings):
+        return result
+    said = f"the drop-in shares nothing with the library, which {', '.join(names)} may use too: migrate the folder"
+    return dataclasses.replace(result, findings=(Finding(1, "left", said), *result.findings))
 
 
 def _one(file: Path, text: str, exported: frozenset[str], own: frozenset[str]) -> FileResult:

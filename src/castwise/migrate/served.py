@@ -95,11 +95,8 @@ def row(dotted: str) -> Covered | None:
 def instead(lacking: str, dotted: str) -> str:
     """That a drop-in lacks a part of a dotted name, and what to use in its place."""
     module, _, name = dotted.rpartition(".")
-    inside = (
-        each
-        for each in covered(library_of(dotted))
-        if each.status == "absent" and each.name.startswith(f"{lacking}.")
-    )
-    found = absent_row(dotted) or absent_row(f"{_nearest(module)}.{name}") or next(inside, None)
+    rows = [each for each in covered(library_of(dotted)) if each.name.startswith(f"{lacking}.")]
+    inside = next((each for each in rows if each.status == "absent"), None)
+    found = absent_row(dotted) or absent_row(f"{_nearest(module)}.{name}") or inside
     said = "docs/compat.md lists what there is" if found is None else found.note.replace("`", "")
     return f"castwise.compat has no {lacking}: {said}"

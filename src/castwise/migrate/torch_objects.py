@@ -12,7 +12,9 @@ from castwise.migrate.view import Suite, Undecided, View, inside, root
 
 __all__ = ["Thing", "is_harmless", "models_of", "only_wrapped_later", "references", "thing"]
 
-_WRAPPER = re.compile(r"DataParallel|^DDP$|^DP$|^FSDP$|fully_shard|compile$|parallelize|Engine")
+_WRAPPER = re.compile(
+    r"DataParallel|^DDP$|^DP$|^FSDP$|fully_shard|compile$|parallelize|Engine|^(script|trace)$"
+)
 _HARMLESS = {
     "train", "eval", "parameters", "named_parameters", "zero_grad", "state_dict", "load_state_dict", "modules",
     "named_modules", "children", "named_children", "buffers", "named_buffers", "requires_grad_", "training", "no_sync",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,11 +177,13 @@ class View:
 
     def number(self, node: cst.BaseExpression) -> float | None:
         """A number written out, as ``65536.`` or ``2 ** 16``; None for anything else."""
+        code = self.code(node).strip("() ")
+        power = re.fullmatch(r"([\d.]+) *\*\* *(\d+)(?:\.0*)?", code)
         try:
-            tree = ast.parse(self.code(node).strip(), mode="eval").body
-            return _number(tree)
+            value = float(power[1]) ** int(power[2]) if power else ast.literal_eval(code)
         except (SyntaxError, ValueError, OverflowError):
             return None
+        return value if type(value) in (int, float) else None
 
     def is_fixed(self, node: cst.BaseExpression) -> bool:
         """Whether a string written out, or a name or attribute that nothing in the script binds again."""
@@ -207,17 +210,3 @@ def root(node: cst.BaseExpression) -> cst.Name | None:
     while isinstance(node, cst.Attribute):
         node = node.value
     return node if isinstance(node, cst.Name) else None
-
-
-def _number(tree: ast.expr) -> float:
-    if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
-        return tree.value  # type: ignore[return-value]
-    if isinstance(tree, ast.BinOp):
-        left, right = _number(tree.left), _number(tree.right)
-        if isinstance(tree.op, ast.Pow) and abs(right) < 128:
-            return float(left**right) if right < 0 or isinstance(left, float) else left**right
-        if isinstance(tree.op, ast.Mult):
-            return left * right
-        if isinstance(tree.op, ast.Div) and right:
-            return left / right
-    raise ValueError
