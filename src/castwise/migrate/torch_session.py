@@ -252,13 +252,7 @@ class Session:
                 casts = [call for call in calls if view.origin(call.func) in AUTOCAST]
                 if casts:
                     return casts[-1] in self.regions
-            elif isinstance(outer, cst.FunctionDef):
-                for decorator in outer.decorators:
-                    call = decorator.decorator
-                    if isinstance(call, cst.Call) and view.origin(call.func) in AUTOCAST:
-                        return self._is_own(call)
-                return False
-            elif isinstance(outer, (cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
+            elif isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
                 return False
         return False
 
