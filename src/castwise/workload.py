@@ -109,8 +109,13 @@ class Workload:
         for name in ("model", "optimizer", "batches", "loss", *optional):
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in optional):
+                such = (
+                    ", such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+                    if name == "optimizer"
+                    else ""
+                )
                 raise WorkloadError(
-                    f"Workload({self.name!r}): {name} must be a function, got {type(value).__name__}"
+                    f"Workload({self.name!r}): {name} must be a function{such}, got {type(value).__name__}"
                 )
         if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):
             raise WorkloadError(

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from castwise import Plan, Workload
 from castwise.errors import PlanError, WorkloadError
+from castwise.measure.ranks import BY_ITSELF
 from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
 from castwise.process import _claimed
@@ -237,7 +238,7 @@ def test_a_module_shows_on_a_piece_what_it_takes(module: nn.Module, shape: tuple
     seen: list[int] = []
     module.register_forward_pre_hook(lambda _module, args: seen.append(args[0].numel()))
     inputs = torch.randn(shape)
-    assert _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU) != 1.0  # 1: it took no piece
+    assert _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU, BY_ITSELF) != 1.0  # 1: it took no piece
     assert max(seen) <= inputs.numel() // 2
 
 

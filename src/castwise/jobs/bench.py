@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -23,6 +23,7 @@ from castwise.measure.memory import measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
 from castwise.plans.plan import PRESETS, Plan, as_plan
+from castwise.tuning.axes import name_of
 from castwise.workload import Workload, about_data, find_workload
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
@@ -43,6 +44,10 @@ class _Row:
     inference: Lap | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     images: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, plan: Plan) -> Self:
+        return cls(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
     @property
     def name(self) -> str:
@@ -121,7 +126,7 @@ def bench(
         if inference:
             work.infer()
         if memory:
-            work.weigh()
+            work.measure_memory()
     finally:
         work.close()
         torch.set_rng_state(outer)
@@ -137,25 +142,19 @@ def _rows(plans: Iterable[Any]) -> list[_Row]:
         name = _name(given, plan)
         if name in rows and rows[name].plan != plan:
             name = f"{name} ({plan.digest[:8]})"
-        rows.setdefault(name, _row(name, plan))
-    base = rows.get(BASELINE) or _row(BASELINE, PRESETS[BASELINE])
+        rows.setdefault(name, _Row.of(name, plan))
+    base = rows.get(BASELINE) or _Row.of(BASELINE, PRESETS[BASELINE])
     return [base, *(row for row in rows.values() if row is not base)]
-
-
-def _row(name: str, plan: Plan) -> _Row:
-    return _Row(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
 
 def _name(given: object, plan: Plan) -> str:
     if isinstance(given, str) and given in PRESETS:
         return given
-    preset = next((name for name, value in PRESETS.items() if value == plan), None)
-    if preset is not None:
-        return preset
-    if isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
+    name = name_of(plan)
+    if name not in PRESETS and isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
         path = Path(given)
         return path.parent.name if path.stem == "plan" and path.parent.name else path.stem
-    return str(plan)
+    return name
 
 
 @dataclass
@@ -272,7 +271,7 @@ class _Work:
                 row.note(f"inference: {sentence(row.inference.error, whole=False)}")
             self.progress(Event("inference", row.name, total, total))
 
-    def weigh(self) -> None:
+    def measure_memory(self) -> None:
         if self.device.type != "cpu":
             gc.collect()
             torch.accelerator.empty_cache()  # what this process holds is not to be had by the next

@@ -31,10 +31,7 @@ def started() -> tuple[int, int]:
 class TrainingRanks(Ranks):
     """The processes of one training, as one of them sees them.
 
-    Args:
-        layout: What they share out.
-        device: This process's.
-        mesh: Dimensions named pp, dp, fsdp and tp, those of them that the layout has; None for a single process.
+    Its mesh has those of the dimensions pp, dp, fsdp and tp that the layout has; a single process has none.
     """
 
     def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None = None) -> None:

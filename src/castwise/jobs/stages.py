@@ -29,15 +29,9 @@ VIRTUAL_STAGES = 2
 
 
 class Stages:
-    """This process's stages of a pipeline.
+    """This process's stages of a pipeline, cut from a whole model with equal weights on all ranks and prepared.
 
-    Args:
-        workload: Its ``pipeline`` says how to cut the model.
-        amp: Prepares the stages.
-        model: Whole, with equal weights on all ranks; only this process's stages of it are kept.
-        ranks: Of a layout with ``pp``.
-        microbatches: Per step.
-        schedule: One of :data:`castwise.jobs.layout.SCHEDULES`.
+    Each step runs so many microbatches by one of :data:`castwise.jobs.layout.SCHEDULES`.
     """
 
     def __init__(

@@ -189,7 +189,7 @@ class _Run:
                 reason = first_fault(sentence(error))
                 if self.ranks.leads:
                     with contextlib.suppress(Exception):  # nor may a full disk
-                        self._end_in_peace()
+                        self._ignore_sigterm()
                         self._finish("interrupted" if stopped else "failed", reason)
                         error.add_note(f"What there was to record is in {self.out}")
                 raise
@@ -331,7 +331,7 @@ class _Run:
             self.metrics = evaluate_whole(self.workload, self.plan, self.ranks.device, weights, self.seed)
         self.progress(Event("evaluating", "", 1, 1))
 
-    def _end_in_peace(self) -> None:
+    def _ignore_sigterm(self) -> None:
         """When a rank has failed torchrun ends the others; the record gets the seconds that it leaves."""
         if started()[1] > 1:
             with contextlib.suppress(ValueError):  # not the main thread

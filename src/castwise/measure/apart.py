@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure import ranks
 from castwise.measure.processes import Home, received
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
 from castwise.plans.plan import Plan
@@ -131,8 +131,9 @@ def race_apart(
     compile: bool = False,
     until: float = math.inf,
     on_round: Callable[[int], None] = lambda _done: None,
+    ranks: Lockstep = BY_ITSELF,
 ) -> list[Timed]:
-    """Start a training of each plan in a process of its own, and time them in turns. Collective, under ``ranks.lockstep``.
+    """Start a training of each plan in a process of its own, and time them in turns.
 
     Args:
         home: Where they start.
@@ -142,8 +143,9 @@ def race_apart(
         rounds: In each of which every one runs a block of steps, the order turning from round to round.
         seed: Of weights and data.
         compile: Compile the prepared models.
-        until: Clock time (``ranks.now``) after which no further round begins, once there are three.
+        until: Clock time (``ranks.now()``) after which no further round begins, once there are three.
         on_round: Called with the number of rounds that are done.
+        ranks: Who do so together: times are the slowest rank's, and a plan that fails on one fails on all.
 
     Returns:
         By plan what it gave.
@@ -162,7 +164,7 @@ def race_apart(
             for index in order:
                 if out[index].error is None:
                     try:
-                        found[index] = ranks.slowest(what, partial(one, work, runs[index]))[0]
+                        found[index] = ranks.at(what).slowest(partial(one, work, runs[index]))[0]
                     except Exception as error:  # its own end, not that of the others
                         out[index].error = error
             return found

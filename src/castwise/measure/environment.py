@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Environment", "command_line", "environment"]
+__all__ = ["Environment", "command_line", "cpuinfo", "environment"]
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,19 @@ def command_line(argv: list[str]) -> str:
     return " ".join(words)
 
 
+def cpuinfo() -> str:
+    """What Linux says of its processors; empty where nothing does."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _device_name(device: torch.device) -> str:
     if device.type in ("cuda", "xpu"):
         return str(getattr(torch, device.type).get_device_name(device))
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
+    if match := re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE):
+        return match.group(1).strip()
     return platform.processor() or platform.machine()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
+from castwise.measure.environment import cpuinfo
 from castwise.report.words import listed
 
 __all__ = ["MatrixUnits", "cpu_flags", "cpu_units", "cuda_units", "matrix_units", "rocm_units"]
@@ -42,11 +42,7 @@ class MatrixUnits:
 def matrix_units(device: torch.device) -> MatrixUnits:
     """What is known of the matrix units of a device of this machine."""
     if device.type == "cpu":
-        try:
-            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            text = ""
-        return cpu_units(cpu_flags(text))
+        return cpu_units(cpu_flags(cpuinfo()))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:

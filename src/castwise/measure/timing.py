@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch
 
-from castwise.measure import ranks, stats
+from castwise.measure import stats
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 
 __all__ = ["HOPELESS", "Lap", "Runner", "paired", "race", "speedup", "synchronize"]
 
@@ -72,7 +73,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _block_s(runner: Runner, steps: int, device: torch.device) -> float:
+def _block_s(runner: Runner, steps: int, device: torch.device, ranks: Lockstep) -> float:
     def get_ready() -> None:
         runner.before(steps)
         synchronize(device)
@@ -87,11 +88,11 @@ def _block_s(runner: Runner, steps: int, device: torch.device) -> float:
             runner.after()
 
     try:
-        ranks.together("the start of a block", get_ready)  # ranks that measure together start together
+        ranks.at("the start of a block").each(get_ready)  # ranks that measure together start together
     except BaseException:
         runner.after()
         raise
-    return ranks.slowest("a block", timed)[0]
+    return ranks.at("a block").slowest(timed)[0]
 
 
 def race(
@@ -104,6 +105,7 @@ def race(
     hopeless: float = HOPELESS,
     sure_s: float = SURE_S,
     on_block: Callable[[str, int], None] | None = None,
+    ranks: Lockstep = BY_ITSELF,
 ) -> dict[str, Lap]:
     """Time candidates against each other.
 
@@ -118,11 +120,10 @@ def race(
             the median of all so far does.
         sure_s: Length of a step, in seconds, that cannot be the machine's noise.
         on_block: Called with a name and the steps just run, after each block.
+        ranks: Run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
 
     Returns:
-        Per name what was measured. An exception ends its candidate alone and is kept in ``error``. Ranks in lockstep
-        (:mod:`castwise.measure.ranks`) run each block at once: times are the slowest rank's, and a candidate that fails
-        on one rank fails on all.
+        Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
     """
     laps = {name: Lap() for name, _ in runners}
     reference: list[float] = []
@@ -130,7 +131,7 @@ def race(
         taken: list[float] = []
         for _ in range(warmup):
             try:
-                taken.append(_block_s(runner, 1, device))
+                taken.append(_block_s(runner, 1, device, ranks))
             except Exception as error:  # one candidate's failure is its result, not the end of the others
                 laps[name].error = error
                 break
@@ -150,7 +151,7 @@ def race(
             seconds: float | None = None
             if not lap.done:
                 try:
-                    seconds = _block_s(runner, steps, device)
+                    seconds = _block_s(runner, steps, device, ranks)
                 except Exception as error:
                     lap.error = error
                 if on_block is not None:

@@ -357,7 +357,7 @@ def parity(
         check_count("parity", name, value, least)
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
-    where = torch.device(device) if device is not None else _device_of(model)
+    where = torch.device(device) if device is not None else device_of(model)
     make = endless(batches, "parity")
     with undisturbed(), unspoilt(model):
         prober = Prober(
@@ -418,7 +418,8 @@ def coarsest(formats: Iterable[str]) -> str:
     return "fp16" if {name for name in formats if name in LOW} == {"fp16"} else "bf16"
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; without any the accelerator at hand, else the CPU."""
     for parameter in model.parameters():
         return parameter.device
     return torch.device(default_device_type())

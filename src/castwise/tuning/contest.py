@@ -17,8 +17,9 @@ from typing import Self
 
 import torch
 
-from castwise.measure import ranks, stats
+from castwise.measure import stats
 from castwise.measure.failures import unfit
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
@@ -74,6 +75,7 @@ class Contest:
         seed: Of weights and data.
         compile: Whether models are compiled, as they will be deployed.
         deadline: Clock time (``ranks.now``) after which no further round starts.
+        ranks: Who race together.
         on_progress: Called with what is being done, how much of it is done and how much there is.
 
     Attributes:
@@ -90,6 +92,7 @@ class Contest:
         compile: bool = False,
         deadline: float = math.inf,
         on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+        ranks: Lockstep = BY_ITSELF,
     ) -> None:
         self._workload = workload
         self._device = device
@@ -97,6 +100,7 @@ class Contest:
         self._compile = compile
         self._deadline = deadline
         self._say = on_progress
+        self._ranks = ranks
         self._runs: dict[Plan, TrainingRun] = {}
         self._initial: Mapping[str, torch.Tensor] | None = None
         self._block = 0
@@ -135,7 +139,7 @@ class Contest:
             left = self._survivors(field_)
             gone = len(field_) - len(left)
             field_ = left
-            if len(field_) <= keep or (heat and not gone) or ranks.now() > self._deadline:
+            if len(field_) <= keep or (heat and not gone) or self._ranks.now() > self._deadline:
                 break
             for plan in list(self._runs):
                 if plan not in field_ and plan != BASELINE:
@@ -187,12 +191,12 @@ class Contest:
         racing = [plan for plan in field_ if plan in self._runs]
         block = self._block
         for number in range(rounds):
-            if number and ranks.now() > self._deadline:
+            if number and self._ranks.now() > self._deadline:
                 break
             self._say(f"{len(racing)} plans, {block} steps each", number, rounds)
             laps = race(
                 [(str(i), self._runs[plan]) for i, plan in enumerate(racing)],
-                rounds=1, steps=block, device=self._device, warmup=0, hopeless=math.inf,
+                rounds=1, steps=block, device=self._device, warmup=0, hopeless=math.inf, ranks=self._ranks,
             )  # fmt: skip
             self._book({plan: laps[str(i)] for i, plan in enumerate(racing)})
             self.steps += block * len(racing)
@@ -205,7 +209,7 @@ class Contest:
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
         """Whether a plan stays out for want of time; fp32 never does, nor one that was timed before."""
         entry = self.entries[plan]
-        late = not admit_late and plan != BASELINE and not entry.rounds and ranks.now() > self._deadline
+        late = not admit_late and plan != BASELINE and not entry.rounds and self._ranks.now() > self._deadline
         if late:
             entry.reason = "not tried: the time was spent"
             self._close(plan)
@@ -229,7 +233,8 @@ class Contest:
             self._say(f"first steps of {plan}", number, len(plans))
             base = self._runs[BASELINE]
             others = [(str(plan), self._runs[plan])] if plan != BASELINE else []
-            laps = race([("", base), *others], rounds=1 if others else 2, steps=1, device=self._device)
+            rounds = 1 if others else 2
+            laps = race([("", base), *others], rounds=rounds, steps=1, device=self._device, ranks=self._ranks)
             self.steps += 3 * (1 + len(others))
             lap = laps[str(plan) if others else ""]
             if lap.error is not None:
@@ -250,7 +255,7 @@ class Contest:
             self._initial = self._initial or run.weights()
 
         try:
-            ranks.together(f"building {plan}", build)
+            self._ranks.at(f"building {plan}").each(build)
         except Exception as error:
             if plan == BASELINE:
                 raise

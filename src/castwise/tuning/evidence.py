@@ -118,7 +118,7 @@ class Stage:
     """A stage of the search and what it cost.
 
     Attributes:
-        name: ``checks``, ``costs``, ``race``, ``reference``, ``floor``, ``all low``, ``regions``, ``verification``...
+        name: Such as ``reference``, ``costs`` or ``race``.
         passes: Forward/backwards spent on numerics; steps of races are not among them.
         steps: Training steps spent on timing.
     """

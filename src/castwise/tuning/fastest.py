@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 
-from castwise.measure import ranks
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
@@ -42,7 +41,7 @@ def find_fastest(search: SearchState) -> None:
     """Find the plan and settle it."""
     settings, model = search.settings, search.model
     assert model is not None
-    plans, dropped = ranks.same("the candidates", whole_step_plans(
+    plans, dropped = search.ranks.at("the candidates").same(whole_step_plans(
         settings.formats, search.device, search.workload.optimizer(model.parameters()),
         has_images=search.images, goal=settings.goal, used=search.used,
     ))  # fmt: skip
@@ -54,7 +53,7 @@ def find_fastest(search: SearchState) -> None:
     deadline = search.start + (RACE_SHARE if settings.goal == "time" else 1.2) * settings.budget_s
     contest = Contest(
         search.workload, search.device, seed=settings.seed, compile=settings.compile, deadline=deadline,
-        on_progress=lambda what, done, total: search.say(search.now, what, done, total),
+        on_progress=lambda what, done, total: search.say(search.now, what, done, total), ranks=search.ranks,
     )  # fmt: skip
     with contest:
         search.contest = contest
@@ -109,6 +108,7 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     search.costs = measure_costs(
         test.prober.model, search.workload.loss, test.prober.micros[0].batch, search.parts, low, search.device,
         channels_last=search.images, budget_s=min(COSTS_S, COSTS_SHARE * settings.budget_s), on_progress=search.tell,
+        ranks=search.ranks,
     )  # fmt: skip
     out = list(plans)
     for name in low:
@@ -249,6 +249,7 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
     with search.stage("training runs"):
         return train_pairs(
             search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
+            ranks=search.ranks,
             on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
         )  # fmt: skip
 
@@ -269,5 +270,5 @@ def _lost(search: SearchState, plan: Plan) -> float | None:
         batches = iter(workload.batches(seed))
         return lost_updates(model, workload.loss, batches, workload.optimizer, plan, search.device, seed)
 
-    lost: float | None = ranks.worst("lost updates", share, lambda found: found or 0.0)
+    lost: float | None = search.ranks.at("lost updates").worst(share, lambda found: found or 0.0)
     return lost

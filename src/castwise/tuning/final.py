@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from castwise.errors import WorkloadError
-from castwise.measure import ranks, stats
+from castwise.measure import stats
 from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import unfit
 from castwise.measure.processes import Home, portable
@@ -118,7 +118,7 @@ def race_final(
         doubtful: Those among them whose gradients are in doubt.
         until: Clock time after which nothing new begins.
     """
-    contest = search.contest
+    contest, ranks = search.contest, search.ranks
     assert contest is not None
     runs = contest.entries
     beside = [AUTOCAST] if AUTOCAST in runs and (runs[AUTOCAST].behind or not runs[AUTOCAST].reason) else []
@@ -150,7 +150,7 @@ def race_final(
         found = race_apart(
             home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
             seed=search.settings.seed, compile=search.settings.compile, until=begin + (until - begin) / share,
-            on_round=lambda done: search.say(search.now, what, done, ROUNDS),
+            on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
         )  # fmt: skip
         starts += 1
         contest.steps += sum(len(timed.losses) for timed in found)
@@ -164,7 +164,7 @@ def race_final(
         return final
 
     try:
-        payload = ranks.each("sending the workload", lambda: portable(search.spec or search.workload))
+        payload = ranks.at("sending the workload").each(lambda: portable(search.spec or search.workload))
     except WorkloadError as error:
         search.notes.append(f"The finalists were timed once, in one process: {error}.")
         return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from castwise.errors import PlanError
-from castwise.measure import ranks
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.numerics.parity import COMPARABLE, ParityResult
 from castwise.plans.plan import PRESETS, Plan
@@ -50,6 +50,7 @@ def train_pairs(
     seeds: int,
     first_seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ranks: Lockstep = BY_ITSELF,
 ) -> Verification:
     """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
 
@@ -71,8 +72,8 @@ def train_pairs(
                 ends.append(statistics.fmean(run.losses[-last:]))
     on_progress(seeds, seeds)
     verdicts = ("not worse", "not shown", "worse")
-    return ranks.worst(
-        "the losses of training runs", lambda: judge_losses(reference, candidate, steps),
+    return ranks.at("the losses of training runs").worst(
+        lambda: judge_losses(reference, candidate, steps),
         lambda found: (verdicts.index(found.verdict), found.upper),
     )  # fmt: skip
 

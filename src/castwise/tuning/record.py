@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping
 
-from castwise.measure import ranks, stats
+from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.numerics.parity import ParityResult
 from castwise.plans.parts import Region
@@ -42,7 +42,7 @@ def evidence(search: Search) -> Evidence:
         complete=search.complete,
         settings=asked,
         environment=where,
-        world_size=ranks.count(),
+        world_size=search.ranks.size,
         candidates=_candidates(search),
         regions=_regions(search),
         histograms=_histograms(search),

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from castwise.errors import CastwiseError
-from castwise.measure import ranks
+from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.memory import measure_memory
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
-from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.axes import check_formats, name_of, numerics_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
-from castwise.tuning.exempt import NumericsSearch, Repair
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import Part
+from castwise.tuning.repair import NumericsSearch, Repair
 from castwise.workload import Workload
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
 
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
+GOALS = ("time", "memory", "numerics")
 MICROBATCHES = 8
 PEAK_S = 8.0
 """With less time left than this no further process is started that measures peak memory."""
@@ -42,9 +43,13 @@ Say = Callable[[str, str, int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them."""
+    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them.
 
-    formats: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    Raises:
+        PlanError: One out of its range.
+    """
+
+    formats: Sequence[str] = ("fp32", "bf16", "fp16")
     goal: str = "time"
     accumulate: int = 1
     world_size: int = 1
@@ -56,6 +61,19 @@ class Settings:
     memory: bool = True
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise PlanError(f"tune(goal={self.goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
+        object.__setattr__(self, "formats", check_formats(self.formats, self.goal))
+        for name, least in (
+            ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
+        ):  # fmt: skip
+            check_count("tune", name, getattr(self, name), least)
+        if 0 < self.verify_steps < 5:
+            raise PlanError(f"tune(verify_steps={self.verify_steps}): needs 0, or 5 steps at least")
+        if not self.budget_s > 0:
+            raise PlanError(f"tune(budget_s={self.budget_s!r}): needs a positive number of seconds")
+
 
 @dataclass
 class SearchState:
@@ -64,6 +82,7 @@ class SearchState:
     Attributes:
         workload: What is tuned.
         spec: How another process finds it, where it can.
+        ranks: Who search together.
         say: Told the stage, what is tried, how much is done of how much.
         model: The model in fp32, as the search found it; set by the first stage, as are the next five.
         test: The parity test with its reference.
@@ -92,6 +111,7 @@ class SearchState:
     device: torch.device
     settings: Settings
     spec: str | None = None
+    ranks: Lockstep = BY_ITSELF
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
     parts: tuple[Part, ...] = ()
@@ -117,11 +137,11 @@ class SearchState:
 
     def __post_init__(self) -> None:
         """Start the clock."""
-        self.start = ranks.now()
+        self.start = self.ranks.now()
 
     def left_s(self) -> float:
         """Seconds of the budget that are left, by rank 0's clock; collective."""
-        return self.settings.budget_s - (ranks.now() - self.start)
+        return self.settings.budget_s - (self.ranks.now() - self.start)
 
     def left_here_s(self) -> float:
         """The same by this process's clock: for progress, which rank 0 alone shows."""
@@ -141,7 +161,7 @@ class SearchState:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Note what is done inside as a stage of the search."""
-        start, passes, ended = ranks.now(), self.passes(), False
+        start, passes, ended = self.ranks.now(), self.passes(), False
         steps = self.contest.steps if self.contest is not None else 0
         self.now = name
         self.say(name, "", 0, 1)
@@ -150,7 +170,7 @@ class SearchState:
             ended = True
         finally:
             after = self.contest.steps if self.contest is not None else 0
-            end = ranks.now() if ended else time.monotonic()  # a rank that fails may be alone in it
+            end = self.ranks.now() if ended else time.monotonic()  # a rank that fails may be alone in it
             self.stages.append(Stage(name, end - start, self.passes() - passes, after - steps))
             self.say(name, "", 1, 1)
 
@@ -165,7 +185,7 @@ class SearchState:
     def scaled(self, plan: Plan) -> Plan:
         """Start a plan's loss scale where the gradients that were seen want it."""
         assert self.test is not None
-        return ranks.same("a loss scale", with_measured_scale(plan, self.test.range))
+        return self.ranks.at("a loss scale").same(with_measured_scale(plan, self.test.range))
 
     def find(self, plan: Plan) -> ParityResult | None:
         """Test a plan on the search's microbatches, once per numerics; None, and a reason, where it cannot run.
@@ -220,7 +240,8 @@ class SearchState:
                 break
             self.say(self.now, name_of(plan), number, len(plans))
             try:
-                peak = ranks.worst(f"the memory of {plan}", partial(measure, plan), lambda found: found or 0)
+                here = self.ranks.at(f"the memory of {plan}")
+                peak = here.worst(partial(measure, plan), lambda found: found or 0)
             except (CastwiseError, OSError) as error:
                 self.notes.append(f"{name_of(plan)}: {error}")
                 continue

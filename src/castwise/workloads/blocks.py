@@ -105,8 +105,10 @@ class _Stage(nn.Module):
 
     def __init__(self, model: Transformer, blocks: nn.Module, first: bool, last: bool) -> None:
         super().__init__()
+        for name in model.BEFORE if first else ():
+            setattr(self, name, getattr(model, name))
         self.blocks = blocks
-        for name in (*model.BEFORE * first, *model.AFTER * last):
+        for name in model.AFTER if last else ():
             setattr(self, name, getattr(model, name))
         kind = type(model)
         self._embed: Callable[..., Tensor] | None = kind.embed if first else None
