@@ -36,8 +36,8 @@ from castwise.errors import StateError
 from castwise.mismatch import explain_mismatch
 from castwise.plans import rules
 from castwise.plans.formats import FORMATS, LOW_DTYPES
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.text import shown
 from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]

@@ -15,8 +15,8 @@ import torch
 
 from castwise import _torch
 from castwise.errors import DeviceError, StateError
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.text import shown
 
 __all__ = ["Claim", "check_device", "device_type_of"]
 

@@ -26,8 +26,8 @@ from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
 from castwise.plans import rules
 from castwise.plans.formats import FORMATS, LOW
-from castwise.plans.parts import matches_path, shown
 from castwise.plans.plan import Plan, Region
+from castwise.plans.text import matches_path, shown
 
 __all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
 

@@ -15,8 +15,8 @@ from castwise.casting.kernels import frame_of
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans import rules
 from castwise.plans.formats import LOW_DTYPES, get_format
-from castwise.plans.parts import Region, shown
-from castwise.plans.plan import Plan, as_plan
+from castwise.plans.plan import Plan, Region, as_plan
+from castwise.plans.text import shown
 
 __all__ = ["autocast", "default_device_type", "override_rows"]
 

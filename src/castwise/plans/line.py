@@ -20,7 +20,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from castwise.errors import PlanError, UnknownNameError
-from castwise.plans.parts import close_matches, shown
+from castwise.plans.text import close_matches, shown
 
 __all__ = ["read_line", "write_line"]
 
@@ -29,9 +29,8 @@ Values = Mapping[str, Any]
 
 _PATTERN_SAFE: Final = ".*?[]!:/-_"
 _BAD_ESCAPE: Final = re.compile("%(?![0-9A-Fa-f]{2})")
-_NUMBER: Final = re.compile(
-    r"-?[0-9.]+(e-?[0-9]+)?", re.IGNORECASE
-)  # Python reads 1_0 and other scripts' digits too
+_NUMBER: Final = re.compile("-?[0-9.]+(e-?[0-9]+)?", re.IGNORECASE)
+"""Python reads more as numbers: 1_0, and the digits of other scripts."""
 _WORDS: Final = {"none": None, "true": True, "false": False}
 
 

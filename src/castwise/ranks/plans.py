@@ -7,8 +7,8 @@ import dataclasses
 import torch.distributed as dist
 
 from castwise.errors import PatternError, PlanError
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.text import shown
 from castwise.ranks.group import Ranks, named
 
 __all__ = ["check_patterns", "check_same_plan"]

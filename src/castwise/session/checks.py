@@ -14,8 +14,8 @@ from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
 from castwise.plans.formats import LOW_DTYPES
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.text import shown
 from castwise.ranks import ALONE
 from castwise.session.members import Members
 
