@@ -518,16 +518,6 @@ def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], No
         callback_handler.register_end_callback(end)
 
 
-def set_cache_tag(tag: str) -> None:
-    """Put a tag into the key of the compile caches on disk."""
-    torch.compiler.config.cache_key_tag = tag
-
-
-def get_cache_tag() -> str:
-    """The tag that is in the key of the compile caches on disk now."""
-    return str(torch.compiler.config.cache_key_tag)
-
-
 # --- what operators are -------------------------------------------------------------------------------------
 
 OpOverload: TypeAlias = torch._ops.OpOverload
@@ -1033,17 +1023,12 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def store_dtensor(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Store a DTensor in another dtype, in place.
-
-    ``parameter.data = parameter.data.to(dtype)`` changes what the DTensor says of itself and leaves its memory as it was;
-    ``torch.utils.swap_tensors`` refuses what has weak references.
-    """
-    set_dtensor(parameter, parameter.detach().to(dtype))
-
-
 def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
-    """Give a DTensor the memory of another: ``parameter.data = values`` as plain tensors have it."""
+    """Give a DTensor the memory of another, as ``parameter.data = values`` gives it to a plain tensor.
+
+    That assignment changes what a DTensor says of itself and leaves its memory as it was; ``torch.utils.swap_tensors``
+    refuses what has weak references.
+    """
     _set_data(parameter, values)
     parameter._local_tensor = values._local_tensor  # type: ignore[attr-defined]
     parameter._spec = values._spec  # type: ignore[attr-defined]

@@ -271,10 +271,10 @@ def install(
     model: nn.Module,
     resolution: Resolution,
     device_type: str,
-    methods: Iterable[str] = (),
-    before: Callable[[nn.Module], None] = lambda module: None,
-    log: Callable[[Callable[[], None]], object] = lambda remove: None,
-) -> tuple[Border, Callable[[], None]]:
+    methods: Iterable[str],
+    before: Callable[[nn.Module], None],
+    log: Callable[[Callable[[], None]], object],
+) -> Border:
     """Put the borders of a resolution on a model.
 
     Args:
@@ -286,7 +286,7 @@ def install(
         log: Called with what removes all of it again before anything is put on.
 
     Returns:
-        The border of the whole model, and what removes all of it again.
+        The border of the whole model.
     """
     plan, root_place = resolution.plan, resolution.places[""]
     computes = {place.compute for place in resolution.places.values()}
@@ -301,9 +301,8 @@ def install(
         # kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
     follow = bool(rows)
-    if (
-        resolution.mixes
-    ):  # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
+    if resolution.mixes:
+        # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
         chosen = {op.removeprefix("aten::") for op, _ in plan.ops}
         extra = rules.stored_low(plan.rules, device_type)
         rows |= {op: row for op, row in extra.items() if op not in chosen}
@@ -340,10 +339,8 @@ def install(
             border.close()
 
     def put(module: nn.Module, border: Border) -> None:
-        borders.append((
-            weakref.ref(module),
-            border,
-        ))  # first: an interrupt must not find a hook that nobody knows
+        # first: an interrupt must not find a hook that nobody knows
+        borders.append((weakref.ref(module), border))
         if border.cast_inputs is not None or border.follow_backward:
             module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)
         else:
@@ -352,32 +349,26 @@ def install(
         _torch.guard_calls(module, border, frames.depth, frames.unwind)
 
     log(remove)
-    try:
-        root = Border(
-            frame(root_place),
-            cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
-            cast_outputs=torch.float32 if plan.output == "fp32" else None,
-            root=True,
+    root = Border(
+        frame(root_place),
+        cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
+        cast_outputs=torch.float32 if plan.output == "fp32" else None,
+        root=True,
+        follow_backward=follow,
+    )
+    put(model, root)
+    modules = dict(model.named_modules())
+    for place in resolution.borders:
+        assert place.around is not None
+        border = Border(
+            frame(place),
+            cast_inputs=FORMATS[place.compute].dtype,
+            cast_outputs=_cast_outputs(plan, place.compute, place.around),
+            outer=outer(place.path),
             follow_backward=follow,
+            path=place.path,
         )
-        put(model, root)
-        modules = dict(model.named_modules())
-        for place in resolution.borders:
-            assert place.around is not None
-            put(
-                modules[place.path],
-                Border(
-                    frame(place),
-                    cast_inputs=FORMATS[place.compute].dtype,
-                    cast_outputs=_cast_outputs(plan, place.compute, place.around),
-                    outer=outer(place.path),
-                    follow_backward=follow,
-                    path=place.path,
-                ),
-            )
-        for method in methods:
-            model.__dict__[method] = Method(model, method, root, before)
-    except BaseException:
-        remove()
-        raise
-    return root, remove
+        put(modules[place.path], border)
+    for method in methods:
+        model.__dict__[method] = Method(model, method, root, before)
+    return root

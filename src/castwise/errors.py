@@ -11,7 +11,6 @@ __all__ = [
     "CastwiseError",
     "CheckpointError",
     "DeviceError",
-    "DtypeMismatchError",
     "LossScaleError",
     "MigrateError",
     "NonFiniteError",
@@ -46,10 +45,6 @@ class DeviceError(CastwiseError, RuntimeError):
 
 class BannedOperatorError(CastwiseError, NotImplementedError):
     """An operator ran that the plan's rules ban, as binary_cross_entropy in fp16."""
-
-
-class DtypeMismatchError(CastwiseError, RuntimeError):
-    """Two dtypes met in an operator that takes one; names the module, both dtypes and the cure."""
 
 
 class StateError(CastwiseError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from castwise import Amp
 from castwise.errors import StateError
 from castwise.fused import fuse
-from castwise.masters import attach, attachment_of, master_of, original_of, remember_original, restore
+from castwise.masters import attach, attachment_of, master_of, original_of, remember_original, restore, store
 from tests.masters.outside import SAM
 from tests.test_masters_gradients import backward, held
 from tests.test_masters_optimizers import Net, Weights, lower, train
@@ -180,12 +180,10 @@ def test_dtensors_are_stored_anew(write_back: bool) -> None:
     model = parallelize_module(
         copy.deepcopy(plain), init_device_mesh("cpu", (1,)), {"a": ColwiseParallel(), "b": RowwiseParallel()}
     )
-    from castwise import _torch
-
     former = {}
     for parameter in model.parameters():
         former[parameter] = parameter.detach()
-        _torch.store_dtensor(parameter, torch.bfloat16)
+        store(parameter, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     attachment = attach(optimizer, model, originals=former)
     model(torch.ones(2, 8).bfloat16()).square().mean().backward()
@@ -234,7 +232,7 @@ def flags(optimizer: Optimizer) -> Any:
 @pytest.mark.parametrize("make", FUSIBLE.values(), ids=FUSIBLE.keys())
 def test_unfusing_leaves_the_optimizer_as_it_was(make: Any, trained: bool) -> None:
     """Flags, defaults, counters, and what a GradScaler asks for; training goes on as without."""
-    results = []
+    results, undo = [], list[Callable[[], None]]()
     for fused in (False, True):
         torch.manual_seed(0)
         model = Weights()
@@ -243,10 +241,10 @@ def test_unfusing_leaves_the_optimizer_as_it_was(make: Any, trained: bool) -> No
             train(model, optimizer, 2)
         before = flags(optimizer)
         if fused:
-            undo = fuse(optimizer)
+            fuse(optimizer, undo.append)
             assert optimizer.defaults["fused"] is True
             train(model, optimizer, 2)
-            undo()
+            undo[0]()
             if trained:
                 assert flags(optimizer) == before
             else:
@@ -266,13 +264,14 @@ def test_groups_added_to_a_fused_optimizer_are_unfused_too() -> None:
     """They took the defaults of that time."""
     model = Weights()
     optimizer = torch.optim.AdamW([model.a.weight])
-    undo = fuse(optimizer)
+    undo: list[Callable[[], None]] = []
+    fuse(optimizer, undo.append)
     optimizer.add_param_group({"params": [model.b.weight]})
     assert optimizer.param_groups[1]["fused"] is True
-    undo()
+    undo[0]()
     assert [group["fused"] for group in optimizer.param_groups] == [None, None]
     assert [group["foreach"] for group in optimizer.param_groups] == [None, None]
-    undo()
+    undo[0]()
     train(model, optimizer, 1)
 
 

@@ -321,20 +321,8 @@ def depth() -> int:
     return len(thread.state.saved)
 
 
-def unwind(to: int = 0, owner: object = None) -> None:
-    """Leave frames that were never popped, as after an interrupted forward.
-
-    Args:
-        to: Depth of the stack to go back to.
-        owner: Go back to before this owner entered instead, where it is on the stack.
-    """
-    if owner is not None:
-        for index, entry in enumerate(thread.state.saved):
-            if entry[6] is owner:
-                to = index
-                break
-        else:
-            return
+def unwind(to: int = 0) -> None:
+    """Leave frames that were never popped, as after an interrupted forward, until the stack is ``to`` deep."""
     while len(thread.state.saved) > to:
         pop()
 

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import config
+
 from castwise import _torch
 from castwise.casting import frames
 from castwise.casting.frames import Frame
@@ -74,9 +76,8 @@ trace_leases: list[Any] = []
 def _tag_caches(_: object) -> None:
     """Put the frame in force into the key of the compile caches on disk."""
     frame = frames.thread.state.frame
-    tag = _torch.get_cache_tag()
-    user = tag.split("|castwise:")[0]
-    _torch.set_cache_tag(f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user)
+    user = str(config.cache_key_tag).split("|castwise:")[0]
+    config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
 
 
 def _end_trace(_: object) -> None:

@@ -21,7 +21,7 @@ from castwise.masters.originals import (
     store,
 )
 from castwise.masters.parameter import Master, master_of, model_param_of
-from castwise.masters.state import fit_state, move_state, restride_state
+from castwise.masters.state import move_state, restride_state
 from castwise.masters.weights import LoadIntoMasters, fp32_state_dict, install_hooks
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "attachment_of",
     "copy_to_model",
     "fit_grad",
-    "fit_state",
     "forget_original",
     "fp32_state_dict",
     "install_hooks",

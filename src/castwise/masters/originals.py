@@ -104,7 +104,7 @@ def merge_values(
     return True
 
 
-def store(parameter: Tensor, dtype: torch.dtype, *, remember: bool = True) -> None:
+def store(parameter: Tensor, dtype: torch.dtype) -> None:
     """Store a parameter in another format, in place, and remember the values that it had: :func:`restore` undoes it.
 
     Its gradient and ``grad_dtype`` follow.
@@ -112,19 +112,15 @@ def store(parameter: Tensor, dtype: torch.dtype, *, remember: bool = True) -> No
     Args:
         parameter: Not a master's; DTensors too.
         dtype: bf16 or fp16; for any other nothing is remembered.
-        remember: False where the rounded values are the parameter from now on, as under plans that train without
-            masters: the memory of the former ones is free.
     """
     former = original_of(parameter)
     if former is None:
         former = parameter.detach()
     values = former.to(dtype)
-    if remember and is_low(values) and former.dtype is not dtype:
+    if is_low(values) and former.dtype is not dtype:
         # first: whatever interrupts this, the values are not lost
         _originals[parameter] = _Original(former.data, dtype, _torch.version(parameter))
     _replace(parameter, values)
-    if not remember:
-        forget_original(parameter)
 
 
 def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | None = None) -> None:

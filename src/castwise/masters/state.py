@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from castwise.masters.originals import is_low
 
-__all__ = ["fit_state", "move_state", "restride_state"]
+__all__ = ["move_state", "restride_state"]
 
 
 def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
@@ -24,7 +24,8 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
 
     Args:
         optimizer: Written to.
-        targets: New keys by old ones; those without state are passed over. State of a new key's shape takes its dtype,
+        targets: New keys by old ones, which may be the old ones where parameters were stored anew; those without state are
+            passed over. State of a new key's shape takes its dtype,
             device and strides; low state of any other shape (Adafactor's rows and columns, LBFGS's flat history)
             takes its dtype. ``step`` stays as it is.
         fit: False: the state stays as it is, under the new key.
@@ -44,17 +45,6 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
         functools.partial(optimizer.state.update, moved),
     )
     deque(map(operator.call, steps), maxlen=0)
-
-
-def fit_state(optimizer: Optimizer) -> None:
-    """Bring all state into the form that the optimizer would have made for its parameters as they are stored now.
-
-    For parameters that were stored anew under the optimizer, without masters: torch's kernels want moments in the
-    parameter's dtype. As :func:`move_state` has it, in place.
-    """
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, Tensor):
-            state.update({key: _fit_entry(key, value, parameter) for key, value in state.items()})
 
 
 def restride_state(optimizer: Optimizer) -> None:

@@ -178,17 +178,17 @@ class Amp:
                 self._window.look_at_strangers(log.callback)
             for optimizer in optimizers:
                 if not self._members.holds(optimizer):
-                    log.callback(_drop, self._members.remove_optimizer, weakref.ref(optimizer))
+                    log.on(optimizer, self._members.remove_optimizer)
                     self._members.add_optimizer(optimizer)
                     if _torch.has_step_hooks(optimizer):
                         self._window.watch(optimizer, log.callback)
-            log.callback(_drop, self._members.remove, weakref.ref(target))
+            log.on(target, self._members.remove)
             self._members.add(target, root)
-            log.callback(_forget_model, weakref.ref(target))
+            log.on(target, _prepared.pop, None)
             _prepared[target] = self
             wrappers.on_ddp(_meet_ddp)
             self._wrapping.note(target, resolution.plan)
-            log.callback(_reset_root, weakref.ref(self), self._root)
+            log.on(self, setattr, "_root", self._root)
             self._root = self._root or root
             prepared = (model, *optimizers) if optimizers else model
             if self.plan.keeps_masters and not inference:
@@ -362,11 +362,8 @@ class Amp:
         if look:
             wanted = {id(parameter) for parameter in params}
             for optimizer in self._members.optimizers:
-                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                held |= {
-                    id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
-                }
-                if wanted & held:
+                held = [p for group in optimizer.param_groups for p in group["params"]]
+                if wanted & {id(p) for own in held for p in (own, masters.model_param_of(own))}:
                     self._window.unscale_(optimizer, by_hand=True)
         return params
 
@@ -584,27 +581,9 @@ class Amp:
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
 
 
-def _drop(remove: Callable[[Any], None], reference: weakref.ref[Any]) -> None:
-    target = reference()
-    if target is not None:
-        remove(target)
-
-
-def _reset_root(reference: weakref.ref[Amp], root: borders.Border | None) -> None:
-    amp = reference()
-    if amp is not None:
-        amp._root = root
-
-
-def _forget_model(reference: weakref.ref[nn.Module]) -> None:
-    model = reference()
-    if model is not None:
-        _prepared.pop(model, None)
-
-
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
     for inner in module.modules():
         amp = _prepared.get(inner)
         if amp is not None:
-            amp._undo.callback(_drop, amp._wrapping.leave_ddp, weakref.ref(module))
+            amp._undo.on(module, amp._wrapping.leave_ddp)
             amp._wrapping.join_ddp(ddp, module)

@@ -57,24 +57,27 @@ def apply(
     """
     plan = resolution.plan
     alive = weakref.ref(model)
-    held = [weakref.ref(optimizer) for optimizer in optimizers]
     # a copy of a prepared model brings the original's borders along
     borders.strip(model, log.callback)
     tracing.get_ready_for_compile()
     _torch.forget_compiled(model)
-    root, _ = borders.install(model, resolution, device_type, methods, sync, log.callback)
-    restrided = held if plan.memory_format == "channels_last" else []
-    log.callback(_restride, restrided)
+    root = borders.install(model, resolution, device_type, methods, sync, log.callback)
+    restrided = optimizers if plan.memory_format == "channels_last" else ()
+    for optimizer in restrided:
+        log.on(optimizer, masters.restride_state)
     changed = [
         weakref.ref(parameter)
         for parameter in model.parameters()
         if parameter in dtypes and not (plan.keeps_masters and parameter.requires_grad)
     ]
-    log.callback(storage.follow_state, held, changed)
+    for optimizer in optimizers:
+        log.on(optimizer, storage.follow_state, changed)
     storage.store(model, plan, dtypes, log)
-    storage.follow_state(held, changed)
-    _restride(restrided)
-    log.callback(_detach, alive, held)
+    for optimizer in optimizers:
+        storage.follow_state(optimizer, changed)
+    for optimizer in restrided:
+        masters.restride_state(optimizer)
+    log.callback(_detach, alive, [weakref.ref(optimizer) for optimizer in optimizers])
     for optimizer in optimizers:
         if plan.keeps_masters:
             _kept.setdefault(model, []).append(masters.attach(optimizer, model))
@@ -100,13 +103,6 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
             attachment.leave(model)
     if model is not None:
         _kept.pop(model, None)
-
-
-def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-    for reference in optimizers:
-        optimizer = reference()
-        if optimizer is not None:
-            masters.restride_state(optimizer)
 
 
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer) -> None:
