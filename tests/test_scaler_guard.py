@@ -473,7 +473,7 @@ def test_parameters_that_join_between_steps(plan: str, way: str) -> None:
 def test_a_device_that_is_not_the_hosts(maker: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: a fused kernel gets the flag, for another optimizer the host asks for it."""
     monkeypatch.setattr("castwise.scaler.step_guard.view_on_host", lambda flag: None)
-    for module in ("step_guard", "window"):
+    for module in ("step_guard", "watch"):
         monkeypatch.setattr(f"castwise.scaler.{module}.read_on_host", lambda flags: None)
     run = Run("bf16-mixed", MAKERS[maker], patience=3)
     for factor in (1.0, NAN, 1.0, NAN, INF):

@@ -87,7 +87,8 @@ class Master:
                 grad = take_grad_fp32(self.stored)
             if grad.requires_grad and not isinstance(self, _DifferentiatedByStored):
                 master: Any = self
-                master.__class__ = _class_of("Differentiated", _DifferentiatedByStored, type(self))
+                kind: type = type(self)
+                master.__class__ = _class_of("Differentiated", _DifferentiatedByStored, kind)
         return grad
 
     @grad.setter

@@ -510,8 +510,7 @@ class GradScaler(NamedLosses):
         value = peek(scale)
         of, inverse = self._inverse
         if value is None or value != of or inverse is None:
-            wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
-            inverse = wide.reciprocal().float()
+            inverse = gradients.inverse(scale)
             self._inverse = value, inverse
         found = gradients.number(0.0, scale.device)
         return self.unscale_grads(optimizer, inverse, found, allow_fp16=False)

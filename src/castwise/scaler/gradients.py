@@ -18,6 +18,7 @@ __all__ = [
     "are_finite",
     "check_and_multiply",
     "held",
+    "inverse",
     "largest",
     "lie_on",
     "lift_low",
@@ -89,6 +90,12 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
 def number(value: float, device: torch.device | str) -> torch.Tensor:
     """A flag or factor: 0-dim fp32, whatever the process's default dtype is, as the kernels want it."""
     return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """One over a scale, rounded once: 0-dim fp32 on its device."""
+    wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
+    return wide.reciprocal().float()
 
 
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

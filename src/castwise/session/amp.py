@@ -25,7 +25,7 @@ from castwise.plans.plan import Plan, as_plan
 from castwise.ranks import Agreement
 from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
-from castwise.scaler import GradScaler, StepResult, Window
+from castwise.scaler import GradScaler, StepResult, Watch, Window, gradients
 from castwise.session import storage
 from castwise.session.apply import apply
 from castwise.session.checks import (
@@ -98,6 +98,7 @@ class Amp:
         self.scaler.admit = functools.partial(give_late_masters, self.plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
+        self._watch = Watch(self._window)
         self._claim = process.Claim(self.plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
         self._region: autocast | None = None
@@ -157,7 +158,7 @@ class Amp:
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, target, self.plan)
-            self._window.check_alone(optimizer)
+            self._watch.check_alone(optimizer)
         check_parameters(target, self.plan)
         check_masters(target, optimizers, self._members)
         if self.scaler.is_enabled():
@@ -175,13 +176,13 @@ class Amp:
                 self._claim.take()
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
             if self.scaler.is_enabled() and not self._members.models:
-                self._window.look_at_strangers(log.callback)
+                self._watch.refuse_strangers(log.callback)
             for optimizer in optimizers:
                 if not self._members.holds(optimizer):
                     log.on(optimizer, self._members.remove_optimizer)
                     self._members.add_optimizer(optimizer)
                     if _torch.has_step_hooks(optimizer):
-                        self._window.watch(optimizer, log.callback)
+                        self._watch.follow(optimizer, log.callback)
             log.on(target, self._members.remove)
             self._members.add(target, root)
             log.on(target, _prepared.pop, None)
@@ -308,7 +309,7 @@ class Amp:
         self._window.open()
         scale = self.scaler.scale_tensor()
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
-        inverse = scale.double().reciprocal().float()
+        inverse = gradients.inverse(scale)
         return tuple(g if g is None else (g.float() if g.dtype in LOW_DTYPES else g) * inverse for g in grads)
 
     # --- steps --------------------------------------------------------------------------------------------
