@@ -188,13 +188,13 @@ def are_finite(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Ten
     return largest(flags, device)
 
 
-def forget_unwritten(optimizer: Optimizer, flags: Mapping[torch.device, torch.Tensor]) -> None:
+def forget_unwritten(optimizer: Optimizer, flags: Iterable[torch.Tensor]) -> None:
     """After the first step of a fused kernel: if it was skipped, let SGD's momentum go.
 
     torch allocates it and leaves it to the kernel to write, which a skipped step does not (seen in torch 2.13); the next
     step would go on from whatever lay there. Waits for the device, this once.
     """
-    if isinstance(optimizer, torch.optim.SGD) and any(flag.item() for flag in flags.values()):
+    if isinstance(optimizer, torch.optim.SGD) and any(flag.item() for flag in flags):
         optimizer.state.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ _SAMPLE_PERIOD = 16
 """Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
 
 
+@dataclass(slots=True, eq=False)
 class WindowOutcomes:
     """What became of the steps of one window (of :class:`castwise.scaler.Window`), by the optimizers' ``id``.
 
@@ -26,14 +28,9 @@ class WindowOutcomes:
         results: What has been asked for.
     """
 
-    __slots__ = ("results", "skips", "states")
-
-    def __init__(
-        self, states: dict[int, dict[str, Any]], skips: dict[int, bool], results: dict[int, StepResult]
-    ) -> None:
-        self.states = states
-        self.skips = skips
-        self.results = results
+    states: dict[int, dict[str, Any]]
+    skips: dict[int, bool]
+    results: dict[int, StepResult]
 
     def flags(self, key: int) -> list[torch.Tensor]:
         """An optimizer's non-finite flags, one per device: 0-dim fp32."""

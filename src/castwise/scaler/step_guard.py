@@ -199,7 +199,7 @@ class StepGuard(GradScaler):
         finally:
             take_back(optimizer)
         if first:
-            gradients.forget_unwritten(optimizer, flags)
+            gradients.forget_unwritten(optimizer, flags.values())
         result = StepResult(list(flags.values()))
         self._on_their_way.append((weakref.ref(optimizer), result))
         return result
