@@ -307,7 +307,7 @@ _skipped: set[str] = set()
 def skip_modules(prefixes: tuple[str, ...]) -> None:
     """Tell Dynamo never to compile functions of these modules as frames of their own; it may still inline them.
 
-    Where Dynamo gives a frame up (a graph break inside a region), the frame runs in plain Python and Dynamo looks
+    Where Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo looks
     at each function that it calls. Hooks and context managers that change thread state must then run for real.
 
     Args:
@@ -362,11 +362,11 @@ def object_at(address: int) -> Any:
 
 
 def set_autocast_attributes(
-    region: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
+    block: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
 ) -> None:
     """Give a subclass's instance the attributes of ``torch.autocast``."""
-    region.device, region.fast_dtype = device_type, dtype
-    region._enabled, region._cache_enabled = enabled, cache_enabled
+    block.device, block.fast_dtype = device_type, dtype
+    block._enabled, block._cache_enabled = enabled, cache_enabled
 
 
 def custom_backend_name() -> str:

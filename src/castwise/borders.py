@@ -28,8 +28,9 @@ from torch.compiler import is_compiling
 
 from castwise import _torch
 from castwise.casting import frames, kernels, tracing
+from castwise.casting.backward import mark_boundary, note_backward
 from castwise.casting.context import override_rows
-from castwise.casting.frames import Frame, mark_boundary, note_backward
+from castwise.casting.frames import Frame
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
 from castwise.errors import StateError

@@ -14,6 +14,7 @@ from torch import nn
 import castwise
 from castwise import Plan
 from castwise.casting import frames, kernels
+from castwise.casting.backward import current_frame
 from castwise.casting.frames import Frame
 from castwise.errors import StateError
 
@@ -28,7 +29,7 @@ def state() -> tuple[object, ...]:
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
         torch.is_autocast_cache_enabled(),
         frames.depth(),
-        frames.current_frame(),
+        current_frame(),
         frames.thread.state.weights,
     )
 

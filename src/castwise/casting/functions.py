@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from castwise.casting import frames
+from castwise.casting.backward import current_frame
 from castwise.casting.frames import Frame
 from castwise.casting.kernels import widest_dtype
 from castwise.casting.trees import map_tensors, tensors_in
@@ -87,7 +88,7 @@ _STATE = "_castwise_frame"
 
 def _frame_now(device: str) -> Frame:
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    frame = frames.current_frame()
+    frame = current_frame()
     if frame is not None and frame.device_type == device and frame.dtype is dtype:
         return frame
     return Frame(device, dtype)

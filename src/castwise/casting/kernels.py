@@ -25,6 +25,7 @@ import torch
 from castwise import _torch
 from castwise.casting import frames, tracing
 from castwise.casting.attention import unfused_attention
+from castwise.casting.backward import current_frame, left_block
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
 from castwise.plans.formats import LOW_DTYPES
@@ -201,7 +202,7 @@ def frame_of(
         device_type: As in :class:`Frame`.
         dtype: Compute dtype, or None to run operators as they are.
         rows: Operator overrides.
-        surrounding: What a region inside casts its outputs back to; by default ``dtype``, or fp32.
+        surrounding: What a region of the plan inside casts its outputs back to; by default ``dtype``, or fp32.
         cache: Whether copies of weights are kept; None leaves torch's setting as it is.
     """
     frames.watch_steps()
@@ -238,16 +239,16 @@ def rebuild_frame(
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)
-    current, left_region, ambient = frames.current_frame, frames.left_region, frames.ambient
+    ambient = frames.ambient
     takes_numbers, numbers = _torch.takes_numbers(op), _torch.NUMBERS
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if takes_numbers and isinstance(args[0], numbers):  # `1 - x`, of which no operator can be called anew
             return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
         state = thread.state
-        frame = state.frame if state.backward is None else current()
+        frame = state.frame if state.backward is None else current_frame()
         if frame is None:
-            frame = left_region() or ambient.get(device_type)
+            frame = left_block() or ambient.get(device_type)
         if frame is not None:
             action = frame.overrides.get(name)
             if action is _parts:
@@ -270,7 +271,7 @@ def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., An
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if takes_numbers and isinstance(args[0], numbers):
             return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
-        frame = frames.current_frame()
+        frame = current_frame()
         if frame is not None and torch.is_autocast_enabled(device := frame.device_type):
             action = frame.overrides.get(name, _parts)
             if action is not _parts and _on(device, (*args, *kwargs.values())):

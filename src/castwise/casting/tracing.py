@@ -70,7 +70,7 @@ def _graph_pop() -> None:
 graph_push: Callable[[str], None] = _graph_push
 graph_pop: Callable[[], None] = _graph_pop
 trace_leases: list[Any] = []
-"""Override kernels of regions inside a function that is being compiled, needed until its graph has been traced."""
+"""Override kernels of blocks inside a function that is being compiled, needed until its graph has been traced."""
 
 
 def _tag_caches(_: object) -> None:
@@ -115,7 +115,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def get_ready_with_dynamo() -> None:
-    """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for regions that need it nowhere else."""
+    """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for blocks that need it nowhere else."""
     _torch.when_dynamo_is_loaded(get_ready_for_compile)
 
 

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from castwise import _torch, borders, masters, process
 from castwise.canary import check_torch
-from castwise.casting import autocast, frames
-from castwise.casting.context import DEVICE_TYPES, default_device_type
-from castwise.casting.frames import mark_boundary
-from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
+from castwise.casting import autocast, default_device_type, frames
+from castwise.casting.backward import mark_boundary
+from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.parallel import fsdp, wrappers
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
@@ -88,10 +87,6 @@ class Amp:
         self._wrapping = Wrapping(members, self._agreement)
         self.plan = as_plan(plan)
         self.device_type = process.device_type_of(device) if device is not None else default_device_type()
-        if self.device_type not in DEVICE_TYPES:
-            raise DeviceError(
-                f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}"
-            )
         process.check_device(self.plan, self.device_type)
         self.scaler = scaler_for(self.plan, self.device_type, self._agreement.agree, nonfinite, patience)
         self.scaler.param_names = self._members.names
@@ -101,7 +96,7 @@ class Amp:
         self._watch = Watch(self._window)
         self._claim = process.Claim(self.plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
-        self._region: autocast | None = None
+        self._block: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
 
@@ -214,16 +209,16 @@ class Amp:
         return resolve(self.plan, model, self.device_type, part=part, inference=inference)
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
-        """The plan's casting as a region, for code outside a prepared module: a loss, a function.
+        """The plan's casting as a block, for code outside a prepared module: a loss, a function.
 
         Args:
             enabled: False for an fp32 island.
             cache_enabled: As in :class:`castwise.autocast`.
         """
         if enabled and cache_enabled is None:
-            if self._region is None:
-                self._region = autocast(self.plan, device_type=self.device_type)
-            return self._region
+            if self._block is None:
+                self._block = autocast(self.plan, device_type=self.device_type)
+            return self._block
         return autocast(self.plan, enabled=enabled, cache_enabled=cache_enabled, device_type=self.device_type)
 
     # --- losses -------------------------------------------------------------------------------------------
@@ -561,7 +556,7 @@ class Amp:
         and process-wide settings. What an entry of the undo log fails at does not keep the others from being undone.
         """
         self._undo.close()
-        self._region = self._root = None
+        self._block = self._root = None
         self._wrapping.forget()
 
     def __reduce__(self) -> NoReturn:
