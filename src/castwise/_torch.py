@@ -137,12 +137,8 @@ def register_in_front_of_transforms(
 ) -> Callable[[], None]:
     """Put a kernel in front of ``op`` where transforms of torch.func are active, before any of them has seen the call.
 
-    Args:
-        op: The operator; while one kernel is there, no other may be put in front of it.
-        make: Takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
-
-    Returns:
-        What undoes it.
+    ``make`` takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
+    While one kernel is there, no other may be put in front of the operator. Returns what undoes it.
     """
     library = Library(op.namespace, "IMPL")
     kernel = make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed))
@@ -174,12 +170,7 @@ def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Cal
 
 
 def with_tensors(call: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.Tensor:
-    """Call an elementwise operator with 0-dim tensors in place of numbers, which promote as the numbers do.
-
-    Args:
-        call: Takes ``args``.
-        args: Numbers and at least one tensor.
-    """
+    """Call an elementwise operator with 0-dim tensors in place of numbers, which promote as the numbers do."""
     other = next(arg for arg in args if isinstance(arg, torch.Tensor))
     if other.dim() == 0:  # a 0-dim tensor would count as much as this one
         return with_tensors(call, [arg.unsqueeze(0) if arg is other else arg for arg in args]).squeeze(0)
@@ -307,11 +298,9 @@ _skipped: set[str] = set()
 def skip_modules(prefixes: tuple[str, ...]) -> None:
     """Tell Dynamo never to compile functions of these modules as frames of their own; it may still inline them.
 
-    Where Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo looks
-    at each function that it calls. Hooks and context managers that change thread state must then run for real.
-
-    Args:
-        prefixes: Names of modules and packages; those that are not loaded yet are passed over until the next call.
+    Where Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo looks at
+    each function that it calls. Hooks and context managers that change thread state must then run for real. Modules
+    that are not loaded yet are passed over until the next call.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -377,9 +366,8 @@ def custom_backend_name() -> str:
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     """Have Dynamo trace the methods of instances of ``cls`` that were made outside of what it compiles.
 
-    Args:
-        cls: A subclass of ``torch.autocast``, whose instances Dynamo would all replace by torch's own.
-        as_torchs: Whether that is right for an instance.
+    It would replace all of them, as instances of a subclass of ``torch.autocast``, by torch's own; now only those
+    of which ``as_torchs`` says that this is right.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables import ctx_manager
@@ -836,9 +824,9 @@ def guard_calls(
 ) -> None:
     """Restore this thread's state after a call of a module that an exception of any kind ended.
 
-    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError. The
-    place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out of
-    copies and pickles; a module that is compiled so has no guard. Replicas of DataParallel share the module's
+    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError.
+    The place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out
+    of copies and pickles; a module that is compiled so has no guard. Replicas of DataParallel share the module's
     attributes, so the module that is called is taken from the frame of the call.
 
     Args:
@@ -984,13 +972,7 @@ class OperatorMode(TorchDispatchMode):
         return self.handle(func, args, kwargs or {})
 
     def handle(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, or something in its place.
-
-        Args:
-            op: The operator.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Run an operator, or something in its place."""
         return op(*args, **kwargs)
 
 

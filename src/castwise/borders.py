@@ -204,9 +204,7 @@ class Method:
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Remove borders that came with a copy or a pickle of a prepared model.
 
-    Args:
-        model: The copy.
-        log: Gets what puts them back before any is removed.
+    ``log`` gets what puts them back before any is removed.
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():

@@ -86,11 +86,9 @@ class CheckpointError(CastwiseError, ValueError):
 
 
 def sentence(error: BaseException, whole: bool = True) -> str:
-    """An exception on one line: castwise's own are sentences already, others get the name of their type.
+    """An exception on one line: all that it says, or its first line alone.
 
-    Args:
-        error: Any.
-        whole: All that it says, or its first line alone.
+    castwise's own are sentences already, others get the name of their type.
     """
     said = str(error).strip()
     text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()

@@ -107,12 +107,7 @@ def _has_tf32(device_type: str) -> bool:
 
 
 class Claim:
-    """Holds a plan's process-wide settings from :meth:`take` to :meth:`close`.
-
-    Args:
-        plan: Whose ``fp32_matmul`` and ``fp32_conv`` to put in force; ``as_is`` claims nothing.
-        device_type: Where the plan runs.
-    """
+    """Holds a plan's ``fp32_matmul`` and ``fp32_conv`` in force from :meth:`take` to :meth:`close`, or neither."""
 
     def __init__(self, plan: Plan, device_type: str) -> None:
         self._plan = plan

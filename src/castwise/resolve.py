@@ -71,14 +71,7 @@ def _never_called(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
-    """Which region each named module is matched by, itself and not through a parent.
-
-    Args:
-        model: The model that the plan is applied to.
-        regions: The plan's regions, in order.
-
-    Returns:
-        Module path -> the last region that matches it.
+    """Which region each named module is matched by, itself and not through a parent: by path, the last one in order.
 
     Raises:
         PatternError: A pattern that matches no module, or none whose forward runs. Type patterns may match

@@ -73,12 +73,9 @@ class _Boundary(torch.autograd.Function):
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """Remember for backward that what made ``tensor`` ran in ``frame``.
 
-    Args:
-        tensor: Output of a module, any shape and dtype; returned as it is where no gradient will flow.
-        frame: Frame of the nodes that lie before the tensor.
-
     Returns:
-        A view of the tensor; the tensor itself inside a transform of torch.func, where nothing is recomputed.
+        A view of the tensor; the tensor itself where no gradient will flow, and inside a transform of torch.func, where
+        nothing is recomputed.
     """
     if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
         return tensor

@@ -216,9 +216,6 @@ that is older than this many blocks is not recomputed in practice."""
 def leave(owner: object) -> bool:
     """Restore what was in force before ``owner`` entered last, and forget forwards above it that were interrupted.
 
-    Args:
-        owner: As given to :func:`push`.
-
     Returns:
         Whether it was on this thread's stack. A frame that was entered after it and is not left yet stays in force, as
         where a generator ends that entered a block of its own.
@@ -268,10 +265,7 @@ def push_block(frame: Frame) -> None:
 
 
 def pop_block(frame: Frame | None = None) -> None:
-    """:func:`pop` for a block.
-
-    Args:
-        frame: That of the block; None for the one that was entered last.
+    """:func:`pop` for a block: that of ``frame``, or the one that was entered last.
 
     Raises:
         StateError: The block is not in force on this thread.

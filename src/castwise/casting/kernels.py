@@ -198,12 +198,8 @@ def frame_of(
 ) -> Frame:
     """A frame for one device type; frames with the same content share a key and a guard code.
 
-    Args:
-        device_type: As in :class:`Frame`.
-        dtype: Compute dtype, or None to run operators as they are.
-        rows: Operator overrides.
-        surrounding: What a region of the plan inside casts its outputs back to; by default ``dtype``, or fp32.
-        cache: Whether copies of weights are kept; None leaves torch's setting as it is.
+    Arguments are as in :class:`Frame`; without ``dtype`` operators run as they are, and ``surrounding`` is by
+    default ``dtype``, or fp32.
     """
     frames.watch_steps()
     rows = {} if dtype is None or rows is None else dict(rows)
@@ -346,12 +342,7 @@ def _register(name: str, device_type: str) -> list[Callable[[], None]]:
 
 
 class Lease:
-    """Keeps the override kernels of some operators registered until it is closed or collected.
-
-    Args:
-        names: Operator names as in :mod:`castwise.plans.rules`.
-        device_type: Device type whose autocast key they go on.
-    """
+    """Keeps the override kernels of some operators on a device type's autocast key until it is closed or collected."""
 
     def __init__(self, names: Iterable[str], device_type: str) -> None:
         names = tuple(names)

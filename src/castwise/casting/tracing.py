@@ -103,9 +103,8 @@ _contexts: list[tuple[type, Callable[[Any], bool]]] = []
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     """Have Dynamo trace instances of exactly this class, made outside of what it compiles, by their own methods.
 
-    Args:
-        cls: A subclass of ``torch.autocast``; Dynamo would take what it knows of torch's for all of it.
-        as_torchs: Whether that is right for an instance.
+    Of a subclass of ``torch.autocast`` it would take what it knows of torch's for all; ``as_torchs`` says of which
+    instances that is right.
     """
     if _ready():
         _torch.trace_context(cls, as_torchs)

@@ -271,8 +271,7 @@ class Attachment:
     def leave(self, model: nn.Module | None) -> None:
         """Detach with the masters' values written back, except from what other living models brought here.
 
-        Args:
-            model: It, and models that are gone, no longer count; None: those alone.
+        ``model``, and models that are gone, no longer count; with None those alone.
         """
         kept = [
             (reference, remove)
@@ -385,14 +384,10 @@ class Attachment:
         self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
-        """Let ``write`` change masters in place, then bring the model up to date.
+        """Let ``write`` change masters in place, all or those of ``params``, then bring the model up to date.
 
         DistributedDataParallel gives all ranks the first one's *parameters* when it wraps a model. Their masters
         must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
-
-        Args:
-            write: Called with each master, fp32.
-            params: The model's parameters whose masters are meant; None for all.
         """
         for master in self._pairs.masters:
             if params is None or master.stored in params:

@@ -24,10 +24,9 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
 
     Args:
         optimizer: Written to.
-        targets: New keys by old ones, which may be the old ones where parameters were stored anew; those without state are
-            passed over. State of a new key's shape takes its dtype,
-            device and strides; low state of any other shape (Adafactor's rows and columns, LBFGS's flat history)
-            takes its dtype. ``step`` stays as it is.
+        targets: New keys by old ones, or the same where parameters were stored anew; those without state are passed over.
+            State of a new key's shape takes its dtype, device and strides; low state of any other shape (Adafactor's rows
+            and columns, LBFGS's flat history) takes its dtype. ``step`` stays as it is.
         fit: False: the state stays as it is, under the new key.
     """
     if not targets:

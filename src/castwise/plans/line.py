@@ -37,13 +37,9 @@ _WORDS: Final = {"none": None, "true": True, "false": False}
 def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) -> str:
     """Write a plan as the preset that it is closest to and what it has on top.
 
-    Args:
-        plan: The plan's fields, without provenance.
-        presets: The same of every preset; one of them must have no regions.
-        loss_scale: The fields of a default loss scale.
-
-    Returns:
-        The line. A plan that equals a preset is that preset's name, the first one's where several are equal.
+    Args are fields, without provenance: the plan's, those of every preset, one of which must have no regions, and
+    those of a default loss scale. A plan that equals a preset is that preset's name, the first one's where several
+    are equal.
     """
     lines = [
         [name, *_items(plan, base, loss_scale)]
@@ -55,12 +51,7 @@ def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) 
 
 
 def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
-    """Read what a line says on top of its preset.
-
-    Args:
-        text: The line.
-        base: The fields of the preset that it begins with.
-        loss_scale: The fields of a default loss scale.
+    """Read what a line says on top of its preset, whose fields are ``base``; ``loss_scale`` has those of a default one.
 
     Returns:
         All fields of the plan; values are checked for form only.

@@ -167,12 +167,8 @@ class LossScale:
 class FrozenMapping(Mapping[str, Any]):
     """A read-only, hashable mapping of JSON values; mappings and lists inside it are frozen too.
 
-    Args:
-        items: The values.
-        path: What to call the mapping in errors.
-
     Raises:
-        PlanError: A key or a value that JSON cannot hold.
+        PlanError: A key or a value that JSON cannot hold; it calls the mapping ``path``.
     """
 
     __slots__ = ("_items",)
@@ -216,15 +212,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_mapping(cls: Any, values: object, what: str) -> Any:
-    """Make a dataclass of a mapping, refusing keys that it does not have.
-
-    Args:
-        cls: The dataclass: Plan, Region or LossScale.
-        values: The mapping.
-        what: What to call it in errors.
-
-    Returns:
-        The instance.
+    """Make a dataclass (Plan, Region, LossScale) of a mapping, which errors call ``what``.
 
     Raises:
         UnknownNameError: A key that is no field.

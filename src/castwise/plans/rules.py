@@ -127,14 +127,7 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def describe(base: str, device_type: str) -> tuple[Row, ...]:
-    """List the rows of a base table in reading order: by rule, then by name.
-
-    Args:
-        base: One of `BASES`.
-        device_type: One of `DEVICE_TYPES`.
-
-    Returns:
-        The rows of `base_table`, sorted.
+    """List the rows of a base table, as :func:`base_table` gives them, in reading order: by rule, then by name.
 
     Raises:
         UnknownNameError: No such base or device type.
@@ -182,9 +175,6 @@ def advice(op: str) -> str:
 
 def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
     """Find the overloads that a rule for an operator governs.
-
-    Args:
-        name: Operator name as in `Row`.
 
     Returns:
         For a plain name every overload on tensors that writes to none of its arguments; for an in-place name

@@ -44,17 +44,11 @@ def close_matches(value: object, options: Iterable[str]) -> str:
 
 
 def read_json(text: str, deepest: int = DEEPEST) -> Any:
-    """Read JSON that somebody else may have written.
-
-    Args:
-        text: The JSON.
-        deepest: How deep lists and mappings in it may be nested.
-
-    Returns:
-        What it says; NaN and the infinities are taken as Python's ``json`` takes them.
+    """Read JSON that somebody else may have written; NaN and the infinities are taken as Python's ``json`` takes them.
 
     Raises:
-        ValueError: No JSON, a key given twice, numbers too long or values nested too deep; a clause says which and where.
+        ValueError: No JSON, a key given twice, numbers too long or values nested deeper than ``deepest``; a clause says which
+            and where.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique)
@@ -95,15 +89,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def matches_path(glob: str, path: str) -> bool:
-    """Whether a glob matches the whole of a module path.
+    """Whether a glob matches the whole of a module path, such as ``encoder.layers.0.norm``.
 
-    Args:
-        glob: ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too.
-        path: Such as ``encoder.layers.0.norm``.
-
-    Returns:
-        The answer, after one pass over the path. A regular expression takes time that grows exponentially with the number
-        of wildcards.
+    ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too. The
+    path is read once: a regular expression takes time that grows exponentially with the number of wildcards.
     """
     parsed = _parse(glob)
     if parsed.literal:

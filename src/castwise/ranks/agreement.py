@@ -30,12 +30,7 @@ __all__ = ["Agreement", "local_grad"]
 
 
 class Agreement:
-    """What the ranks of one session agree on.
-
-    Args:
-        group: Who they are, as for :class:`Ranks`.
-        params: The parameters of the session's models.
-    """
+    """What the ranks of a group, as :class:`Ranks` takes it, agree on about the parameters of one session's models."""
 
     def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self.group = group

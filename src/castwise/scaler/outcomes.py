@@ -40,13 +40,10 @@ class WindowOutcomes:
 class Outcomes:
     """The window that is open, the one before, and how many skipped in a row.
 
-    On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For a
-    fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
+    On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
+    a fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
     waits. Copies cost some microseconds, so they are made only where somebody looks: an ``eager`` owner, who has a
     floor to watch, or after :attr:`previous_skipped` was read; else now and then.
-
-    Args:
-        eager: Send every outcome.
     """
 
     def __init__(self, eager: bool) -> None:
@@ -61,12 +58,7 @@ class Outcomes:
         self._windows = 0
 
     def close(self, states: dict[int, dict[str, Any]], *, restart: bool) -> None:
-        """End the window.
-
-        Args:
-            states: Torch's records of its optimizers.
-            restart: The scale was set by hand, so count skips in a row anew.
-        """
+        """End the window of these optimizers; ``restart``: the scale was set by hand, so count skips in a row anew."""
         last = self._last = WindowOutcomes(states, self.skips, self.results)
         self.skips, self.results = {}, {}
         if len(last.skips) == len(states):
@@ -103,12 +95,9 @@ class Outcomes:
     def result(
         self, states: dict[int, dict[str, Any]], keys: tuple[int, ...], grad_norm: torch.Tensor | None
     ) -> StepResult:
-        """What became of the last steps of some optimizers.
+        """What became of the last steps of some optimizers, by their ``id``.
 
-        Args:
-            states: Torch's records of the open window.
-            keys: The optimizers' ``id``.
-            grad_norm: For the result.
+        ``states`` are torch's records of the open window.
 
         Raises:
             StateError: An optimizer that was stepped neither in this window nor in the one before.
@@ -138,13 +127,8 @@ def stuck_error(
 ) -> LossScaleError:
     """The error for a scale that cannot shrink although gradients overflow again and again.
 
-    Args:
-        optimizer: Whose step was skipped last.
-        times: How often in a row.
-        names: Its parameters with non-finite gradients.
-        loss: Whose scale it is.
-        scale: That scale.
-        floor: The smallest scale; None where the scale is static.
+    ``names`` are the parameters that were not finite at the last of so many ``times``; without a ``floor`` the
+    scale is static.
     """
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"

@@ -18,11 +18,7 @@ __all__ = ["Verdicts"]
 class Verdicts(NamedLosses):
     """A scaler's unscaling, and what a session asks of it and tells it about gradients.
 
-    Args:
-        scale: For :class:`NamedLosses`.
-        reduce: As for :class:`~castwise.GradScaler`.
-        process_group: As for :class:`~castwise.GradScaler`.
-        allow_fp16_grads: As for :class:`~castwise.GradScaler`.
+    Arguments by name are as for :class:`~castwise.GradScaler`, the others for :class:`NamedLosses`.
     """
 
     admit: Callable[[Optimizer], bool] | None = None

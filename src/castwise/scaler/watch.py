@@ -28,11 +28,8 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictiona
 class Watch:
     """Keeps steps that do not come from a window from gradients that hold its scale, or are not finite.
 
-    On gradients that are still scaled such a step raises. Where a gradient is not finite the step sees none: torch's
-    optimizers pass over parameters without one.
-
-    Args:
-        window: Whose gradients.
+    On gradients that are still scaled such a step raises. Where a gradient is not finite the step sees none:
+    torch's optimizers pass over parameters without one.
     """
 
     def __init__(self, window: Window) -> None:
@@ -57,10 +54,8 @@ class Watch:
     def follow(self, optimizer: Optimizer, log: _Log) -> None:
         """Look after steps of one of the window's optimizers.
 
-        Args:
-            optimizer: Whose steps.
-            log: Gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
-                whoever goes on without castwise reads them.
+        ``log`` gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
+        whoever goes on without castwise reads them.
         """
         alive, key = weakref.ref(optimizer), id(optimizer)
 
@@ -81,8 +76,7 @@ class Watch:
     def refuse_strangers(self, log: _Log) -> None:
         """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
 
-        Args:
-            log: Gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
+        ``log`` gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
         """
         alive = weakref.ref(self._window)
 

@@ -80,9 +80,8 @@ class Window:
     def open(self, name: str = DEFAULT, *, lend: bool = False) -> None:
         """Before gradients are added: move the scale if there was a step, and bring what is held to it.
 
-        Args:
-            name: The loss whose scale the window will have if it is a new one.
-            lend: The scaled loss is handed out, so that whoever holds gradients later may have them from it.
+        A new window has the scale of the loss called ``name``. ``lend``: the scaled loss is handed out, so that
+        whoever holds gradients later may have them from it.
         """
         if not self.settled or self._holds_plain():
             self._by_hand.clear()
@@ -185,9 +184,7 @@ class Window:
     def unscale_(self, optimizer: Optimizer, *, by_hand: bool = False) -> None:
         """Bring an optimizer's gradients to a scale of one and look for infinities; nothing where both was done.
 
-        Args:
-            optimizer: Whose gradients.
-            by_hand: They may be changed before the step, which is to look at them again.
+        ``by_hand``: they may be changed before the step, which is to look at them again.
 
         Raises:
             StateError: They were changed while they were scaled.
@@ -262,9 +259,7 @@ class Window:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Unscale where that was not done, then step, or skip where a gradient is not finite.
 
-        Args:
-            optimizer: Whose step.
-            closure: As for :meth:`GradScaler.step`, with the session's own backward inside.
+        A closure is as for :meth:`GradScaler.step`, with the session's own backward inside.
 
         Raises:
             StateError: Gradients that no scaled loss gave, or that were changed while they were scaled.

@@ -42,15 +42,8 @@ def apply(
 ) -> Border:
     """Put borders on a model, store its tensors, and give its optimizers masters and fused kernels.
 
-    Args:
-        model: What was resolved and checked.
-        optimizers: Those that update it, checked.
-        resolution: Of the plan for the model.
-        dtypes: Of the tensors that are to be stored otherwise.
-        device_type: Where the model runs.
-        methods: Names of methods that run by the plan too.
-        inference: Nothing is trained.
-        log: Gets what undoes each change.
+    Model, optimizers and ``methods`` have been checked, and ``dtypes`` has the tensors that are to be stored
+    otherwise. Under ``inference`` nothing is trained. The log gets what undoes each change.
 
     Returns:
         The border around the model.

@@ -84,13 +84,8 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
 def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog) -> None:
     """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
 
-    What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it.
-
-    Args:
-        model: Whose tensors they are.
-        plan: Says the memory format.
-        dtypes: Of those that change.
-        log: Gets what undoes each change.
+    What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it. The log gets
+    what undoes each change.
     """
     for _, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
@@ -106,13 +101,10 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
 
 
 def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
-    """Let memory go that remembered values take under a plan without masters.
+    """Let memory go that remembered values of these tensors take under a plan without masters.
 
-    Those of trained parameters go for good. What stays as it is comes back whole by ``close``; its values wait on the host.
-
-    Args:
-        tensors: What was stored otherwise.
-        inference: Nothing is trained.
+    Those of trained parameters go for good. What stays as it is, under ``inference`` all, comes back whole by
+    ``close``; its values wait on the host.
     """
     for tensor in tensors:
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and not inference
