@@ -573,10 +573,8 @@ def cpu_has_tf32() -> bool:
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 
-_MARKS = (
-    "_step_supports_amp_scaling",
-    "_need_device_dtype_check_for_fused",
-)  # torch sets the latter at a step
+_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+"""torch sets the latter at a step."""
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:

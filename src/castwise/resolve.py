@@ -285,10 +285,10 @@ def resolve(
 def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> bool:
     """Whether weights are stored low for more than the layers whose operator takes everything low."""
     return any(casts_operators(plan, place.compute) for place in places.values()) and any(
-        place.stored in LOW
+        places[path].stored in LOW
         and not _is_one_operator(module)
         and next(module.parameters(recurse=False), None) is not None
-        for place, module in ((places[path], module) for path, module in modules.items())
+        for path, module in modules.items()
     )
 
 

@@ -55,7 +55,7 @@ def _resolve(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> tuple[_Resolved, tuple[str, ...]]:
     """What a call of :class:`autocast` means: key of its frame, device type, dtype, whether it casts; what it overrides."""
-    if isinstance(plan, str) and plan in DEVICE_TYPES:
+    if plan in DEVICE_TYPES:
         if device_type is not None and device_type != plan:
             raise PlanError(
                 f"autocast({plan!r}, device_type={device_type!r}): two device types; give one of them"

@@ -21,16 +21,7 @@ import torch
 from castwise import _torch
 from castwise.errors import StateError
 
-__all__ = [
-    "Frame",
-    "depth",
-    "leave",
-    "leave_interrupted",
-    "pop",
-    "push",
-    "suspended",
-    "unwind",
-]
+__all__ = ["Frame", "depth", "leave", "leave_interrupted", "pop", "push", "suspended", "unwind"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +52,10 @@ class Frame:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from castwise.casting.kernels import rebuild_frame  # kernels stands on this module
+        from castwise.casting.kernels import frame_of  # kernels stands on this module
 
-        return rebuild_frame, (self.device_type, self.dtype, dict(self.rows), self.surrounding, self.cache)
+        remake = functools.partial(frame_of, surrounding=self.surrounding, cache=self.cache)
+        return remake, (self.device_type, self.dtype, dict(self.rows))
 
     @property
     def enabled(self) -> bool:

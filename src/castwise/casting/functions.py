@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from castwise.casting import frames
 from castwise.casting.backward import current_frame
 from castwise.casting.frames import Frame
-from castwise.casting.kernels import widest_dtype
+from castwise.casting.kernels import eligible, widest_dtype
 from castwise.casting.trees import map_tensors, tensors_in
 from castwise.errors import StateError
 
@@ -30,12 +30,7 @@ def _autocast_device(args: Any, kwargs: Any) -> str | None:
 
 
 def _cast_tree(value: Any, device: str, dtype: torch.dtype) -> Any:
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() and tensor.dtype is not torch.float64 and tensor.device.type == device:
-            return tensor.to(dtype)
-        return tensor
-
-    return map_tensors(convert, value)
+    return map_tensors(lambda tensor: tensor.to(dtype) if eligible(tensor, device) else tensor, value)
 
 
 def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> _F:
@@ -70,13 +65,7 @@ def widest_function(function: _F) -> _F:
     """Promote the floating inputs of ``function`` to the widest among them; fp16 with bf16 gives fp32."""
 
     def choose(device: str, values: Any) -> torch.dtype | None:
-        return widest_dtype(
-            tensor.dtype
-            for tensor in tensors_in(values)
-            if tensor.is_floating_point()
-            and tensor.dtype is not torch.float64
-            and tensor.device.type == device
-        )
+        return widest_dtype(tensor.dtype for tensor in tensors_in(values) if eligible(tensor, device))
 
     return _casting(function, choose)
 

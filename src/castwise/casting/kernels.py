@@ -36,7 +36,7 @@ __all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
 Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 
-def _eligible(value: Any, device_type: str) -> bool:
+def eligible(value: Any, device_type: str) -> bool:
     """Autocast touches floating tensors of its device type, fp64 excepted."""
     return (
         isinstance(value, torch.Tensor)
@@ -48,7 +48,7 @@ def _eligible(value: Any, device_type: str) -> bool:
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype, to: Callable[..., Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return to(value, dtype) if _eligible(value, device_type) and value.dtype is not dtype else value
+        return to(value, dtype) if eligible(value, device_type) and value.dtype is not dtype else value
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, bool)):
         return [_cast(item, device_type, dtype, to) for item in value]
     return value
@@ -114,7 +114,7 @@ def _floating_dtypes(values: Iterable[Any], device: str) -> set[torch.dtype]:
     found: set[torch.dtype] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
-            if _eligible(value, device):
+            if eligible(value, device):
                 found.add(value.dtype)
         elif isinstance(value, (list, tuple)):
             found |= _floating_dtypes(value, device)
@@ -157,9 +157,8 @@ def _banned(row: Row) -> Action:
     return action
 
 
-def _parts(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Marks an operator that is not touched itself while those it is made of are looked up again."""
-    raise AssertionError("handled by the kernel, which has the keyset")
+_parts: Any = object()
+"""Marks an operator that is not touched itself while those it is made of are looked up again."""
 
 
 def _unfused(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,28 +207,10 @@ def frame_of(
     content += sorted([row.op, row.rule, row.only_low, row.opaque, row.message] for row in rows.values())
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     frame = Frame(
-        device_type,
-        dtype,
-        surrounding,
-        rows,
-        actions(rows),
-        cache,
-        key,
-        tracing.code_for(key) if rows else 0,
+        device_type, dtype, surrounding, rows, actions(rows), cache, key, tracing.code_for(key) if rows else 0
     )
     tracing.graph_frames[key] = frame
     return frame
-
-
-def rebuild_frame(
-    device_type: str,
-    dtype: torch.dtype | None,
-    rows: Mapping[str, Row],
-    surrounding: torch.dtype,
-    cache: bool | None,
-) -> Frame:
-    """Unpickle a frame."""
-    return frame_of(device_type, dtype, rows, surrounding=surrounding, cache=cache)
 
 
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:

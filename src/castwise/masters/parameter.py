@@ -138,9 +138,7 @@ def adopt(master: Any) -> None:
     """Let a parameter have a master; :func:`release` undoes it."""
     if master_of(master.stored) is not master:
         _masters[master.stored] = TensorWeakRef(master)
-        fit_grad(
-            master.stored, torch.float32
-        )  # which autograd accumulates, whatever the parameter is stored in
+        fit_grad(master.stored, torch.float32)
 
 
 def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:

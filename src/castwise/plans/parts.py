@@ -16,15 +16,7 @@ from castwise.errors import PlanError, UnknownNameError
 from castwise.plans.formats import Format, get_format
 from castwise.plans.text import LARGEST, close_matches, shown
 
-__all__ = [
-    "FrozenMapping",
-    "LossScale",
-    "Region",
-    "format_name",
-    "from_mapping",
-    "one_of",
-    "to_json",
-]
+__all__ = ["FrozenMapping", "LossScale", "Region", "format_name", "from_mapping", "one_of", "to_json"]
 
 _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
 _LONGEST_PATTERN: Final = 1_000

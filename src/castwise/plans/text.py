@@ -6,11 +6,11 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-__all__ = ["close_matches", "matches_path", "nested_deeper", "read_json", "shown"]
+__all__ = ["close_matches", "matches_path", "nested_deeper", "read_json", "shown", "some"]
 
 DEEPEST: Final = 50
 """How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
@@ -41,6 +41,12 @@ def close_matches(value: object, options: Iterable[str]) -> str:
     text = value if isinstance(value, str) else shown(value)
     close = difflib.get_close_matches(text, list(options), n=2) if len(text) < 100 else []
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def read_json(text: str, deepest: int = DEEPEST) -> Any:

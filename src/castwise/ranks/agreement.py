@@ -129,12 +129,7 @@ class Agreement:
         return norm
 
     def norm(
-        self,
-        params: Iterable[Tensor],
-        norm_type: float = 2.0,
-        *,
-        joined: bool,
-        flag: Tensor | None = None,
+        self, params: Iterable[Tensor], norm_type: float = 2.0, *, joined: bool, flag: Tensor | None = None
     ) -> Tensor:
         """Norm of the gradients over whole parameters, each counted once, with a flag in the same number.
 

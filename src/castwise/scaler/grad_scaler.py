@@ -342,13 +342,10 @@ class GradScaler(Verdicts):
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """:meth:`step`, and what became of it."""
-        if closure is None:
-            self.step(optimizer)
-            if not self.works:
-                return STEPPED
-        else:
-            self.step(optimizer, closure=closure)
-        return STEPPED if self._outcomes.skips.get(id(optimizer)) is False else self.result_of(optimizer)
+        self.step(optimizer, closure=closure)
+        if not self.works or self._outcomes.skips.get(id(optimizer)) is False:
+            return STEPPED
+        return self.result_of(optimizer)
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""

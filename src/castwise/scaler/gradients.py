@@ -221,7 +221,9 @@ def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for parameter, grad in aside:
             fresh = parameter.grad
             if fresh is not None:
-                grad = grad + fresh if grad.is_sparse or fresh.is_sparse else grad.add_(fresh)
+                if grad.is_sparse and not fresh.is_sparse:
+                    grad, fresh = fresh, grad  # torch adds sparse ones to dense ones alone
+                grad = grad.add_(fresh)
             parameter.grad = grad
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from castwise.errors import LossScaleError, StateError
+from castwise.plans.text import some
 from castwise.scaler.result import StepResult
 
 __all__ = ["Outcomes", "WindowOutcomes", "stuck_error"]
@@ -130,7 +131,6 @@ def stuck_error(
     ``names`` are the parameters that were not finite at the last of so many ``times``; without a ``floor`` the
     scale is static.
     """
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"
     if floor is None:
         where, cure = f"static, {scale:g}", "Use a dynamic loss scale, or a smaller one; else"
@@ -138,7 +138,7 @@ def stuck_error(
         where, cure = f"at its floor, {floor:g}", "No smaller scale would cure this"
     return LossScaleError(
         f"step({type(optimizer).__name__}): gradients were not finite {times} times in a row, and {whose} {where}; "
-        f"first affected: {', '.join(names[:5]) or 'none any more'}{more}. {cure}: look for NaN or huge values in the "
+        f"first affected: {some(names) or 'none any more'}. {cure}: look for NaN or huge values in the "
         "data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
         "Region(path, compute='fp32')."
     )

@@ -364,10 +364,7 @@ class Amp:
         return params
 
     def step(
-        self,
-        *optimizers: Optimizer,
-        max_norm: float | None = None,
-        closure: Callable[[], Any] | None = None,
+        self, *optimizers: Optimizer, max_norm: float | None = None, closure: Callable[[], Any] | None = None
     ) -> StepResult:
         """Unscale, agree, clip, then step, or skip where a gradient is not finite.
 
