@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,10 +49,11 @@ _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
 
+@dataclass(eq=False, repr=False)
 class Border:
     """The border of a region, or of the whole model: a pair of forward hooks.
 
-    Args:
+    Attributes:
         frame: What is in force inside.
         cast_inputs: Dtype of floating inputs inside; None leaves them.
         cast_outputs: Dtype of floating outputs outside; None leaves them.
@@ -59,28 +61,17 @@ class Border:
         root: Whether this is the border of the whole model.
         follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
             border whose frame alone has overrides notes it by the way.
-        path: Module path, for messages.
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        *,
-        cast_inputs: torch.dtype | None = None,
-        cast_outputs: torch.dtype | None = None,
-        outer: Frame | None = None,
-        root: bool = False,
-        follow_backward: bool = False,
-        path: str = "",
-    ) -> None:
-        self.frame = frame
-        self.key = frame.key
-        self.cast_inputs = cast_inputs
-        self.cast_outputs = cast_outputs
-        self.outer = outer
-        self.root = root
-        self.follow_backward = follow_backward
-        self.path = path
+    frame: Frame
+    cast_inputs: torch.dtype | None = None
+    cast_outputs: torch.dtype | None = None
+    outer: Frame | None = None
+    root: bool = False
+    follow_backward: bool = False
+
+    def __post_init__(self) -> None:
+        self.key = self.frame.key
         self.open()
 
     def open(self) -> None:
@@ -173,19 +164,17 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return wide[0] if wide is not None and wide[1] == _torch.version(tensor) else tensor
 
 
+@dataclass(eq=False, repr=False)
 class Method:
     """A method of a prepared model other than ``forward``, run inside the model's border.
 
     Stands in the instance's dictionary; pickles and copies with it.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, border: Border, before: Callable[[nn.Module], None]
-    ) -> None:
-        self.module = module
-        self.name = name
-        self.border = border
-        self.before = before
+    module: nn.Module
+    name: str
+    border: Border
+    before: Callable[[nn.Module], None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.before(self.module)
@@ -365,7 +354,6 @@ def install(
             cast_outputs=_cast_outputs(plan, place.compute, place.around),
             outer=outer(place.path),
             follow_backward=follow,
-            path=place.path,
         )
         put(modules[place.path], border)
     for method in methods:

@@ -22,12 +22,11 @@ from castwise.masters.originals import (
 )
 from castwise.masters.parameter import Master, master_of, model_param_of
 from castwise.masters.state import move_state, restride_state
-from castwise.masters.weights import LoadIntoMasters, fp32_state_dict, install_hooks
+from castwise.masters.weights import fp32_state_dict, install_hooks
 
 __all__ = [
     "Attachment",
     "AveragedModel",
-    "LoadIntoMasters",
     "Master",
     "attach",
     "attachment_of",

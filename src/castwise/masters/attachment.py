@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -48,7 +48,7 @@ _attachments: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKey
 
 def attach(
     optimizer: Optimizer,
-    params: nn.Module | Iterable[nn.Parameter] | None = None,
+    model: nn.Module | None = None,
     *,
     originals: Mapping[Any, Tensor] | None = None,
 ) -> Attachment:
@@ -59,9 +59,9 @@ def attach(
     optimizer themselves, frozen ones too until they are unfrozen.
 
     Args:
-        optimizer: Any torch optimizer. Attaching again adds ``params`` to those that get masters.
-        params: The prepared model, or parameters of it: only these get masters, now or when they are added or
-            unfrozen later. None: every parameter of the optimizer that is stored low.
+        optimizer: Any torch optimizer. Attaching again adds the parameters of ``model`` to those that get masters.
+        model: Prepared: only its parameters get masters, now or when they are added or unfrozen later. None: every
+            parameter of the optimizer that is stored low.
         originals: Values in fp32 to start masters from; a parameter that is not in it starts from itself. A
             tensor with the parameter's strides becomes the master's memory.
 
@@ -82,12 +82,12 @@ def attach(
             remember_original(parameter, values)
     attachment = _attachments.get(optimizer)
     if attachment is not None:
-        attachment.extend(params)
+        attachment.extend(model)
         return attachment
     attachment = Attachment(optimizer)
     try:
         attachment.install(optimizer)
-        attachment.extend(params)
+        attachment.extend(model)
     except BaseException:
         attachment.detach()
         raise
@@ -117,7 +117,6 @@ class Attachment:
         self._optimizer = weakref.ref(optimizer)
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
         """Each with what removes its hooks."""
-        self._params: list[weakref.ref[nn.Parameter]] = []
         self._pairs = Pairs(self._optimizer)
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Any]] = []
@@ -155,16 +154,13 @@ class Attachment:
 
     # --- which parameters have masters ---------------------------------------------------------------------
 
-    def extend(self, params: nn.Module | Iterable[nn.Parameter] | None) -> None:
-        """Let these parameters have masters, now if they are in the optimizer, trainable and low, else once they are."""
-        if params is None:
+    def extend(self, model: nn.Module | None) -> None:
+        """Let parameters have masters, now if they are in the optimizer, trainable and low, else once they are."""
+        if model is None:
             self.covers_all = True
-        elif isinstance(params, nn.Module):
-            if all(known() is not params for known, _ in self._models):
-                known = weakref.ref(params)
-                install_hooks(params, lambda remove: self._models.append((known, remove)))
-        else:
-            self._params.extend(weakref.ref(parameter) for parameter in params)
+        elif all(known() is not model for known, _ in self._models):
+            known = weakref.ref(model)
+            install_hooks(model, lambda remove: self._models.append((known, remove)))
         optimizer = self._optimizer()
         if optimizer is not None:
             self.scan(optimizer)
@@ -181,12 +177,8 @@ class Attachment:
         return known
 
     def _covered(self) -> set[int]:
-        covered = {id(parameter) for ref in self._params if (parameter := ref()) is not None}
-        for reference, _ in self._models:
-            model = reference()
-            if model is not None:
-                covered.update(map(id, model.parameters()))
-        return covered
+        alive = [model for reference, _ in self._models if (model := reference()) is not None]
+        return {id(parameter) for model in alive for parameter in model.parameters()}
 
     def scan(self, optimizer: Optimizer) -> None:
         """Look through the optimizer's groups and give masters to covered parameters that lack one.
@@ -278,7 +270,7 @@ class Attachment:
             for reference, remove in self._models
             if (known := reference()) is not None and known is not model
         ]
-        if not kept and not self._params and not self.covers_all:
+        if not kept and not self.covers_all:
             self.detach(write_back=True)
             return
         for reference, remove in self._models:

@@ -45,7 +45,6 @@ class Region:
     params: str | None = None
 
     def __post_init__(self) -> None:
-        """Validate every field."""
         call = f"Region({shown(self.pattern)})"
         if isinstance(self.pattern, str) and len(self.pattern) > _LONGEST_PATTERN:
             raise PlanError(
@@ -116,7 +115,6 @@ class LossScale:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        """Validate every field."""
         for name in ("init", "growth", "backoff", "floor", "ceiling"):
             value = getattr(self, name)
             if value is None and name in ("floor", "ceiling"):
@@ -174,23 +172,18 @@ class FrozenMapping(Mapping[str, Any]):
         self._items = {key: _freeze(value, f"{path}.{key}") for key, value in items.items()}
 
     def __getitem__(self, key: str) -> Any:
-        """Return one value; lists come as tuples."""
         return self._items[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys in the order given."""
         return iter(self._items)
 
     def __len__(self) -> int:
-        """Count the keys."""
         return len(self._items)
 
     def __hash__(self) -> int:
-        """Hash the items, whatever their order."""
         return hash(frozenset(self._items.items()))
 
     def __repr__(self) -> str:
-        """Print as the dictionary it was made of."""
         return repr(to_json(self))
 
 
@@ -254,7 +247,6 @@ def format_name(call: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def _finite(value: object) -> float | None:
-    """Return a number as a float, or None where it is not one or not finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
