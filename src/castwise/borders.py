@@ -291,9 +291,8 @@ def install(
     follow = bool(rows)
     if resolution.mixes:
         # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
-        chosen = {op.removeprefix("aten::") for op, _ in plan.ops}
         extra = rules.stored_low(plan.rules, device_type)
-        rows |= {op: row for op, row in extra.items() if op not in chosen}
+        rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
     meeting = {
         compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)

@@ -71,7 +71,7 @@ class Ambient(AmbientAutocast):
         """End the casts; nothing of them stays.
 
         Raises:
-            StateError: From another thread than they began on, or inside a region that was entered after them.
+            StateError: From another thread than they began on, or inside a block that was entered after them.
         """
         try:
             super().leave()
