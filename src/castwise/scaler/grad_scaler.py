@@ -349,6 +349,7 @@ class GradScaler(Verdicts):
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
+        self.check_scaled("step")
         state = self.optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             state["found_inf_per_device"] = self._unscaled(optimizer)

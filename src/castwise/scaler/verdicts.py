@@ -112,10 +112,12 @@ class Verdicts(NamedLosses):
             for device in held or (flag.device,):
                 held[device] = flag.to(device, copy=True)
 
-    def decide_together(self, optimizers: Iterable[Optimizer]) -> None:
+    def decide_together(self, optimizers: Sequence[Optimizer]) -> None:
         """Make optimizers whose gradients are unscaled step or skip together."""
-        if self.works and (looked_at := [o for o in optimizers if self._found((o,))]):
-            self.set_flag(looked_at, self.joint_flag(looked_at))
+        flags = self._found(optimizers) if self.works else ()
+        if len(flags) > 1:
+            joint = gradients.largest(flags, flags[0].device)
+            self.set_flag([optimizer for optimizer in optimizers if self._found((optimizer,))], joint)
 
     def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
         """Let the norm of all gradients say whether they are finite, beside what was known of them before."""
