@@ -1,0 +1,234 @@
+"""The numerics side of a search: does a plan pass, and if it does not, which parts have to be kept in fp32.
+
+Damage adds up over the parts that run low (measured: 0.99 to 1.03 of the joint one), so a plan's damage is traced to
+its source by halving: run one half of the parts low and the rest in fp32, then the other half, and go on inside the
+worse one until what is left unexplained fits under the line. One bad part among n costs about 4 log2(n) passes,
+whatever the depth, since blocks of one structure are one part.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.ranks import BY_ITSELF, Lockstep
+from castwise.numerics.damage import severity
+from castwise.numerics.parity import ParityResult, ParityTest
+from castwise.numerics.probes import Probe
+from castwise.plans.plan import Plan
+from castwise.tuning.parts import Part, exempt, only
+
+T = TypeVar("T")
+
+__all__ = ["Blame", "NumericsSearch", "Repair"]
+
+MOST_PASSES = 80
+"""Forward/backwards that the numerics of one search may take, whatever the depth of the model."""
+QUICK = 2
+"""Microbatches of a probe that looks for the source of damage."""
+JOINT = 4
+"""Microbatches on which a repaired plan is tried before it is verified."""
+SPENT = 0.7
+"""Share of the line that parts which are not kept may use up together; the rest is for what does not add up."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What a probe of some parts alone said.
+
+    Attributes:
+        patterns: The parts that ran low.
+        severity: Damage over the line it must stay below; above 1 it is too much.
+        damage: Plain damage.
+        reason: Why it is infinite, where it is.
+    """
+
+    patterns: tuple[str, ...]
+    severity: float
+    damage: float
+    reason: str = ""
+
+
+@dataclass
+class Repair:
+    """A plan made sound.
+
+    Attributes:
+        plan: With its regions.
+        kept: Per part that is kept in fp32, why.
+        result: Finding on the microbatches of the search, None where the passes ran out before.
+    """
+
+    plan: Plan
+    kept: dict[str, str] = field(default_factory=dict)
+    result: ParityResult | None = None
+
+
+class NumericsSearch:
+    """Judges plans against one reference, and repairs them.
+
+    The test's reference has run; ``on_progress`` is told what is being tried; the ranks go by the worst that one finds.
+
+    Attributes:
+        alone: What is known of single parts that ran low alone, by pattern.
+    """
+
+    def __init__(
+        self,
+        test: ParityTest,
+        parts: Sequence[Part],
+        on_progress: Callable[[str], None] = lambda _what: None,
+        ranks: Lockstep = BY_ITSELF,
+    ) -> None:
+        self._test = test
+        self._parts = list(parts)
+        self._say = on_progress
+        self._ranks = ranks
+        self._first = len(test.prober.micros)
+        self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
+        self.alone: dict[str, Blame] = {}
+
+    def left(self) -> int:
+        """Forward/backwards that it may still take."""
+        return MOST_PASSES - self._test.prober.passes
+
+    def find(self, plan: Plan) -> ParityResult:
+        """Test a plan on the microbatches of the search.
+
+        Raises:
+            Exception: What the plan raised, where it cannot run.
+        """
+        self._say(f"gradients under {plan}")
+        return self._judged(plan, range(self._first))
+
+    def verify(self, plan: Plan) -> ParityResult:
+        """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first."""
+        prober = self._test.prober
+        start = self._first
+        if len(prober.micros) < start + self._first:
+            self._say("fresh batches in fp32")
+            self._ranks.at("fresh batches in fp32").each(lambda: prober.extend(self._first))
+        self._say("fresh batches under the plan")
+        return self._judged(plan, range(start, start + self._first))
+
+    def _judged(self, plan: Plan, indices: range) -> ParityResult:
+        test = self._test
+        return self._worst(
+            f"gradients under {plan}", lambda: test.judge(test.prober.probe(plan, indices)), self._badness
+        )
+
+    def _worst(self, what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
+        """The worst that ranks in lockstep find; the passes it took are counted alike on all."""
+        prober = self._test.prober
+        try:
+            found = self._ranks.at(what).worst(work, weight)
+        except Exception:
+            prober.passes = self._ranks.at("passes").worst(lambda: prober.passes, int)
+            raise
+        prober.passes = self._ranks.at("passes").worst(lambda: prober.passes, int)
+        return found
+
+    def _badness(self, found: ParityResult) -> tuple[int, float]:
+        size = found.severity
+        return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
+
+    def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
+        """Keep as few parts in fp32 as make a plan pass that failed, or, without a finding, could not run.
+
+        The ``result`` of the repair says whether it passes. So many passes as ``reserve`` are left for what comes after.
+
+        Raises:
+            Exception: What a part raised in a low format, unless it says that the part cannot run there.
+        """
+        patterns = [part.pattern for part in self._parts]
+        kept: dict[str, str] = {}
+        order = itertools.count()
+        start = math.inf if found is None else found.severity
+        queue: list[tuple[float, int, tuple[str, ...]]] = [(-start, next(order), tuple(patterns))]
+        result: ParityResult | None = None
+        while queue:
+            while queue and -sum(weight for weight, _, _ in queue) > SPENT:
+                _, _, group = heapq.heappop(queue)
+                if len(group) == 1 or self.left() < reserve + JOINT + 2 * QUICK:
+                    blame = self.alone.get(group[0])
+                    for pattern in group:
+                        kept[pattern] = _because(blame)
+                    continue
+                for half in (group[: len(group) // 2], group[len(group) // 2 :]):
+                    blame = self._probe(plan, half)
+                    heapq.heappush(queue, (-blame.severity, next(order), half))
+            repaired = exempt(plan, self._parts, kept)
+            if self.left() < reserve + JOINT and result is not None:
+                break
+            result = self._joint(repaired)
+            if result is not None and result.severity < 1.0:
+                return self._pruned(plan, kept, result, reserve)
+            if not queue:
+                break
+            # what is left does not add up to what is seen: keep the worst of it too
+            _, _, group = heapq.heappop(queue)
+            for pattern in group:
+                kept[pattern] = "the rest of the model does not pass without it"
+        return Repair(exempt(plan, self._parts, kept), kept, result)
+
+    def _pruned(self, plan: Plan, kept: dict[str, str], result: ParityResult, reserve: int) -> Repair:
+        """Give back what need not be kept, the least suspicious first."""
+        for pattern in sorted(kept, key=lambda p: self.alone[p].severity if p in self.alone else 0.0)[:-1]:
+            if self.left() < reserve + JOINT:
+                break
+            fewer = {p: why for p, why in kept.items() if p != pattern}
+            tried = self._joint(exempt(plan, self._parts, fewer))
+            if tried is not None and tried.severity < SPENT:
+                kept, result = fewer, tried
+        return Repair(exempt(plan, self._parts, kept), kept, result)
+
+    def _joint(self, plan: Plan) -> ParityResult | None:
+        self._say(f"gradients under {plan}")
+        try:
+            return self._judged(plan, range(min(JOINT, self._first)))
+        except Exception as error:
+            if not cannot_run(error):
+                raise
+            return None  # more has to be kept
+
+    def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
+        """Run some parts low and the rest in fp32."""
+        key = (plan, patterns)
+        if key in self._probes:
+            return self._probes[key]
+        self._say(f"{', '.join(patterns)} alone in {plan.compute}" if len(patterns) < 3 else
+                  f"{len(patterns)} regions alone in {plan.compute}")  # fmt: skip
+        try:
+            alone = only(plan, self._parts, patterns)
+            blame = self._worst(
+                f"gradients under {alone}",
+                lambda: self._blame(patterns, self._test.prober.probe(alone, range(QUICK))),
+                lambda found: math.inf if math.isnan(found.severity) else found.severity,
+            )
+        except Exception as error:
+            if not cannot_run(error):
+                raise
+            blame = Blame(patterns, math.inf, math.inf, unfit(error))
+        self._probes[key] = blame
+        if len(patterns) == 1:
+            self.alone[patterns[0]] = blame
+        return blame
+
+    def _blame(self, patterns: tuple[str, ...], probe: Probe) -> Blame:
+        if not probe.finite:
+            return Blame(patterns, math.inf, math.inf, "gradients are not finite")
+        plain, adam = self._test.quick(probe)
+        return Blame(patterns, severity(plain, adam), plain)
+
+
+def _because(blame: Blame | None) -> str:
+    if blame is None:
+        return "its neighbourhood fails, and the passes ran out before it was tried alone"
+    if blame.reason:
+        return blame.reason
+    return f"alone in the low format its damage, the relative error of the update, is {blame.damage:.2g}"

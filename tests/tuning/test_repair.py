@@ -1,0 +1,109 @@
+"""A fragile place is found among many regions, and sound ones stay low."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from castwise import Plan
+from castwise.numerics.parity import ParityTest
+from castwise.numerics.probes import Prober
+from castwise.tuning.parts import find_parts
+from castwise.tuning.repair import NumericsSearch
+
+
+class Offset(nn.Module):
+    """Loses its input beside a large number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1000.0) - 1000.0
+
+
+class NoKernel(nn.Module):
+    """Runs in fp32 alone: torch has no such operator for a low format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * torch.special.airy_ai(x.detach()).sum()
+
+
+def batches(seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Block(nn.Module):
+    """A residual branch; deep stacks of them train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.act = nn.GELU()
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def model(depth: int, *places: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 16),
+        nn.Sequential(*(Block() for _ in range(depth))),
+        *places,
+        nn.LayerNorm(16),
+        nn.Linear(16, 4),
+    )
+
+
+def search(made: nn.Module) -> NumericsSearch:
+    test = ParityTest(Prober(made, loss, batches(), torch.device("cpu")), 1, True)
+    test.reference(8)
+    parts = find_parts(made, lambda: loss(made, test.prober.micros[0].batch))
+    return NumericsSearch(test, parts)
+
+
+@pytest.mark.parametrize("depth", [2, 12, 48])
+def test_one_fragile_place_is_found_within_the_passes(depth: int) -> None:
+    found = search(model(depth, Offset()))
+    plan = Plan.preset("bf16-mixed")
+    result = found.find(plan)
+    assert result.verdict == "fail"
+    repair = found.repair(plan, result, reserve=16)
+    assert set(repair.kept) == {"2"}
+    assert [r.pattern for r in repair.plan.regions] == ["2"]
+    assert "damage, the relative error of the update" in repair.kept["2"]
+    assert found.verify(repair.plan).verdict == "pass"
+    assert found.left() >= 0
+
+
+def test_two_fragile_places_are_found() -> None:
+    found = search(model(2, Offset(), nn.Linear(16, 16), Offset()))
+    plan = Plan.preset("bf16-mixed")
+    repair = found.repair(plan, found.find(plan), reserve=16)
+    assert set(repair.kept) == {"2", "4"}
+    assert found.verify(repair.plan).verdict == "pass"
+
+
+def test_what_cannot_run_low_is_kept_for_that_reason() -> None:
+    found = search(model(2, NoKernel()))
+    repair = found.repair(Plan.preset("bf16-mixed"), None, reserve=16)
+    assert set(repair.kept) == {"2"}
+    assert repair.kept["2"] == "not supported by this device: \"airy_ai_cpu\" not implemented for 'BFloat16'"
+    assert repair.result is not None
+    assert repair.result.verdict == "pass"
+
+
+def test_a_sound_model_needs_no_repair() -> None:
+    found = search(model(3))
+    for plan in ("bf16-mixed", "bf16-master", "fp16-mixed"):
+        assert found.find(Plan.preset(plan)).verdict == "pass"
