@@ -15,30 +15,13 @@ from typing import Any
 
 import torch
 
-_IMPORTED = (
-    "pytest",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.run",
-    "torch.distributed.tensor.parallel",
-    "torch._dynamo.backends.debugging",
-    "torch._functorch.aot_autograd",
-    "torch.utils.tensorboard",
-    "castwise.cli",
-    "castwise.compat.apex",
-    "castwise.jobs.train",
-    "castwise.jobs.tune",
-    "tests.distributed.model",
-)
-
-
 def forks() -> ForkServerContext:
     """Processes that start in a tenth of a second, where an interpreter needs seconds to import torch.
 
     The server that forks them imports and does nothing else, so it has no threads that a fork would lose.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
+    context.set_forkserver_preload(["tests.imports"])
     return context
 
 

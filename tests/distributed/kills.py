@@ -18,6 +18,7 @@ import torch.distributed.run
 import castwise.__main__
 from tests.processes import Forked, children_of, command, forks
 
+ROOT = Path(__file__).parents[2]
 WORKLOAD = "gpt?layers=2&width=32&context=32&batch=8"
 STEPS = 1000
 
@@ -81,7 +82,7 @@ class Training:
             "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), "--monitor-interval", "0.1",
             *(run if self._forks else ["-m", "castwise"]), *self.words,
         ]  # fmt: skip
-        self._agent = Forked(_torchrun, words, self.out.parent, self.out.with_suffix(".agent"))
+        self._agent = Forked(_torchrun, words, ROOT, self.out.with_suffix(".agent"))
 
     def wait(self, timeout_s: float = 300) -> int:
         """The exit code."""
