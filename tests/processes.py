@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def forks() -> ForkServerContext:
@@ -98,16 +98,18 @@ def command(folder: Path, size: int, *words: str) -> list[Forked]:
     """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
     from castwise.cli import main
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
     ranks = [
         Forked(
-            main, words, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            main, words, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **environment
         )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     for rank in ranks:
         rank.wait(240)
     return ranks
