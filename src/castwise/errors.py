@@ -101,3 +101,13 @@ def sentence(error: BaseException, whole: bool = True) -> str:
     text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()
     name = "" if isinstance(error, CastwiseError) else type(error).__name__
     return ": ".join(part for part in (name, text) if part)
+
+
+def check_count(call: str, name: str, value: object, least: int) -> None:
+    """Refuse an argument that is no whole number from ``least`` on.
+
+    Raises:
+        PlanError: It names the call, the argument and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(f"{call}({name}={value!r}): needs a whole number >= {least}")
