@@ -393,6 +393,19 @@ def test_fp32_state_dict_sees_weights_written_through_data() -> None:
     assert not torch.equal(state["a.weight"][1:], state["a.weight"][1:].bfloat16().float())
 
 
+def test_masters_of_two_models_are_told_apart_by_name() -> None:
+    """A name that both have comes with the position; names are what another process finds them by."""
+    models = [Weights(), Weights()]
+    former = lower(models[0], torch.bfloat16) | lower(models[1], torch.bfloat16)
+    optimizer = torch.optim.SGD([models[0].a.weight, models[1].a.weight, models[1].b.weight], lr=0.1)
+    attachment = attach(optimizer, models[0], originals=former)
+    attach(optimizer, models[1])
+    state = attachment.state_dict()
+    assert list(state) == ["0.a.weight", "1.a.weight", "b.weight"]
+    for value, master in zip(state.values(), held(optimizer), strict=True):
+        assert torch.equal(value, master.detach())
+
+
 def test_nan_written_by_hand_reaches_the_master() -> None:
     """A NaN equals nothing, itself included, and is taken over as any other value."""
     model, optimizer = prepared()

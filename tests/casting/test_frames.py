@@ -206,7 +206,7 @@ def test_regions_may_be_left_in_another_order() -> None:
 
 def test_a_generator_that_ends_inside_a_region_of_another_device() -> None:
     def generator() -> Iterator[int]:
-        with castwise.autocast("bf16", device_type="cpu"):
+        with castwise.autocast("fp16", device_type="cpu"):
             yield 1
 
     running = generator()
@@ -214,6 +214,7 @@ def test_a_generator_that_ends_inside_a_region_of_another_device() -> None:
     with castwise.autocast("fp16", device_type="cuda"):
         running.close()
         assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
         assert torch.is_autocast_enabled("cuda")
 
 

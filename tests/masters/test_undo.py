@@ -160,6 +160,22 @@ def test_sam_and_its_base_are_both_left() -> None:
     assert held(optimizer.base_optimizer)[0] is model.a.weight
 
 
+def test_a_model_that_leaves_takes_its_masters_and_hooks_along() -> None:
+    """The other's stay."""
+    models = [Weights(), Weights()]
+    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
+    hooks = [[len(m._forward_pre_hooks), len(m._state_dict_pre_hooks)] for m in models[0].modules()]
+    former = lower(models[0], torch.bfloat16) | lower(models[1], torch.bfloat16)
+    attachment = attach(optimizer, models[0], originals=former)
+    attach(optimizer, models[1])
+    attachment.leave(models[0])
+    assert [[len(m._forward_pre_hooks), len(m._state_dict_pre_hooks)] for m in models[0].modules()] == hooks
+    for parameter in models[0].parameters():
+        assert torch.equal(parameter.detach(), former[parameter])
+    assert held(optimizer)[:2] == list(models[0].parameters())
+    assert attachment.stored == tuple(models[1].parameters())
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process only."""
