@@ -343,10 +343,10 @@ def test_attaching_again_adds_to_what_is_attached() -> None:
     model = Weights()
     lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attachment = attach(optimizer, [model.a.weight])
-    assert attachment.stored == (model.a.weight,)
-    assert attach(optimizer, [model.b.weight]) is attachment
-    assert attachment.stored == (model.a.weight, model.b.weight)
+    attachment = attach(optimizer, model.a)
+    assert [p is model.a.weight for p in attachment.stored] == [True]
+    assert attach(optimizer, model.b) is attachment
+    assert [p is q for p, q in zip(attachment.stored, model.parameters(), strict=True)] == [True, True]
 
 
 def test_only_the_masters_that_are_meant_are_rewritten() -> None:
@@ -519,3 +519,13 @@ def test_tables_keyed_by_the_models_parameters_find_masters() -> None:
     assert model_param_of(held(optimizer)[0]) is model.a.weight
     assert model_param_of(model.a.weight) is model.a.weight
     assert torch.equal(held(optimizer)[0] == torch.zeros(16, 8), torch.zeros(16, 8, dtype=torch.bool))
+
+
+def test_what_is_written_between_two_attachments_reaches_a_master_that_they_share() -> None:
+    model, _ = prepared()
+    two = torch.optim.SGD([model.a.weight], lr=0.2)
+    with torch.no_grad():
+        model.a.weight.fill_(2.0)
+    attach(two, model)
+    two.step()
+    assert (held(two)[0] == 2.0).all()

@@ -414,3 +414,20 @@ def test_nan_written_by_hand_reaches_the_master() -> None:
     optimizer.step()
     assert held(optimizer)[0][0, 0].isnan()
     assert held(optimizer)[0].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_numbers_in_the_state_keep_their_format_when_the_masters_go(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """As torch keeps them beside low parameters: a product of momenta in bf16 would stop moving."""
+    model = Weights()
+    former = lower(model, torch.bfloat16)
+    optimizer = kind(model.parameters(), lr=0.01)
+    attach(optimizer, model, originals=former)
+    train(model, optimizer, 3)
+    attachment_of(optimizer).detach(write_back=False)
+    numbers = [v for state in optimizer.state.values() for v in state.values() if v.dim() == 0]
+    assert numbers
+    assert all(value.dtype is torch.float32 for value in numbers)
+    assert all(v.dtype is torch.bfloat16 for s in optimizer.state.values() for v in s.values() if v.dim())

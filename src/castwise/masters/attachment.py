@@ -202,7 +202,9 @@ class Attachment:
                 else:
                     frozen.append(parameter)
         masters = [p for params in groups for p in params if isinstance(p, Master)]
-        marks = self._pairs.marks() | {id(master.stored): mark_of(master) for master in made.values()}
+        # a master that another optimizer has made may differ by now from its parameter: it is compared at the next look
+        new = (master for master in made.values() if master_of(master.stored) is None)
+        marks = self._pairs.marks() | {id(master.stored): mark_of(master) for master in new}
         pairs = Pairs(self._optimizer, masters, marks)
         former = [list(group["params"]) for group in optimizer.param_groups]
         kept = [

@@ -80,6 +80,7 @@ def _fit(value: Any, target: Tensor) -> Any:
         if (value.dtype, value.stride(), value.device) == (target.dtype, target.stride(), target.device):
             return value
         return torch.empty_like(target, requires_grad=False).copy_(value)
-    if is_low(value) or (is_low(target) and value.dtype is torch.float32):
+    # a number such as NAdam's product of momenta stays fp32 beside parameters of any format, as torch keeps it
+    if is_low(value) or (is_low(target) and value.dtype is torch.float32 and value.dim() > 0):
         return value.to(target.dtype)
     return value
