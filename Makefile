@@ -15,11 +15,9 @@ demo: $(STAMP)
 	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,runs/demo-tune/plan.json --steps 74 --rounds 12 --out runs/demo-sine
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
-# Two files at a time with one thread each; then, alone, those that start processes or take times.
-APART := tests/distributed tests/measure tests/test_gpu_parts.py
+# Two files at a time with one thread each. Files that start processes fork them from one that has imported torch.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(APART:%=--ignore=%)
-	$(BIN)/python -m pytest $(APART)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 CHECKED := src tests bench scripts examples
 lint: $(STAMP)

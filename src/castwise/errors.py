@@ -11,7 +11,6 @@ __all__ = [
     "CastwiseError",
     "CheckpointError",
     "DeviceError",
-    "DtypeMismatchError",
     "LossScaleError",
     "MigrateError",
     "NonFiniteError",
@@ -46,10 +45,6 @@ class DeviceError(CastwiseError, RuntimeError):
 
 class BannedOperatorError(CastwiseError, NotImplementedError):
     """An operator ran that the plan's rules ban, as binary_cross_entropy in fp16."""
-
-
-class DtypeMismatchError(CastwiseError, RuntimeError):
-    """Two dtypes met in an operator that takes one; names the module, both dtypes and the cure."""
 
 
 class StateError(CastwiseError, RuntimeError):
@@ -91,11 +86,9 @@ class CheckpointError(CastwiseError, ValueError):
 
 
 def sentence(error: BaseException, whole: bool = True) -> str:
-    """An exception on one line: castwise's own are sentences already, others get the name of their type.
+    """An exception on one line: all that it says, or its first line alone.
 
-    Args:
-        error: Any.
-        whole: All that it says, or its first line alone.
+    castwise's own are sentences already, others get the name of their type.
     """
     said = str(error).strip()
     text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from castwise.casting.context import default_device_type
+from castwise.casting import default_device_type
 from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError, sentence
 from castwise.jobs import Event, Progress
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing

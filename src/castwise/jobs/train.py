@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from castwise.casting.context import default_device_type
+from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, PlanError, check_count, sentence
 from castwise.jobs import Event, Progress

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.casting.context import default_device_type
+from castwise.casting import default_device_type
 from castwise.errors import WorkloadError
 from castwise.jobs import Event, Progress
 from castwise.jobs.result import finite

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from castwise.casting.context import default_device_type
+from castwise.casting import default_device_type
 from castwise.errors import WorkloadError, check_count
 from castwise.numerics.batches import endless
 from castwise.numerics.damage import (
