@@ -116,21 +116,23 @@ def killed(times: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         quiet = kills.Training(Path(folder) / "quiet", steps=kills.STEPS)
         quiet.run()
-        noisy = kills.Training(Path(folder) / "noisy", steps=kills.STEPS, restarts=times + 5)
-        noisy.start()
-        moments = []
-        while len(moments) < times and noisy.running():
-            before = noisy.steps_made()
-            if draw.random() < 0.8:  # else while it starts
-                deadline = time.monotonic() + 60
-                while noisy.running() and noisy.steps_made() in (0, before) and time.monotonic() < deadline:
-                    time.sleep(0.01)
-            time.sleep(draw.uniform(0.0, 1.5))
-            moment = noisy.kill_one(draw)
-            if moment is not None:
-                moments.append(moment)
-                print(f"kill {len(moments)}: {moment}", flush=True)
-        code = noisy.wait()
+        with kills.Training(Path(folder) / "noisy", steps=kills.STEPS, forks=False) as noisy:
+            noisy.start(restarts=times + 5)
+            moments = []
+            while len(moments) < times and noisy.running():
+                before = noisy.steps_made()
+                if draw.random() < 0.8:  # else while it starts
+                    deadline = time.monotonic() + 60
+                    while (
+                        noisy.running() and noisy.steps_made() in (0, before) and time.monotonic() < deadline
+                    ):
+                        time.sleep(0.01)
+                time.sleep(draw.uniform(0.0, 1.5))
+                moment = noisy.kill_one(draw)
+                if moment is not None:
+                    moments.append(moment)
+                    print(f"kill {len(moments)}: {moment}", flush=True)
+            code = noisy.wait()
         same = code == 0 and noisy.weights_equal(quiet)
         return {
             "part": "kills", "seed": seed, "kills": len(moments), "moments": moments, "exit_code": code,

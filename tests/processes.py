@@ -1,21 +1,112 @@
-"""Processes of distributed tests."""
+"""How tests start processes: as forks of one that has imported what they need."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
-import sys
-from typing import NoReturn
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
+import torch
 
+def forks() -> ForkServerContext:
+    """Processes that start in a tenth of a second, where an interpreter needs seconds to import torch.
 
-def leave() -> NoReturn:
-    """End a process whose assertions have all passed, together with the others of its group.
-
-    gloo's own teardown aborts now and then ("terminate called without an active exception") although everything
-    is done; what is tested ends here, so the process ends without it. A failed assertion never comes this far.
+    The server that forks them imports and does nothing else, so it has no threads that a fork would lose.
     """
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.imports"])
+    return context
+
+
+def _enter(
+    function: Callable[[Any], Any], argument: Any, folder: str, log: str, environment: Mapping[str, str]
+) -> None:
+    os.chdir(folder)
+    os.environ.update(environment)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
+    torch.set_num_threads(1)
+    function(argument)
+
+
+class Forked:
+    """A process that runs ``function(argument)`` in a folder; what it prints goes into ``log.out`` and ``log.err``."""
+
+    def __init__(
+        self, function: Callable[[Any], Any], argument: Any, folder: Path, log: Path, **environment: str
+    ) -> None:
+        self._log = log
+        self._process: BaseProcess = forks().Process(
+            target=_enter, args=(function, argument, str(folder), str(log), environment)
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.exitcode
+
+    def said(self, stream: str) -> str:
+        """What it has printed to ``out`` or ``err``."""
+        return Path(f"{self._log}.{stream}").read_text()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end, and end it where that takes longer; the exit code."""
+        self._process.join(timeout_s)
+        self.end()
+        assert self.code is not None
+        return self.code
+
+    def end(self) -> None:
+        """End it and all that it has started, if it still runs."""
+        if self._process.is_alive():
+            for pid in [*started_by(self.pid), self.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.join()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that one has started, on Linux."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def started_by(pid: int) -> list[int]:
+    """They and those that they have started."""
+    return [found for child in children_of(pid) for found in (child, *started_by(child))]
+
+
+def command(folder: Path, size: int, *words: str) -> list[Forked]:
+    """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
+    from castwise.cli import main
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        Forked(
+            main, words, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    for rank in ranks:
+        rank.wait(240)
+    return ranks

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise import GradScaler
 from castwise.errors import LossScaleError, StateError
+from tests.distributed.world import World
 
 INF = float("inf")
 
@@ -191,9 +189,7 @@ def keep_apart_in_buckets(rank: int) -> None:
         optimizer.zero_grad()
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def steps_of_ranks(rank: int, size: int) -> None:
     for fused, first in ((False, False), (True, False), (True, True)):
         outcomes, scales, values = train_with_ranks(rank, fused, first)
         assert outcomes == [False, True, False, True, True]
@@ -202,16 +198,13 @@ def worker(rank: int, folder: str) -> None:
         dist.all_gather_object(of_all, values)
         assert of_all[0] == of_all[1] == values
     keep_apart_in_buckets(rank)
-    dist.barrier()
-    dist.destroy_process_group()
-    Path(folder, f"done{rank}").touch()
 
 
 def test_real_ranks_agree() -> None:
     """A fused optimizer is what torch's ShardedGradScaler gets wrong: one rank skips and the other steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder,), 2)
-        assert {path.name for path in Path(folder).glob("done*")} == {"done0", "done1"}
+    world = World(2)
+    world.run(steps_of_ranks)
+    world.close()
 
 
 @pytest.mark.gpu

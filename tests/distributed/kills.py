@@ -7,14 +7,18 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import torch
+import torch.distributed.run
 
+import castwise.__main__
+from tests.processes import Forked, children_of, command, forks
+
+ROOT = Path(__file__).parents[2]
 WORKLOAD = "gpt?layers=2&width=32&context=32&batch=8"
 STEPS = 1000
 
@@ -29,61 +33,83 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that one has started, on Linux."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
+def _torchrun(words: list[str]) -> None:
+    os.environ |= environment()
+    forks()  # those of torchrun's workers, too, have imported torch
+    torch.distributed.run.main(words)
 
 
 class Training:
-    """``castwise train`` on two processes, with checkpoints, that goes on after whatever happens to it."""
+    """``castwise train`` on two processes, with checkpoints, that goes on after whatever happens to it.
+
+    Args:
+        out: Folder of the training.
+        steps: How many.
+        plan: A preset.
+        layout: Of the two processes.
+        save_every: Steps between checkpoints.
+        forks: Whether torchrun's workers are forks of one process that has imported torch. Else each is an
+            interpreter of its own, as a user starts it, which takes seconds.
+    """
 
     def __init__(
-        self, out: Path, *, steps: int, restarts: int = 0, plan: str = "fp16-master", layout: str = "dp2",
-        save_every: int = 5,
+        self, out: Path, *, steps: int, plan: str = "fp16-master", layout: str = "dp2", save_every: int = 5,
+        forks: bool = True,
     ) -> None:  # fmt: skip
         self.out = out
-        self.log = out.with_suffix(".log")
-        self.command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "--max-restarts", str(restarts), "--monitor-interval", "0.1",
-            "-m", "castwise", "train", WORKLOAD, "--plan", plan, "--layout", layout, "--steps", str(steps),
+        self.words = [
+            "train", WORKLOAD, "--plan", plan, "--layout", layout, "--steps", str(steps),
             "--save-every", str(save_every), "--resume", "--out", str(out),
         ]  # fmt: skip
-        self._agent: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it in the background."""
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
-            self._agent = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment())
+        self._forks = forks
+        self._agent: Forked | None = None
 
     def run(self) -> None:
-        """Start it and wait.
+        """Run it undisturbed, without torchrun.
 
         Raises:
             AssertionError: It failed; with what it printed.
         """
-        self.start()
-        assert self.wait() == 0, self.log.read_text()[-4000:]
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        for rank in command(self.out.parent, 2, *self.words):
+            assert rank.code == 0, rank.said("err")[-4000:]
+
+    def start(self, restarts: int) -> None:
+        """Start it in the background, under torchrun."""
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        run = ["--start-method", "forkserver", "--run-path", castwise.__main__.__file__]
+        words = [
+            "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), "--monitor-interval", "0.1",
+            *(run if self._forks else ["-m", "castwise"]), *self.words,
+        ]  # fmt: skip
+        self._agent = Forked(_torchrun, words, ROOT, self.out.with_suffix(".agent"))
 
     def wait(self, timeout_s: float = 300) -> int:
         """The exit code."""
         assert self._agent is not None
-        try:
-            return self._agent.wait(timeout_s)
-        finally:
-            if self._agent.poll() is None:
-                for pid in [*children_of(self._agent.pid), self._agent.pid]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+        return self._agent.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._agent is not None:
+            self._agent.end()
+
+    def workers(self) -> list[int]:
+        """The processes that train, as far as they have been started."""
+        assert self._agent is not None
+        children = children_of(self._agent.pid)
+        return [pid for child in children for pid in children_of(child)] if self._forks else children
+
+    def said(self) -> str:
+        """The end of what it has printed."""
+        assert self._agent is not None
+        return self._agent.said("err")[-4000:]
 
     def running(self) -> bool:
         """Whether it has not ended yet."""
-        return self._agent is not None and self._agent.poll() is None
+        return self._agent is not None and self._agent.code is None
 
     def steps_made(self) -> int:
         """Lines of its record."""
@@ -100,8 +126,7 @@ class Training:
 
     def kill_one(self, draw: random.Random) -> str | None:
         """``kill -9`` one of the processes that train; what it was doing, None where none runs."""
-        assert self._agent is not None
-        workers = children_of(self._agent.pid)
+        workers = self.workers()
         if not workers:
             return None
         said = f"{'saving' if self.saving() else 'training'} after step {self.steps_made()}"
@@ -113,10 +138,9 @@ class Training:
 
     def kill_one_saving(self, draw: random.Random) -> str | None:
         """The same while a checkpoint is being written: all are halted first, so that the moment cannot pass."""
-        assert self._agent is not None
         while True:
             self.until(self.saving)
-            workers = children_of(self._agent.pid)
+            workers = self.workers()
             for pid in workers:
                 os.kill(pid, signal.SIGSTOP)
             try:
@@ -135,8 +159,8 @@ class Training:
         """
         deadline = time.monotonic() + timeout_s
         while not ready():
-            assert self.running(), f"it ended before the moment came:\n{self.log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"the moment did not come:\n{self.log.read_text()[-4000:]}"
+            assert self.running(), f"it ended before the moment came:\n{self.said()}"
+            assert time.monotonic() < deadline, f"the moment did not come:\n{self.said()}"
             time.sleep(0.0005)
 
     def weights_equal(self, other: Training) -> bool:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import castwise
 from castwise import checkpoint
 from castwise.errors import CheckpointError
-from tests.processes import leave
+
+from .world import World
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch is built without torch.distributed"
@@ -134,12 +131,12 @@ def raises(text: str, call: Callable[[], Any]) -> None:
         call()
 
 
-def resumes(folder: Path, layout: str, plan: str, asynchronous: bool) -> None:
+def resumes(rank: int, size: int, folder: Path, layout: str, plan: str, asynchronous: bool) -> None:
     """As many processes of the same layout continue bit for bit; what was saved is left for the parent."""
     run = Run(layout, plan)
     run.train(0)
     at = run.state()
-    saving = run.save(folder, 3, extra={"rank": dist.get_rank()}, asynchronous=asynchronous)
+    saving = run.save(folder, 3, extra={"rank": rank}, asynchronous=asynchronous)
     run.train(3)
     want = run.state()
     assert saving.wait() == folder / "step-00000003"
@@ -160,11 +157,11 @@ def resumes(folder: Path, layout: str, plan: str, asynchronous: bool) -> None:
         parts: list[Any] = [None] * WORLD
         dist.all_gather_object(parts, at)
         at = {key: value for part in parts for key, value in part.items()}
-    if dist.get_rank() == 0:
+    if rank == 0:
         torch.save(at, folder / "want.pt")
 
 
-def layouts_change(folder: Path) -> None:
+def layouts_change(rank: int, size: int, folder: Path) -> None:
     """One process saved ``plain``; here it is loaded sharded."""
     want = torch.load(folder / "plain" / "want.pt", weights_only=True)
     for layout, plan in (("fsdp", "fp16-master"), ("tensor", "bf16-mixed"), ("ddp", "fp16-mixed")):
@@ -182,9 +179,8 @@ def layouts_change(folder: Path) -> None:
     same(run.state(), saved)
 
 
-def errors(folder: Path) -> None:
+def errors(rank: int, size: int, folder: Path) -> None:
     """What fails on one rank is raised by all, and changes nothing on any."""
-    rank = dist.get_rank()
     run = Run("ddp", "bf16-mixed", seed=5)
     raises(
         "rank 1: save: extra is a builtins.object",
@@ -227,10 +223,11 @@ def errors(folder: Path) -> None:
     assert checkpoint.newest(folder / "grouped", process_group=dist.group.WORLD).step == 1
 
 
-def a_disk_fails(folder: Path) -> None:
+def a_disk_fails(rank: int, size: int, folder: Path) -> None:
     """While one rank writes: all raise, and the older checkpoint is the newest."""
     from castwise.checkpoint.storage import Stage
 
+    folder = folder / "disk"
     run = Run("ddp", "bf16-mixed")
     run.save(folder, 1)
 
@@ -238,7 +235,7 @@ def a_disk_fails(folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
+        if rank == 1:
             patch.setattr(Stage, "write", broken)
         text = r"step-00000002 was not written; earlier.* rank 1: OSError: \[Errno 5\] Input/output error"
         raises(text, lambda: run.save(folder, 2))
@@ -249,13 +246,13 @@ def a_disk_fails(folder: Path) -> None:
     run.save(folder, 3)
 
 
-def buffers_differ(folder: Path) -> None:
+def buffers_differ(rank: int, size: int, folder: Path) -> None:
     """Replicas' buffers are those of the first rank, all of them, as DistributedDataParallel has it."""
     run = Run("whole", "bf16-mixed")
     for number in range(4):
-        run.model.register_buffer(f"seen{number}", torch.full((3 + number,), float(dist.get_rank())))
-    run.save(folder, 1)
-    checkpoint.load(folder / "step-00000001", **run.parts())
+        run.model.register_buffer(f"seen{number}", torch.full((3 + number,), float(rank)))
+    run.save(folder / "buffers", 1)
+    checkpoint.load(folder / "buffers" / "step-00000001", **run.parts())
     assert not any(bool(buffer.any()) for buffer in run.model.buffers())
 
 
@@ -266,56 +263,44 @@ def newest_quietly(folder: Path) -> checkpoint.Found:
         return checkpoint.newest(folder)
 
 
-def subgroup(folder: Path) -> None:
+def subgroup(rank: int, size: int, folder: Path) -> None:
     """Ranks of a part of the job save without the others."""
-    groups = [dist.new_group([rank]) for rank in range(WORLD)]
-    mine = groups[dist.get_rank()]
+    groups = [dist.new_group([each]) for each in range(size)]
+    mine = groups[rank]
     run = Run("whole", "bf16-mixed")
-    here = folder / f"alone{dist.get_rank()}"
+    here = folder / f"alone{rank}"
     run.save(here, 1, process_group=mine)
     assert checkpoint.newest(here, process_group=mine).step == 1
-    raises("this rank is not in it", lambda: run.save(here, 2, process_group=groups[1 - dist.get_rank()]))
+    raises("this rank is not in it", lambda: run.save(here, 2, process_group=groups[1 - rank]))
 
 
-CASES = {
-    "fsdp": functools.partial(resumes, layout="fsdp", plan="fp16-master", asynchronous=False),
-    "fsdp-async": functools.partial(resumes, layout="fsdp", plan="bf16-master", asynchronous=True),
-    "ddp": functools.partial(resumes, layout="ddp", plan="fp16-mixed", asynchronous=True),
-    "tensor": functools.partial(resumes, layout="tensor", plan="bf16-mixed", asynchronous=False),
-    "pipeline": functools.partial(resumes, layout="pipeline", plan="bf16-mixed", asynchronous=False),
-    "pieces": functools.partial(resumes, layout="pieces", plan="bf16-master", asynchronous=False),
+SAVED = {
+    "fsdp": ("fsdp", "fp16-master", False),
+    "fsdp-async": ("fsdp", "bf16-master", True),
+    "ddp": ("ddp", "fp16-mixed", True),
+    "tensor": ("tensor", "bf16-mixed", False),
+    "pipeline": ("pipeline", "bf16-mixed", False),
+    "pieces": ("pieces", "bf16-master", False),
 }
-
-
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    for name, case in CASES.items():
-        case(Path(folder, name))
-    layouts_change(Path(folder))
-    errors(Path(folder))
-    a_disk_fails(Path(folder, "disk"))
-    buffers_differ(Path(folder, "buffers"))
-    subgroup(Path(folder))
-    Path(folder, f"done{rank}").touch()
-    leave()
+"""Layout, plan, and whether the save is asynchronous."""
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """What two processes have saved, who had a checkpoint of one process to begin with."""
-    folder = Path(tempfile.mkdtemp())
+def folder(two: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process has saved, and what two have, which each time went on bit for bit."""
+    folder = tmp_path_factory.mktemp("saved")
     run = Run("whole", "fp32")
     run.train(0)
     run.save(folder / "plain", 3)
     torch.save(run.state(), folder / "plain" / "want.pt")
-    mp.spawn(worker, (str(folder),), WORLD)
-    yield folder
-    shutil.rmtree(folder)
+    for name, options in SAVED.items():
+        two.run(resumes, folder / name, *options)
+    return folder
 
 
-def test_two_processes_do_all_of_it(folder: Path) -> None:
-    assert {path.name for path in folder.glob("done*")} == {"done0", "done1"}
+@pytest.mark.parametrize("case", [layouts_change, errors, a_disk_fails, buffers_differ, subgroup])
+def test_among_two_processes(two: World, folder: Path, case: Callable[..., None]) -> None:
+    two.run(case, folder)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-async", "ddp", "tensor", "pipeline"])

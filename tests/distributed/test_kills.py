@@ -22,19 +22,19 @@ def test_three_kills_lose_nothing(tmp_path: Path) -> None:
     """In the middle of a step, while a checkpoint is written, and once more in a step: the same weights in the end."""
     quiet = Training(tmp_path / "quiet", steps=60)
     quiet.run()
-    noisy = Training(tmp_path / "noisy", steps=60, restarts=4)
-    noisy.start()
-    draw = random.Random(0)
-    made = []
-    noisy.until(lambda: noisy.steps_made() > 12)
-    made.append(noisy.kill_one(draw))
-    noisy.until(lambda: noisy.steps_made() > 22)
-    made.append(noisy.kill_one_saving(draw))
-    noisy.until(lambda: noisy.steps_made() > 42)
-    made.append(noisy.kill_one(draw))
-    assert all(made)
-    assert "saving" in str(made[1])
-    assert noisy.wait() == 0, noisy.log.read_text()[-4000:]
+    with Training(tmp_path / "noisy", steps=60) as noisy:
+        noisy.start(restarts=4)
+        draw = random.Random(0)
+        made = []
+        noisy.until(lambda: noisy.steps_made() > 12)
+        made.append(noisy.kill_one(draw))
+        noisy.until(lambda: noisy.steps_made() > 22)
+        made.append(noisy.kill_one_saving(draw))
+        noisy.until(lambda: noisy.steps_made() > 42)
+        made.append(noisy.kill_one(draw))
+        assert all(made)
+        assert "saving" in str(made[1])
+        assert noisy.wait() == 0, noisy.said()
     assert noisy.weights_equal(quiet)
     rows = [json.loads(line) for line in (noisy.out / "metrics.jsonl").read_text().splitlines()]
     want = [json.loads(line) for line in (quiet.out / "metrics.jsonl").read_text().splitlines()]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from castwise.masters import attach, fp32_state_dict
-from tests.processes import leave
 from tests.test_masters_gradients import held
 from tests.test_masters_optimizers import Weights, lower
+
+from .world import World
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch is built without torch.distributed"
@@ -62,9 +62,7 @@ def test_sharded_parameters_train_like_whole_ones(options: dict[str, bool]) -> N
         assert value.dtype is torch.float32, key
 
 
-def _ddp(rank: int, store: str, as_view: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _ddp(rank: int, size: int, as_view: bool) -> None:
     torch.manual_seed(rank)  # as users do: DDP makes the ranks' weights equal
     model = Weights()
     former = lower(model, torch.bfloat16)
@@ -101,10 +99,9 @@ def _ddp(rank: int, store: str, as_view: bool) -> None:
         for parameter, master, want in zip(model.parameters(), held(optimizer), oracle, strict=True):
             assert torch.equal(master.detach(), want.detach())
             assert torch.equal(parameter.detach(), want.detach().bfloat16())
-    leave()
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_under_ddp_gradients_reach_masters_after_the_reduction(tmp_path: Path, as_view: bool) -> None:
+def test_under_ddp_gradients_reach_masters_after_the_reduction(two: World, as_view: bool) -> None:
     """Two processes: gradients agree, in fp32, and what is clipped is what is applied."""
-    mp.spawn(_ddp, (f"{tmp_path}/store", as_view), nprocs=2)
+    two.run(_ddp, as_view)

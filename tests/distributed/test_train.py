@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +21,7 @@ from castwise.jobs.processes import join
 from castwise.jobs.train import train
 from castwise.session import Amp
 from castwise.workload import Pipeline, Workload, find_workload
+from tests.processes import Forked, command
 
 from .world import World
 
@@ -264,32 +262,32 @@ broken = replace(plain, loss=loss)
 """
 
 
-def _torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _ranks(folder: Path, *words: str) -> list[Forked]:
     (folder / "job.py").write_text(JOB)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launch, "-m", "castwise", "train", *words, "--device", "cpu"],
-        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return command(folder, 2, "train", *words, "--device", "cpu")
 
 
-def test_torchrun_starts_it_and_one_process_speaks(tmp_path: Path) -> None:
-    done = _torchrun(tmp_path, "job.py:plain", "--layout", "pp2", "--schedule", "gpipe", "--microbatches", "2", "--steps", "4")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.replace("\n", " ").count("gpt under bf16-mixed on pp2: loss") == 1
-    assert done.stdout.count("Wrote\n") == 1
-    assert done.stderr.count("4/4") == 1
+def test_one_of_two_processes_speaks(tmp_path: Path) -> None:
+    ranks = _ranks(tmp_path, "job.py:plain", "--layout", "pp2", "--schedule", "gpipe", "--microbatches", "2", "--steps", "4")  # fmt: skip
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].said("err")
+    assert "gpt under bf16-mixed on pp2: loss" in ranks[0].said("out").replace("\n", " ")
+    assert ranks[0].said("out").count("Wrote\n") == 1
+    assert ranks[0].said("err").count("4/4") == 1
+    assert ranks[1].said("out") == ""
+    assert "4/4" not in ranks[1].said("err")
     record = json.loads((tmp_path / "runs" / "train-gpt" / "result.json").read_text())
     assert (record["status"], record["layout"], record["world_size"]) == ("ok", "pp2", 2)
     assert all((tmp_path / "runs" / "train-gpt" / name).exists() for name in record["files"])
 
 
 def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path) -> None:
-    done = _torchrun(tmp_path, "job.py:broken", "--out", "o", "--steps", "100000")
-    assert done.returncode != 0
+    """By themselves: nobody ends the rank that did not fail."""
+    ranks = _ranks(tmp_path, "job.py:broken", "--out", "o", "--steps", "100000")
+    assert [rank.code for rank in ranks] == [1, 1]
     said = "rank 1: workload 'gpt': loss(model, batch) failed: OSError: no more tokens"
-    assert [line for line in done.stderr.splitlines() if line.startswith("castwise: ")] == [
-        f"castwise: {said}"
+    lines = [
+        line for rank in ranks for line in rank.said("err").splitlines() if line.startswith("castwise: ")
     ]
+    assert lines == [f"castwise: {said}"]
     record = json.loads((tmp_path / "o" / "result.json").read_text())
     assert (record["status"], record["reason"], record["layout"]) == ("failed", said, "dp2")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,12 +20,15 @@ from castwise.measure import ranks
 from castwise.tuning import contest, fastest
 from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import SearchState, Settings
-from tests.fresh import SOURCE
-from tests.processes import leave
+from tests.processes import command
+
+from .world import World
 
 WORLD = 2
 TINY = Path(__file__).parent.parent / "jobs" / "tiny_workloads.py"
 SLOW_S, MIDDLE_S, QUICK_S = 16e-3, 6e-3, 1e-3
+Case = Callable[[int, Path], dict[str, Any]]
+Found = list[dict[str, Any]]
 
 
 def data(count: int = 20) -> list[tuple[Tensor, Tensor]]:
@@ -95,7 +94,7 @@ def fails(call: Callable[[], object]) -> dict[str, Any]:
     return {"kind": "nothing"}
 
 
-# --- what both ranks do, in this order ------------------------------------------------------------------------
+# --- what both ranks do ------------------------------------------------------------------------
 
 
 def paced(rank: int, folder: Path) -> dict[str, Any]:
@@ -209,35 +208,24 @@ def exchanges(rank: int, folder: Path) -> dict[str, Any]:
     return {**agreed, "parted": parted, "after": ranks.count()}
 
 
-CASES = (
-    exchanges, paced, one_is_slow, one_fails_in_the_race, one_fails_in_the_numerics, one_fails_in_fp32,
-    one_is_interrupted, unlike_arguments, a_refused_argument, memory,
-)  # fmt: skip
-
-
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, size: int, case: Case, folder: Path) -> dict[str, Any]:
     contest.BLOCK_S, fastest.FINAL_ROUNDS = 0.01, 4  # what is slow here is so by far: short races will do
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    found = {}
-    for case in CASES:
-        found[case.__name__] = case(rank, Path(folder))
-        dist.barrier()  # the default group is as it was
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    leave()
-
-
-Found = list[dict[str, Any]]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    return case(rank, folder)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[..., object]], Found]:
+def world() -> Iterator[World]:
+    """Processes with torchrun's environment and short races."""
+    world = World(WORLD)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def found(world: World, tmp_path: Path) -> Callable[[Case], Found]:
     """What each rank found in a case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (str(folder),), WORLD)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return lambda case: [result[case.__name__] for result in results]
+    return lambda case: world.run(work, case, tmp_path)
 
 
 def candidate(record: dict[str, Any], plan: str) -> dict[str, Any]:
@@ -247,7 +235,7 @@ def candidate(record: dict[str, Any], plan: str) -> dict[str, Any]:
 # --- what they found ------------------------------------------------------------------------------------------
 
 
-def test_ranks_agree(found: Callable[..., Found]) -> None:
+def test_ranks_agree(found: Callable[[Case], Found]) -> None:
     first, second = found(exchanges)
     for one in (first, second):
         assert one["count"] == WORLD
@@ -270,7 +258,7 @@ def test_ranks_agree(found: Callable[..., Found]) -> None:
         assert one["after"] == 1
 
 
-def test_both_ranks_have_the_same_plan_and_evidence(found: Callable[..., Found]) -> None:
+def test_both_ranks_have_the_same_plan_and_evidence(found: Callable[[Case], Found]) -> None:
     first, second = found(paced)
     assert first == second
     assert first["world_size"] == WORLD
@@ -280,7 +268,7 @@ def test_both_ranks_have_the_same_plan_and_evidence(found: Callable[..., Found])
     assert "bf16" in first["plan"]
 
 
-def test_the_slower_rank_decides(found: Callable[..., Found]) -> None:
+def test_the_slower_rank_decides(found: Callable[[Case], Found]) -> None:
     first, second = found(one_is_slow)
     assert (first.pop("events") > 0, second.pop("events")) == (True, 0)  # rank 0 alone tells
     assert first == second
@@ -288,7 +276,7 @@ def test_the_slower_rank_decides(found: Callable[..., Found]) -> None:
     assert "bf16" not in Plan.parse(first["plan"]).compute
 
 
-def test_a_candidate_that_fails_on_one_rank_fails_on_both(found: Callable[..., Found]) -> None:
+def test_a_candidate_that_fails_on_one_rank_fails_on_both(found: Callable[[Case], Found]) -> None:
     first, second = found(one_fails_in_the_race)
     assert first == second
     lost = candidate(first, "bf16-mixed")
@@ -298,7 +286,7 @@ def test_a_candidate_that_fails_on_one_rank_fails_on_both(found: Callable[..., F
     assert Plan.parse(first["plan"]).compute == "fp32"
 
 
-def test_a_region_that_fails_on_one_rank_is_kept_on_both(found: Callable[..., Found]) -> None:
+def test_a_region_that_fails_on_one_rank_is_kept_on_both(found: Callable[[Case], Found]) -> None:
     first, second = found(one_fails_in_the_numerics)
     assert first == second
     region = next(r for r in first["regions"] if r["pattern"] == "2")
@@ -307,7 +295,7 @@ def test_a_region_that_fails_on_one_rank_is_kept_on_both(found: Callable[..., Fo
     assert Plan.parse(first["plan"]).compute == "bf16"
 
 
-def test_an_error_on_one_rank_ends_both_in_words(found: Callable[..., Found]) -> None:
+def test_an_error_on_one_rank_ends_both_in_words(found: Callable[[Case], Found]) -> None:
     first, second = found(one_fails_in_fp32)
     assert (second["kind"], second["text"]) == ("ArithmeticError", "the data\ncannot be read")
     assert (first["kind"], first["text"]) == (
@@ -316,7 +304,7 @@ def test_an_error_on_one_rank_ends_both_in_words(found: Callable[..., Found]) ->
     )
 
 
-def test_an_interrupt_on_one_rank_ends_both_and_rank_0_writes(found: Callable[..., Found]) -> None:
+def test_an_interrupt_on_one_rank_ends_both_and_rank_0_writes(found: Callable[[Case], Found]) -> None:
     first, second = found(one_is_interrupted)
     assert (first["kind"], second["kind"]) == ("KeyboardInterrupt", "KeyboardInterrupt")
     assert first["text"] == "rank 1 was interrupted"
@@ -325,7 +313,7 @@ def test_an_interrupt_on_one_rank_ends_both_and_rank_0_writes(found: Callable[..
     assert second["notes"] == []
 
 
-def test_ranks_that_ask_for_different_things(found: Callable[..., Found]) -> None:
+def test_ranks_that_ask_for_different_things(found: Callable[[Case], Found]) -> None:
     for one in found(unlike_arguments):
         assert one["kind"] == "StateError"
         assert one["text"] == (
@@ -337,7 +325,7 @@ def test_ranks_that_ask_for_different_things(found: Callable[..., Found]) -> Non
     assert first["text"] == f"tune: rank 1 ended it: PlanError: {second['text']}"
 
 
-def test_the_larger_peak_counts(found: Callable[..., Found]) -> None:
+def test_the_larger_peak_counts(found: Callable[[Case], Found]) -> None:
     first, second = found(memory)
     assert first == second
     assert first["notes"] == []
@@ -351,17 +339,12 @@ def test_nothing_is_exchanged_by_a_process_alone() -> None:
         assert ranks.now() <= time.monotonic()
 
 
-def test_the_command_under_torchrun(tmp_path: Path) -> None:
+def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     """One table, one set of files, exit code 0."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)),
-        *("-m", "castwise", "tune", f"{TINY}:plain", "--goal", "numerics", "--device", "cpu"),
-        *("--no-memory", "--out", str(tmp_path / "out")),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nWrote\n") == 1
+    words = (f"{TINY}:plain", "--goal", "numerics", "--device", "cpu", "--no-memory", "--out", "out")
+    ranks = command(tmp_path, WORLD, "tune", *words)
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].said("err")
+    assert "".join(rank.said("out") for rank in ranks).count("\nWrote\n") == 1
     record = json.loads((tmp_path / "out" / "evidence.json").read_text())
     assert record["world_size"] == WORLD
     assert Plan.load(tmp_path / "out" / "plan.json").digest == record["digest"]

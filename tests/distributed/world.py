@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import tempfile
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.processes import forks
 
 _PATIENCE_S = 120
 
@@ -61,7 +63,7 @@ class World:
         self._folder: Any = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forks()
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             mine, theirs = context.Pipe()
