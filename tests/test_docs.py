@@ -17,7 +17,7 @@ from castwise import cli
 from castwise.plans.plan import PRESETS, LossScale, Plan
 from castwise.plans.rules import BASES, RULES
 
-from .fresh import run_python
+from .fresh import run_interpreter, run_python
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -54,13 +54,13 @@ def blocks(page: str) -> list[str]:
 def test_the_readme_opens_with_an_example_that_runs_as_pasted(tmp_path: Path) -> None:
     first = blocks("README.md")[0]
     assert len([line for line in first.splitlines() if line.strip()]) <= 15
-    assert re.fullmatch(r"loss \d\.\d+ under bf16-mixed: .*\n", run_python(first, tmp_path, "-W", "error"))
+    assert re.fullmatch(r"loss \d\.\d+ under bf16-mixed: .*\n", run_interpreter(first, tmp_path, "-W", "error"))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and blocks(page)])
 def test_examples_run_as_pasted(page: str, tmp_path: Path) -> None:
-    """One after the other in one fresh interpreter, with warnings as errors."""
-    run_python("\n".join(blocks(page)), tmp_path, "-W", "error")
+    """One after the other in one process, with warnings as errors."""
+    run_python("\n".join(blocks(page)), tmp_path, strict=True)
 
 
 def test_every_example_in_python_is_one_that_runs() -> None:
