@@ -93,20 +93,25 @@ def started_by(pid: int) -> list[int]:
     return [found for child in children_of(pid) for found in (child, *started_by(child))]
 
 
-def command(folder: Path, size: int, *words: str) -> list[Forked]:
-    """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
-    from castwise.cli import main
-
+def start_ranks(function: Callable[[Any], Any], argument: Any, folder: Path, size: int) -> list[Forked]:
+    """Processes that run ``function(argument)`` with the environment that torchrun gives them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [
+    return [
         Forked(
-            main, words, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank),
+            function, argument, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank),
             WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )
         for rank in range(size)
     ]  # fmt: skip
+
+
+def command(folder: Path, size: int, *words: str) -> list[Forked]:
+    """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
+    from castwise.cli import main
+
+    ranks = start_ranks(main, words, folder, size)
     for rank in ranks:
         rank.wait(240)
     return ranks
