@@ -28,7 +28,7 @@ class Tracer:
             if inside is not None and inside.f_code.co_name == self.name:
                 return self.line
             inside = inside.f_back if inside is not None else None
-        return self
+        return None
 
     def line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
