@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+
 def forks() -> ForkServerContext:
     """Processes that start in a tenth of a second, where an interpreter needs seconds to import torch.
 

@@ -27,4 +27,6 @@ def pairs(rows: Collection[A], columns: Collection[B], each: int = 1) -> list[tu
     """
     columns = list(columns)
     count = len(columns) if SOAKING else each
-    return [(row, columns[(i * count + j) % len(columns)]) for i, row in enumerate(rows) for j in range(count)]
+    return [
+        (row, columns[(i * count + j) % len(columns)]) for i, row in enumerate(rows) for j in range(count)
+    ]

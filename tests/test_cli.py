@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from tests.processes import Forked
 from typer.testing import CliRunner
 
 import castwise
 from castwise.cli import app, main
+from tests.processes import Forked
 
 TINY = str(Path(__file__).with_name("jobs") / "tiny_workloads.py")
 

@@ -54,7 +54,9 @@ def blocks(page: str) -> list[str]:
 def test_the_readme_opens_with_an_example_that_runs_as_pasted(tmp_path: Path) -> None:
     first = blocks("README.md")[0]
     assert len([line for line in first.splitlines() if line.strip()]) <= 15
-    assert re.fullmatch(r"loss \d\.\d+ under bf16-mixed: .*\n", run_interpreter(first, tmp_path, "-W", "error"))
+    assert re.fullmatch(
+        r"loss \d\.\d+ under bf16-mixed: .*\n", run_interpreter(first, tmp_path, "-W", "error")
+    )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and blocks(page)])

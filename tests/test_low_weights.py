@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.soak import pairs
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
@@ -19,6 +18,7 @@ import castwise
 from castwise.casting.kernels import registered
 from castwise.plans import rules, tables
 from castwise.plans.plan import PRESETS
+from tests.soak import pairs
 
 MASTERS = ["bf16-master", "fp16-master"]
 PLANS = [f"{name}{more}" for name in MASTERS for more in ("", "+rules=cuda", "+rules=apex")]

@@ -18,12 +18,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.soak import examples
 
 from castwise.errors import CastwiseError, PlanError, UnknownNameError
 from castwise.plans.parts import matches_path
 from castwise.plans.plan import PRESETS, LossScale, Plan, Region, as_plan
 from castwise.plans.rules import BASES, RULES
+from tests.soak import examples
 
 # --- random plans -------------------------------------------------------------------------------------------
 

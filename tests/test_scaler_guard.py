@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.soak import pairs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from castwise.errors import LossScaleError, NonFiniteError, PlanError
 from castwise.plans.plan import PRESETS
+from tests.soak import pairs
 
 INF, NAN = float("inf"), float("nan")
 UNSCALED = ["fp32", "bf16-mixed", "bf16-master", "bf16-true", "O0"]
@@ -72,7 +72,9 @@ MAKERS = {
 }
 
 
-HERE = sorted(set(PRESETS) - {"tf32", "O0", "O3"})  # the first is not on every CPU, the others are presets of other names
+HERE = sorted(
+    set(PRESETS) - {"tf32", "O0", "O3"}
+)  # the first is not on every CPU, the others are presets of other names
 WAYS = ["step", "max_norm", "joint", "unscaled", "value", "norm", "after", "direct"]
 
 

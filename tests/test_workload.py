@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.fresh import run_python
 from torch import nn
 
 from castwise import Workload
 from castwise.errors import CastwiseError, NonFiniteError, WorkloadError
 from castwise.workload import BUILT_IN, Pipeline, check_loss, find_workload, non_finite_parts
+from tests.fresh import run_python
 
 FILE = """
 import torch

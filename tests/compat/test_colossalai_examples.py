@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
 from tests.processes import start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -57,9 +58,7 @@ def torchrun(script: str, config: Path) -> str:
         ("train_with_trainer.py", "apex", torchrun),
     ],
 )
-def test_the_hands_on_learns(
-    script: str, mode: str, run: Callable[[str, Path], str], tmp_path: Path
-) -> None:
+def test_the_hands_on_learns(script: str, mode: str, run: Callable[[str, Path], str], tmp_path: Path) -> None:
     """Two epochs of the example's own configuration."""
     own = (EXAMPLES / "config" / f"config_{mode}.py").read_text()
     config = tmp_path / f"config_{mode}.py"

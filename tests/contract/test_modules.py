@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.soak import SOAKING
 from torch import Tensor, nn
 
 import castwise
 from castwise.plans.plan import PRESETS
+from tests.soak import SOAKING
 
 from .module_recipes import EXCEPTIONS, RECIPES, Recipe, covered, every_name
 

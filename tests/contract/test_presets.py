@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.soak import pairs
 from torch import nn
 
 import castwise
 from castwise.casting import frames
 from castwise.errors import DeviceError
 from castwise.plans.plan import PRESETS
+from tests.soak import pairs
 
 from .models import CASES, Case
 

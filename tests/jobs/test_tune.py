@@ -194,7 +194,9 @@ def test_models_are_raced_compiled_if_they_will_be(result: castwise.TuneResult) 
 def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again() -> None:
     # what cannot be sent to another process is measured in forks, which start at once
     made = Workload("wide", wide, adamw, lambda seed: wide_batches(seed), loss)
-    result = castwise.tune(made, goal="memory", formats=("fp32", "bf16"), device="cpu", budget_s=120, warmup_steps=5)
+    result = castwise.tune(
+        made, goal="memory", formats=("fp32", "bf16"), device="cpu", budget_s=120, warmup_steps=5
+    )
     peaks = {c.plan: c.peak_bytes for c in result.evidence.candidates if c.peak_bytes is not None}
     assert len(peaks) >= 3
     sound = [c for c in result.evidence.candidates if c.status != "rejected" and c.peak_bytes is not None]
