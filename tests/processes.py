@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def forks() -> ForkServerContext:
@@ -94,25 +94,27 @@ def started_by(pid: int) -> list[int]:
     return [found for child in children_of(pid) for found in (child, *started_by(child))]
 
 
-def start_ranks(function: Callable[[Any], Any], argument: Any, folder: Path, size: int) -> list[Forked]:
-    """Processes that run ``function(argument)`` with the environment that torchrun gives them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [
+def run_ranks(function: Callable[[Any], Any], argument: Any, folder: Path, size: int) -> list[Forked]:
+    """Processes that have run ``function(argument)`` to its end with the environment that torchrun gives them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    ranks = [
         Forked(
-            function, argument, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            function, argument, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **environment
         )
         for rank in range(size)
     ]  # fmt: skip
+    for rank in ranks:
+        rank.wait(240)
+    return ranks
 
 
 def command(folder: Path, size: int, *words: str) -> list[Forked]:
     """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
     from castwise.cli import main
 
-    ranks = start_ranks(main, words, folder, size)
-    for rank in ranks:
-        rank.wait(240)
-    return ranks
+    return run_ranks(main, words, folder, size)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.processes import start_ranks
+from tests.processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "colossalai"
@@ -32,10 +32,9 @@ def run_script(words: list[str]) -> None:
 
 def two_ranks(script: str, config: Path) -> str:
     words = [str(EXAMPLES / script), "--config", str(config)]
-    ranks = start_ranks(run_script, words, config.parent, 2)
-    codes = [rank.wait(240) for rank in ranks]
+    ranks = run_ranks(run_script, words, config.parent, 2)
     said = "".join(rank.said(stream) for stream in ("out", "err") for rank in ranks)
-    assert codes == [0, 0], said
+    assert [rank.code for rank in ranks] == [0, 0], said
     return said
 
 

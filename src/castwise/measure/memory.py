@@ -279,6 +279,7 @@ def _in_fork(work: Callable[[], None], device: torch.device) -> None:
     child = os.fork()
     if child == 0:
         try:
+            gc.freeze()  # a process group among what the parent has left behind would wait for threads that stayed there
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler talks on standard error
             # torch's threads do not survive a fork; with one thread none is needed, as in DataLoader's workers
             torch.set_num_threads(1)

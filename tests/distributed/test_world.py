@@ -1,0 +1,57 @@
+"""What the other tests of this folder stand on: a fault on one rank fails its test, and no test after it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from .world import World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(2, patience_s=10.0)
+    yield world
+    world.close()
+
+
+def total(rank: int, size: int) -> float:
+    numbers = torch.tensor([float(rank + 1)])
+    dist.all_reduce(numbers)
+    return float(numbers)
+
+
+def fails(rank: int, size: int) -> None:
+    assert rank == 0, "planted"
+    dist.barrier()
+
+
+def dies(rank: int, size: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def hangs(rank: int, size: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (fails, "rank 1: Traceback.*AssertionError: planted"),
+        (dies, "rank 1: the process has ended"),
+        (hangs, r"ranks \[0, 1\] have not answered in 10 s"),
+    ],
+)
+def test_a_fault_fails_its_case_and_no_later_one(world: World, fault: Callable[..., None], said: str) -> None:
+    assert world.run(total) == [3.0, 3.0]
+    with pytest.raises(AssertionError, match=f"(?s){said}"):
+        world.run(fault)
+    assert world.run(total) == [3.0, 3.0]
