@@ -65,6 +65,21 @@ def test_examples_run_as_pasted(page: str, tmp_path: Path) -> None:
     run_python("\n".join(blocks(page)), tmp_path, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print(json)", "NameError: name 'json' is not defined"),
+        ("import warnings\nwarnings.warn('old')", "UserWarning: old"),
+        ("raise SystemExit('no')", "no"),
+    ],
+)
+def test_an_example_that_does_not_run_is_noticed(code: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=said):
+        run_python(code, tmp_path, strict=True)
+    known = "import os, sys\nprint('castwise' in sys.modules, 'torch' in sys.modules, os.getcwd(), __name__)"
+    assert run_python(known, tmp_path).split() == ["False", "True", str(tmp_path.resolve()), "__main__"]
+
+
 def test_every_example_in_python_is_one_that_runs() -> None:
     for page in PAGES:
         kinds = set(re.findall(r"^```(\S+)", read(page), re.MULTILINE))
