@@ -67,8 +67,8 @@ def test_a_part_goes_on_after_failures_and_ends_non_zero(bench: Path) -> None:
     (bench / "bench_master.py").write_text(RAISES, encoding="utf-8")
     (bench / "bench_compat.py").write_text(HANGS, encoding="utf-8")
     began = time.monotonic()
-    done = run_part(bench, "core", "--device", "cpu", "--minutes", "0.6", "--only", "compat,master,overhead")
-    assert time.monotonic() - began < 60
+    done = run_part(bench, "core", "--device", "cpu", "--minutes", "0.8", "--only", "compat,master,overhead")
+    assert time.monotonic() - began < 70
     assert done.returncode == 1, done.stderr
 
     summary = {row["job"]: row["outcome"] for row in result(bench, "gpu-core")["rows"]}

@@ -284,7 +284,7 @@ def migrate(
     ] = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Rewrite scripts that use Apex amp, Colossal-AI AMP or torch.amp; show the change, and list what is left to you."""
+    """Move scripts of Apex amp, Colossal-AI AMP or torch.amp to castwise; show the change, and list what is left to you."""
     with _errors(show_traceback):
         from castwise import migrate as room
 

@@ -463,3 +463,17 @@ def test_the_first_api_scales_and_skips() -> None:
         scaled.backward()
     plain.step()
     assert torch.allclose(before - model.weight.detach(), torch.full((1, 2), 0.125))
+
+
+def test_the_first_api_keeps_earlier_gradients_apart() -> None:
+    handle = amp.init()
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.5))
+    model.weight.grad = torch.ones(1, 2)
+    with optimizer.scale_loss(model(torch.ones(1, 2)).sum() / 4) as scaled:
+        scaled.backward()
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 1.25))
+    optimizer.step()
+    with pytest.raises(KeyError), optimizer.scale_loss(model(torch.ones(1, 2)).sum()):
+        raise KeyError
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 1.25))

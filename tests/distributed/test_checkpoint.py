@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,30 +287,42 @@ SAVED = {
 
 
 @pytest.fixture(scope="module")
-def folder(two: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process has saved, and what two have, which each time went on bit for bit."""
+def saved(two: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of what two processes have saved and gone on from bit for bit; ``plain`` is that of one process."""
     folder = tmp_path_factory.mktemp("saved")
-    run = Run("whole", "fp32")
-    run.train(0)
-    run.save(folder / "plain", 3)
-    torch.save(run.state(), folder / "plain" / "want.pt")
-    for name, options in SAVED.items():
-        two.run(resumes, folder / name, *options)
-    return folder
+
+    @functools.cache
+    def save(name: str) -> Path:
+        if name == "plain":
+            run = Run("whole", "fp32")
+            run.train(0)
+            run.save(folder / name, 3)
+            torch.save(run.state(), folder / name / "want.pt")
+        else:
+            two.run(resumes, folder / name, *SAVED[name])
+        return folder / name
+
+    return save
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_two_processes_resume_bit_for_bit(saved: Callable[[str], Path], name: str) -> None:
+    saved(name)
 
 
 @pytest.mark.parametrize("case", [layouts_change, errors, a_disk_fails, buffers_differ, subgroup])
-def test_among_two_processes(two: World, folder: Path, case: Callable[..., None]) -> None:
+def test_among_two_processes(two: World, saved: Callable[[str], Path], case: Callable[..., None]) -> None:
+    (folder,) = {saved(name).parent for name in ("plain", "ddp", "tensor")}
     two.run(case, folder)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-async", "ddp", "tensor", "pipeline"])
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-master"])
-def test_one_process_loads_what_two_have_saved(folder: Path, name: str, plan: str) -> None:
+def test_one_process_loads_what_two_have_saved(saved: Callable[[str], Path], name: str, plan: str) -> None:
     """Weights, and state by the same names, whole; masters take the full values."""
-    want = torch.load(folder / name / "want.pt", weights_only=True)
+    want = torch.load(saved(name) / "want.pt", weights_only=True)
     run = Run("whole", plan, seed=7)
-    loaded = checkpoint.load(checkpoint.newest(folder / name), **run.parts())
+    loaded = checkpoint.load(checkpoint.newest(saved(name)), **run.parts())
     assert (loaded.step, loaded.world_size, loaded.random_state) == (3, WORLD, False)
     scales = want.pop("scale"), run.amp.get_scale()
     assert scales[1] == (65536.0 if plan.startswith("fp16") else 1.0)
@@ -321,9 +334,9 @@ def test_one_process_loads_what_two_have_saved(folder: Path, name: str, plan: st
     run.amp.close()
 
 
-def test_hand_cut_pieces_are_never_taken_for_the_whole(folder: Path) -> None:
+def test_hand_cut_pieces_are_never_taken_for_the_whole(saved: Callable[[str], Path]) -> None:
     run = Run("whole", "bf16-mixed")
     run.model = run.call = Piece(0, 1)
     run.optimizer = torch.optim.AdamW(run.model.parameters())
     with pytest.raises(CheckpointError, match=r"not saved: weight; .* weight#0of2, weight#1of2"):
-        checkpoint.load(folder / "pieces" / "step-00000003", **run.parts())
+        checkpoint.load(saved("pieces") / "step-00000003", **run.parts())

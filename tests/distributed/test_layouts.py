@@ -31,6 +31,10 @@ TOLERANCE = {
 }
 
 
+SHORT = 0.25
+"""Of it after 12 steps, where rounding has taken up a ninth at most."""
+
+
 def tolerance(plan: Any) -> tuple[float, float, float]:
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     if plan.stores_low and not plan.keeps_masters:
@@ -54,11 +58,11 @@ def close(got: list[float], want: list[float], relative: float) -> None:
         assert a == pytest.approx(b, rel=relative), f"step {step}"
 
 
-def check(world: World, layout: str, plan: str, options: Options) -> list[Trace]:
-    """The run on a layout against that on one process; what every rank saw."""
+def check(world: World, layout: str, plan: str, options: Options, share: float = 1.0) -> list[Trace]:
+    """The run on a layout against that on one process, within a share of the tolerance; what every rank saw."""
     traces = world.run(model.train, layout, plan, options)
     want = _alone(plan, options.steps, options.max_norm, options.accumulate)
-    loss, norm, weight = tolerance(plan)
+    loss, norm, weight = (share * each for each in tolerance(plan))
     (losses,) = {tuple(trace.losses) for trace in traces if not math.isnan(trace.losses[-1])}
     close(list(losses), want.losses, loss)
     for trace in traces:
@@ -82,7 +86,8 @@ PLANS = ["fp32", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("layout", ONE)
 def test_two_processes_train_like_one(two: World, layout: str, plan: str) -> None:
-    check(two, layout, plan, Options(steps=50 if plan == "fp16-master" else 12))
+    long = plan == "fp16-master"
+    check(two, layout, plan, Options(steps=50 if long else 12), 1.0 if long else SHORT)
 
 
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master", "bf16-master"])

@@ -43,22 +43,10 @@ def test_writing_leaves_the_file_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("newline", ["\r\n", "\n"])
 def test_newlines_stay(tmp_path: Path, newline: str) -> None:
     file = tmp_path / "train.py"
-    text = newline.join([
-        "import torch",
-        "from torch.cuda.amp import autocast",
-        "",
-        "with autocast():",
-        "    pass",
-    ])
+    text = newline.join(["import torch, apex", "", "apex.amp", "# the end"])
     file.write_bytes(text.encode())
     migrate(file, write=True)
-    want = newline.join([
-        "import torch",
-        "import castwise",
-        "",
-        'with castwise.autocast(torch.float16, device_type="cuda"):',
-        "    pass",
-    ])
+    want = newline.join(["import torch", "from castwise.compat import apex", "", "apex.amp", "# the end"])
     assert file.read_bytes() == want.encode()
 
 
@@ -192,17 +180,70 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_names_that_other_scripts_import_stay(tmp_path: Path) -> None:
-    (tmp_path / "tools.py").write_text(
-        "from torch.cuda.amp import GradScaler, autocast\n\n\ndef run():\n    GradScaler()\n    with autocast():\n        pass\n"
-    )
-    (tmp_path / "main.py").write_text("from .tools import autocast as region  # torch.cuda.amp\n")
+LOOP = """\
+import torch
+from torch.amp import GradScaler, autocast
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cpu")
+for x in [torch.ones(2, 2)]:
+    with autocast("cpu", dtype=torch.float16):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "session"),
+    [
+        ("from train import model\n", False),
+        ("from .train import scaler as s\n", False),
+        ("import train\n", False),
+        ("from . import train\n", False),
+        ("from train import *\n", False),
+        ("from pkg.train import arguments\n", True),
+        ("print 'Python 2'\n", True),
+    ],
+)
+def test_what_another_script_may_import_is_not_rewritten(tmp_path: Path, other: str, session: bool) -> None:
+    """There the model would run by the plan outside of what the script shows, and the scaler would be gone."""
+    (tmp_path / "train.py").write_text(LOOP)
+    (tmp_path / "eval.py").write_text(other)
+    for path in (tmp_path, tmp_path / "train.py"):
+        (result,) = migrate(path).files
+        assert result.changed is session
+        assert session or "another script may import" in result.findings[0].text
+
+
+def test_an_import_that_another_script_takes_over_stays(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(LOOP)
+    (tmp_path / "eval.py").write_text("from train import autocast\n")
     migrate(tmp_path, write=True)
-    assert (
-        (tmp_path / "tools.py")
-        .read_text()
-        .startswith("from torch.cuda.amp import autocast\nimport castwise\n")
-    )
+    assert file.read_text().startswith("import torch\nfrom torch.amp import autocast\nimport castwise\n")
+
+
+def test_one_script_of_a_program_that_uses_apex_elsewhere(tmp_path: Path) -> None:
+    for name in ("train.py", "scaler.py"):
+        (tmp_path / name).write_text(BEFORE)
+    (tmp_path / "model.py").write_text("import torch\n")
+    (result,) = migrate(tmp_path / "train.py").files
+    assert [finding.kind for finding in result.findings] == ["left", "kept"]
+    assert "which scaler.py may use too: migrate the folder" in result.findings[0].text
+    assert all(len(file.findings) == 1 for file in migrate(tmp_path).files)
+
+
+def test_a_copy_of_apex_in_the_program_is_left(tmp_path: Path) -> None:
+    """Its imports are not of the library that the drop-in stands for; beside another folder they are."""
+    for name in ("one/apex/__init__.py", "one/apex/amp.py", "one/tools/train.py", "two/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(BEFORE)
+    result = migrate(tmp_path)
+    assert [file.path for file in result.changed] == [tmp_path / "two/train.py"]
+    assert all(file.findings[0].kind == "left" for file in result.files if not file.changed)
 
 
 def test_no_such_path(tmp_path: Path) -> None:

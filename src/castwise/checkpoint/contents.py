@@ -24,13 +24,7 @@ __all__ = ["Contents", "collect", "merge", "random_states", "set_random_states"]
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank saves.
-
-    Attributes:
-        tensors: By name: ``model.…``, ``optimizer.…``, ``extra.…``, ``rng.…``.
-        common: As JSON: what is equal on ranks that hold the same weights.
-        own: As JSON: what is this rank's alone.
-    """
+    """What one rank saves: tensors by name, and as JSON what is equal on ranks that hold the same weights, and its own."""
 
     tensors: dict[str, Tensor]
     common: dict[str, Any]
@@ -127,14 +121,10 @@ def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
         CheckpointError: Ranks whose optimizers differ in class.
     """
     # With many ranks, most hold what the first one holds: those send nothing.
-    digest = _digest(contents.common)
+    digest = hashlib.sha256(json.dumps(contents.common).encode()).hexdigest()
     common = None if ranks.first(lambda: digest) == digest and ranks.rank else contents.common
     parts = ranks.to_first((common, contents.own))
     return ranks.each(lambda: _merge([c for c, _ in parts if c], [own for _, own in parts]))
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _merge(commons: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any]:

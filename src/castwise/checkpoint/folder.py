@@ -11,6 +11,7 @@ Whatever is read here may have been written by anybody: it is JSON of known size
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -55,12 +56,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Skipped:
-    """A folder that was passed over.
-
-    Attributes:
-        path: The folder.
-        reason: What is wrong with it.
-    """
+    """A folder that was passed over, and what is wrong with it."""
 
     path: Path
     reason: str
@@ -81,17 +77,23 @@ def candidates(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for step, _, path in sorted(plain + hidden, reverse=True)]
 
 
+def _raw_manifest(path: Path) -> dict[str, Any] | None:
+    """What lies there as a manifest, unchecked; None if it is not castwise's."""
+    manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
 def read_manifest(path: Path) -> dict[str, Any] | str:
     """The manifest of a checkpoint, or what is wrong with it."""
     if path.name.endswith(".partial"):
         return "was never finished: the save was interrupted"
     try:
-        manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
+        manifest = _raw_manifest(path)
     except FileNotFoundError:
         return f"has no {MANIFEST}: damaged, or another program's"
     except (OSError, ValueError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if manifest is None:
         return f"its {MANIFEST} is not one of castwise's"
     if manifest.get("version") != VERSION:
         return (
@@ -180,10 +182,7 @@ def wrong_files(
 ) -> str | None:
     """The first of some files that is not what the manifest says, in words, or None.
 
-    Args:
-        path: The checkpoint.
-        files: Names and what :func:`measure` returned for them.
-        checksums: Compare contents too, which reads every file; otherwise sizes alone.
+    Contents are compared only with ``checksums``, which reads every file; otherwise sizes.
     """
     for name, wanted in files:
         try:
@@ -203,12 +202,7 @@ def wrong_files(
 
 
 class Draft:
-    """A checkpoint that is being written. Used on the first rank, but for its names.
-
-    Args:
-        folder: Where the checkpoints of a training lie.
-        step: Number of the checkpoint.
-    """
+    """A checkpoint that is being written. Used on the first rank, but for its names."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.step = folder, step
@@ -218,8 +212,11 @@ class Draft:
     def _hidden(self, kind: str) -> Path:
         return self.folder / f".{self.path.name}.{kind}"
 
-    def begin(self, values: Any) -> None:
+    def begin(self, values: Any) -> Path | None:
         """Remove what earlier crashes have left, and start the hidden folder with what is no tensor.
+
+        Returns:
+            A checkpoint of a later step, which stays the newest.
 
         Raises:
             CheckpointError: Another process saves here, another program's folder has the name, or the disk takes no more.
@@ -227,6 +224,7 @@ class Draft:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begin(values)
+            return self._later()
         except CheckpointError:
             raise
         except (OSError, ValueError) as error:  # ValueError is of a path that no folder can have
@@ -257,12 +255,7 @@ class Draft:
         )
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the checkpoint the newest: manifest, rename, the one on disk before the other.
-
-        Args:
-            about: What the manifest says besides the files.
-            files: Names of the tensors' files, and what :func:`measure` returns for them.
-        """
+        """Make the checkpoint the newest: manifest, which says ``about`` and the tensors' files, then rename."""
         files = {VALUES: measure(self.partial / VALUES), **files}
         manifest = {"format": FORMAT, "version": VERSION, "step": self.step, **about, "files": files}
         _write_json(self.partial / MANIFEST, {**manifest, "sha256": _digest(manifest)})
@@ -304,8 +297,7 @@ class Draft:
         """Give back the space of a checkpoint that could not be finished."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def later(self) -> Path | None:
-        """A checkpoint of a later step, which would be newer than this one."""
+    def _later(self) -> Path | None:
         for step, path in candidates(self.folder):
             if step > self.step and isinstance(read_manifest(path), dict):
                 return path
@@ -314,11 +306,9 @@ class Draft:
 
 def _is_ours(path: Path) -> bool:
     """Whether a folder was written by castwise, whatever has become of it since."""
-    try:
-        manifest = read_json(_read(path / MANIFEST, _LARGEST_MANIFEST).decode())
-    except (OSError, ValueError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    with contextlib.suppress(OSError, ValueError):
+        return _raw_manifest(path) is not None
+    return False
 
 
 def _remove(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -21,10 +22,6 @@ def hold(folder: Path, call: str) -> None:
 
     The operating system keeps the lock and lets go of it when the process ends, however it ends, so that none is ever
     left over; the file says who has it. Ranks of one job are one writer: the first of them calls this.
-
-    Args:
-        folder: Of the checkpoints; it exists.
-        call: Named in the error.
 
     Raises:
         CheckpointError: Another process saves there, or the lock cannot be opened.
@@ -80,8 +77,6 @@ def _take(handle: int) -> None:
 
 def _same_file(path: Path, handle: int) -> bool:
     """Whether a file is the one that is open: the folder may have been deleted and made again."""
-    try:
-        there, here = path.stat(), os.fstat(handle)
-    except OSError:
-        return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    return False

@@ -26,9 +26,8 @@ class _Joined(nn.Module):
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.__dict__["parts"] = tuple(
-            unwrap(part) for part in parts
-        )  # no children, whose names would get prefixes
+        # no children, whose names would get prefixes
+        self.__dict__["parts"] = tuple(map(unwrap, parts))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The parts' state dicts in one."""
@@ -62,12 +61,8 @@ def joined(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 class Names:
     """The keys of a model, as they are in its own state dict and as they are saved.
 
-    Args:
-        model: As in training, wrapped or not.
-        amp: Its session, which knows the parameters that were cut by hand.
-
     Attributes:
-        model: Without wrappers.
+        model: The one given, without wrappers.
         state: Its state dict, with the parameters themselves.
         saved: The name that each key is saved under: without the wrappers' parts. A parameter that was cut by hand
             (``Amp.mark_sharded``) is saved piece by piece, as ``weight#0of2``.

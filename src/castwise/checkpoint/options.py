@@ -96,13 +96,8 @@ def state_keys(optimizer: Optimizer, options: Mapping[str, Any], dims: int) -> s
         step = inspect.unwrap(type(made).step)  # without the hooks that see every optimizer's steps
         with torch.no_grad():
             step(made)
-    except (
-        KeyError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # LBFGS needs a closure, SparseAdam a sparse gradient
-        return set()
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return set()  # LBFGS needs a closure, SparseAdam a sparse gradient
     return {str(key) for key, value in made.state[parameter].items() if value is not None}
 
 

@@ -38,15 +38,7 @@ __all__ = ["Restore"]
 
 
 class Restore:
-    """A checkpoint and what it is to be loaded into.
-
-    Args:
-        path: A verified checkpoint.
-        manifest: Its manifest.
-        model: To be loaded into, as are the further arguments.
-        optimizers: None of them leaves the saved optimizers alone.
-        amp: The session.
-        ranks: Those that load.
+    """A verified checkpoint and what it is to be loaded into; no optimizers leave the saved ones alone.
 
     Attributes:
         same_ranks: Whether as many ranks load as saved, and each continues its own.

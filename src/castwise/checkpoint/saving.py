@@ -27,12 +27,7 @@ __all__ = ["Saving", "as_list", "save", "settle"]
 
 
 class Saving:
-    """A checkpoint on its way to disk.
-
-    Attributes:
-        step: Its number.
-        path: Where it will be once it is whole.
-    """
+    """A checkpoint on its way to disk: its number is ``step``, and ``path`` where it will be once it is whole."""
 
     def __init__(self, step: int, path: Path, future: Future[None]) -> None:
         self.step, self.path = step, path
@@ -45,10 +40,7 @@ class Saving:
         return self._future.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole, on this rank; no collective of the training's is used.
-
-        Returns:
-            Its path.
+        """Wait until the checkpoint is whole, on this rank; returns its path. No collective of the training's is used.
 
         Raises:
             CheckpointError: It could not be written; the one before is still the newest.
@@ -56,13 +48,6 @@ class Saving:
         self._seen = True
         self._future.result()
         return self.path
-
-    def settle(self) -> None:
-        """Wait, and warn of a failure that nobody has seen instead of raising it."""
-        error = self._future.exception()
-        if error is not None and not self._seen:
-            self._seen = True
-            warnings.warn(f"the checkpoint of step {self.step} was not saved: {error}", stacklevel=4)
 
     def __repr__(self) -> str:
         return f"Saving(step={self.step}, path={str(self.path)!r}, done={self.done})"
@@ -73,9 +58,11 @@ _last: Saving | None = None
 
 
 def settle() -> None:
-    """Wait for a save in the background."""
-    if _last is not None:
-        _last.settle()
+    """Wait for a save in the background, and warn of a failure that nobody has seen."""
+    error = None if _last is None else _last._future.exception()
+    if _last is not None and error is not None and not _last._seen:
+        _last._seen = True
+        warnings.warn(f"the checkpoint of step {_last.step} was not saved: {error}", stacklevel=3)
 
 
 def save(
@@ -128,7 +115,7 @@ def save(
     index = storage.lay_out(contents.tensors, ranks)
     stage = ranks.each(lambda: storage.Stage(contents.tensors, index, ranks.rank, copied=asynchronous))
     values = {**merge(contents, ranks), "tensors": {name: entry.to_json() for name, entry in index.items()}}
-    later = ranks.first(lambda: _begin(draft, values))
+    later = ranks.first(lambda: draft.begin(values))
     if later is not None and ranks.rank == 0:
         warnings.warn(
             f"save(step={step}): {later} is of a later step and stays the newest; delete it if the training was taken back",
@@ -168,12 +155,6 @@ def _check(step: int, keep: int | None, amp: Amp) -> None:
         raise CheckpointError(
             f"save(amp={type(amp).__name__}) is not allowed. Allowed: the castwise.Amp that has prepared the model."
         )
-
-
-def _begin(draft: Draft, values: Any) -> str | None:
-    draft.begin(values)
-    later = draft.later()
-    return None if later is None else str(later)
 
 
 @functools.cache

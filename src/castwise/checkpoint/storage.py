@@ -24,7 +24,7 @@ from castwise.errors import CheckpointError
 from castwise.ranks import Ranks
 from castwise.ranks.pieces import is_dtensor
 
-__all__ = ["Entry", "Index", "Stage", "lay_out", "read", "read_index"]
+__all__ = ["Entry", "Index", "Stage", "lay_out", "local_of", "need", "read", "read_index"]
 
 _SAFE: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -43,14 +43,7 @@ Sizes = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, and where its bytes lie.
-
-    Attributes:
-        file: Name.
-        start: Bytes from the end of the file's header.
-        offsets: Of the box in the tensor, by dimension.
-        sizes: Of the box.
-    """
+    """A box of a tensor, and where its bytes lie: ``start`` counts from the end of the file's header."""
 
     file: str
     start: int
@@ -60,13 +53,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is saved.
-
-    Attributes:
-        dtype: Of its elements.
-        shape: Of the whole.
-        pieces: Boxes that together are the whole, none of them empty.
-    """
+    """A tensor that is saved; its pieces are together the whole, and none of them is empty."""
 
     dtype: torch.dtype
     shape: Sizes
@@ -90,8 +77,13 @@ class _Held(NamedTuple):
     sizes: Sizes
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    return _torch.local_tensor(tensor) if is_dtensor(tensor) else tensor
+
+
 def _held(name: str, tensor: Tensor) -> _Held:
-    local = _torch.local_tensor(tensor) if is_dtensor(tensor) else tensor
+    local = local_of(tensor)
     if (
         type(local) is not Tensor
         or local.layout is not torch.strided
@@ -106,14 +98,9 @@ def _held(name: str, tensor: Tensor) -> _Held:
 
 
 def lay_out(tensors: Mapping[str, Tensor], ranks: Ranks) -> Index:
-    """Decide which rank writes which piece and where. A collective.
+    """Decide which rank writes which piece of its tensors and where. A collective.
 
-    Args:
-        tensors: This rank's, by name; DTensors stand for the shards that the rank holds.
-        ranks: Those that write.
-
-    Returns:
-        The index, on all ranks. What several hold is written by the lowest.
+    DTensors stand for the shards that the rank holds. What several hold is written by the lowest.
 
     Raises:
         CheckpointError: What cannot be saved, or tensors of one name that differ between ranks.
@@ -139,9 +126,8 @@ def _arrange(parts: Sequence[Sequence[_Held]]) -> Index:
                 seen.add(box)
                 mine.append(one)
         start = 0
-        for one in sorted(
-            mine, key=lambda one: -one.dtype.itemsize
-        ):  # so that each begins at a multiple of its own
+        # the widest numbers first, so that each begins at a multiple of its own
+        for one in sorted(mine, key=lambda one: -one.dtype.itemsize):
             piece = Piece(f"rank-{rank:05d}.safetensors", start, one.offsets, one.sizes)
             index[one.name].pieces.append(piece)  # type: ignore[attr-defined]  # a list until here
             start += _bytes(one.dtype, one.sizes)
@@ -153,13 +139,9 @@ def _bytes(dtype: torch.dtype, sizes: Sizes) -> int:
 
 
 class Stage:
-    """What this rank is to write.
+    """What this rank is to write, by what :func:`lay_out` returned for its tensors.
 
-    Args:
-        tensors: As for :func:`lay_out`.
-        index: What that returned.
-        rank: This one.
-        copied: Whether to copy the tensors to host memory first, so that they may change at once.
+    With ``copied`` the tensors are copied to host memory first, so that they may change at once.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], index: Index, rank: int, *, copied: bool) -> None:
@@ -180,19 +162,11 @@ class Stage:
                 "shape": piece.sizes if entry.dtype in _SAFE else [size],
                 "data_offsets": [start, start + size],
             }
-            tensor = tensors[name]
-            local = (_torch.local_tensor(tensor) if is_dtensor(tensor) else tensor).detach()
+            local = local_of(tensors[name]).detach()
             self._tensors.append(local.to("cpu", copy=True) if copied else local)
 
     def write(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Write the file.
-
-        Args:
-            folder: A new one.
-
-        Returns:
-            Its name with its size in bytes and crc32; nothing where this rank writes nothing.
-        """
+        """Write the file; returns its name with its size in bytes and crc32, or nothing where this rank writes nothing."""
         if not self._tensors:
             return {}
         header = json.dumps(self._header).encode()
@@ -216,11 +190,7 @@ def _raw(tensor: Tensor) -> Any:
 
 
 def read_index(value: Any, files: Mapping[str, int]) -> Index:
-    """Check an index that anybody may have written.
-
-    Args:
-        value: JSON.
-        files: The sizes in bytes of the files that tensors may lie in, by name.
+    """The index in JSON that anybody may have written; tensors may lie in files of these sizes in bytes.
 
     Raises:
         CheckpointError: Anything but an index whose pieces lie in these files and make up their tensors.
@@ -233,56 +203,57 @@ def read_index(value: Any, files: Mapping[str, int]) -> Index:
         try:
             index[name] = entry = _entry(item)
             for piece in entry.pieces:
-                _need(piece.file in files, "a piece lies in no file of the checkpoint")
+                need(piece.file in files, "a piece lies in no file of the checkpoint")
                 size = _bytes(entry.dtype, piece.sizes)
                 used[piece.file] += size
-                _need(8 + piece.start + size <= files[piece.file], "a piece ends after its file")
-                _need(used[piece.file] <= files[piece.file], "pieces take more than their file has")
+                need(8 + piece.start + size <= files[piece.file], "a piece ends after its file")
+                need(used[piece.file] <= files[piece.file], "pieces take more than their file has")
         except ValueError as error:
             raise CheckpointError(f"the index of tensors is wrong at {name[:200]!r}: {error}") from None
     return index
 
 
-def _need(good: bool, otherwise: str) -> None:
+def need(good: bool, otherwise: str) -> None:
+    """Raise ValueError unless something is as it has to be."""
     if not good:
         raise ValueError(otherwise)
 
 
 def _numbers(value: Any) -> Sizes:
     good = isinstance(value, list) and all(type(one) is int and 0 <= one < _LARGEST for one in value)
-    _need(good, "a shape or an offset is no list of whole numbers")
+    need(good, "a shape or an offset is no list of whole numbers")
     return tuple(value)
 
 
 def _entry(item: Any) -> Entry:
-    _need(
+    need(
         isinstance(item, dict) and item.keys() == {"dtype", "shape", "pieces"},
         "not of dtype, shape and pieces",
     )
-    _need(isinstance(item["dtype"], str) and item["dtype"] in _DTYPES, "no such dtype")
+    need(isinstance(item["dtype"], str) and item["dtype"] in _DTYPES, "no such dtype")
     dtype, shape = _DTYPES[item["dtype"]], _numbers(item["shape"])
-    _need(isinstance(item["pieces"], list), "pieces are no list")
+    need(isinstance(item["pieces"], list), "pieces are no list")
     pieces = []
     for one in item["pieces"]:
-        _need(
+        need(
             isinstance(one, list) and len(one) == 4 and isinstance(one[0], str),
             "a piece is not of four parts",
         )
         piece = Piece(one[0], _numbers([one[1]])[0], _numbers(one[2]), _numbers(one[3]))
-        _need(piece.start % dtype.itemsize == 0, "a piece begins in the middle of a number")
-        _need(len(piece.offsets) == len(piece.sizes) == len(shape), "a piece has other dimensions")
-        _need(0 not in piece.sizes, "a piece is empty")
+        need(piece.start % dtype.itemsize == 0, "a piece begins in the middle of a number")
+        need(len(piece.offsets) == len(piece.sizes) == len(shape), "a piece has other dimensions")
+        need(0 not in piece.sizes, "a piece is empty")
         ends = (o + n for o, n in zip(piece.offsets, piece.sizes, strict=True))
-        _need(
+        need(
             all(end <= size for end, size in zip(ends, shape, strict=True)),
             "a piece reaches out of the tensor",
         )
         pieces.append(piece)
-    _need(
+    need(
         sum(math.prod(piece.sizes) for piece in pieces) == math.prod(shape) < _LARGEST,
         "pieces are not the whole",
     )
-    _need(not _overlapping(pieces), "pieces overlap")
+    need(not _overlapping(pieces), "pieces overlap")
     return Entry(dtype, shape, tuple(pieces))
 
 
@@ -308,12 +279,7 @@ def _common(offsets: Sizes, sizes: Sizes, piece: Piece) -> list[tuple[int, int]]
 
 
 def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
-    """Read tensors, or the shards that this process holds of them. Not a collective.
-
-    Args:
-        folder: Of the checkpoint.
-        index: What :func:`read_index` returned.
-        into: Tensors of the sizes saved, by name; written to.
+    """Read tensors, or the shards that this process holds of them, into tensors of the sizes saved. Not a collective.
 
     Raises:
         CheckpointError: A file that is shorter than the index says.
@@ -321,7 +287,7 @@ def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
     wanted: dict[str, list[tuple[Piece, Entry, Tensor, Sizes, list[tuple[int, int]]]]] = {}
     for name, tensor in into.items():
         offsets, sizes = _torch.local_box(tensor)
-        local = _torch.local_tensor(tensor) if is_dtensor(tensor) else tensor
+        local = local_of(tensor)
         for piece in index[name].pieces:
             spans = _common(offsets, sizes, piece)
             if spans is not None:

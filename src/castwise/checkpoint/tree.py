@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,15 +18,9 @@ _LARGEST = 10**4000
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON.
+    """A value as JSON that :func:`decode` undoes: tuples stay tuples, and keys of dicts keep their type.
 
-    Args:
-        value: None, bool, int, float, str, a tensor, or lists, tuples and dicts of these. Dict keys are no tensors.
-        name: Of the value; tensors inside get names that begin with it.
-        tensors: Where tensors are put, by name.
-
-    Returns:
-        What ``json`` can write and :func:`decode` undoes; tuples stay tuples and dict keys keep their type.
+    Tensors are put into ``tensors``, under names that begin with the value's own.
 
     Raises:
         CheckpointError: A value of any other type, one that could not be read again, or two tensors with one name.
@@ -76,34 +70,43 @@ def _check_key(key: Any, name: str) -> None:
         )
 
 
-def check(value: Any, tensors: Container[str]) -> None:
-    """Refuse what :func:`encode` does not return.
-
-    Args:
-        value: JSON that anybody may have written, of few levels.
-        tensors: The names that there are.
+def check(value: Any, tensors: Mapping[str, Any]) -> None:
+    """See that JSON that anybody may have written is what :func:`encode` returns for tensors of these names.
 
     Raises:
         ValueError: It is something else; a clause says what.
     """
+    try:
+        decode(value, tensors.__getitem__)
+    except KeyError:
+        raise ValueError("a tensor that is not there") from None
+
+
+def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
+    """Undo :func:`encode`; ``fetch`` gives what is to stand for the tensor of a name: that tensor, or what is known of it.
+
+    Raises:
+        ValueError: JSON that :func:`encode` does not return.
+    """
     if isinstance(value, list):
-        for item in value:
-            check(item, tensors)
-    elif isinstance(value, dict):
-        match value:
-            case {"tensor": str(name), **rest} if not rest and name in tensors:
-                pass
-            case {"tuple": list(items), **rest} if not rest:
-                check(items, tensors)
-            case {"dict": list(pairs), **rest} if not rest:
-                for pair in pairs:
-                    if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]):
-                        raise ValueError("a mapping that is not of keys and values")
-                    check(pair[1], tensors)
-                if len({_plain(key) for key, _ in pairs}) < len(pairs):
-                    raise ValueError("a mapping that gives a key twice")
-            case _:
-                raise ValueError("a value of unknown kind, or a tensor that is not there")
+        return [decode(item, fetch) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inside),) = value.items() if len(value) == 1 else [("", None)]
+    if kind == "tensor" and isinstance(inside, str):
+        return fetch(inside)
+    if kind == "tuple" and isinstance(inside, list):
+        return tuple(decode(inside, fetch))
+    if kind != "dict" or not isinstance(inside, list):
+        raise ValueError("a value of unknown kind")
+    mapping: dict[Any, Any] = {}
+    for pair in inside:
+        if not isinstance(pair, list) or len(pair) != 2 or not _is_key(pair[0]):
+            raise ValueError("a mapping that is not of keys and values")
+        mapping[decode(pair[0], fetch)] = decode(pair[1], fetch)
+    if len(mapping) < len(inside):
+        raise ValueError("a mapping that gives a key twice")
+    return mapping
 
 
 def _is_key(key: Any) -> bool:
@@ -111,35 +114,8 @@ def _is_key(key: Any) -> bool:
     return isinstance(parts, list) and not any(isinstance(part, (list, dict)) for part in parts)
 
 
-def _plain(key: Any) -> Any:
-    return tuple(key["tuple"]) if isinstance(key, dict) else key
-
-
-def decode(value: Any, fetch: Callable[[str], Any]) -> Any:
-    """Undo :func:`encode`.
-
-    Args:
-        value: What it returned.
-        fetch: What is to stand for the tensor of a name: that tensor, or what is known of it.
-    """
-    if isinstance(value, list):
-        return [decode(item, fetch) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return fetch(value["tensor"])
-    if "tuple" in value:
-        return tuple(decode(item, fetch) for item in value["tuple"])
-    return {decode(key, fetch): decode(item, fetch) for key, item in value["dict"]}
-
-
-def names_of(value: Any) -> Iterator[str]:
+def names_of(value: Any) -> list[str]:
     """The names of the tensors in what :func:`encode` returned."""
-    if isinstance(value, list):
-        for item in value:
-            yield from names_of(item)
-    elif isinstance(value, dict):
-        if "tensor" in value:
-            yield value["tensor"]
-        for items in (value.get("tuple"), value.get("dict")):
-            yield from names_of(items)
+    found: list[str] = []
+    decode(value, found.append)
+    return found

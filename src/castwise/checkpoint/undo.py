@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch, masters
 from castwise.checkpoint.contents import random_states, set_random_states
-from castwise.ranks.pieces import is_dtensor
+from castwise.checkpoint.storage import local_of
 from castwise.session import Amp
 
 __all__ = ["Before"]
@@ -24,11 +24,6 @@ class Before:
 
     Weights, their masters and what is remembered of them are copied to host memory. Of an optimizer the containers are
     kept, and its tensors are copied where it may write into them while it loads: torch's own puts others in their place.
-
-    Args:
-        model: Without wrappers.
-        optimizers: Those that are loaded into.
-        amp: The session.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], amp: Amp) -> None:
@@ -42,7 +37,7 @@ class Before:
         for optimizer in optimizers:
             inside = self._containers_of(optimizer)
             held += inside if _writes_in_place(optimizer) else []
-        own = {id(one): _torch.local_tensor(one) if is_dtensor(one) else one for one in held}
+        own = {id(one): local_of(one) for one in held}
         self._tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in own.values()]
         self._session = amp.state_dict()
         self._random = random_states(amp)

@@ -9,6 +9,7 @@ from typing import Any
 
 from castwise.checkpoint import storage
 from castwise.checkpoint.folder import VALUES, read_values
+from castwise.checkpoint.storage import need
 from castwise.checkpoint.tree import check, decode, names_of
 from castwise.errors import CheckpointError
 
@@ -40,17 +41,13 @@ class Values:
 def read(path: Path, manifest: Mapping[str, Any]) -> Values:
     """Read and check the values of a checkpoint.
 
-    Args:
-        path: The checkpoint.
-        manifest: Its manifest.
-
     Raises:
         CheckpointError: They are not what :func:`castwise.checkpoint.save` writes.
     """
     found = read_values(path, manifest)
     files = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
     try:
-        _need(
+        need(
             isinstance(found, dict) and found.keys() == set(Values.__dataclass_fields__),
             "not of the known parts",
         )
@@ -61,21 +58,16 @@ def read(path: Path, manifest: Mapping[str, Any]) -> Values:
     return values
 
 
-def _need(good: bool, otherwise: str) -> None:
-    if not good:
-        raise ValueError(otherwise)
-
-
 def _check(values: Values, world_size: int) -> None:
     known = values.tensors
-    _need(isinstance(values.model, dict), "the model is no mapping")
+    need(isinstance(values.model, dict), "the model is no mapping")
     check([*values.model.values()], known)
     for name, tree in values.model.items():
         _need_own(tree, f"model.{name}")
-    _need(_maps(values.aliases, str), "the aliases are no mapping of names")
-    _need(isinstance(values.optimizers, list), "the optimizers are no list")
+    need(_maps(values.aliases, str), "the aliases are no mapping of names")
+    need(isinstance(values.optimizers, list), "the optimizers are no list")
     for index, one in enumerate(values.optimizers):
-        _need(
+        need(
             isinstance(one, dict)
             and one.keys() == {"class", "options", "group_of", "state"}
             and isinstance(one["class"], str)
@@ -84,40 +76,40 @@ def _check(values: Values, world_size: int) -> None:
             and _maps(one["state"], dict),
             "an optimizer is not of class, options, group_of and state",
         )
-        _need(
+        need(
             all(0 <= group < len(one["options"]) for group in one["group_of"].values()),
             "a group is not there",
         )
-        _need(one["state"].keys() <= one["group_of"].keys(), "there is state of a weight that is in no group")
+        need(one["state"].keys() <= one["group_of"].keys(), "there is state of a weight that is in no group")
         for tree in (*one["options"], *one["state"].values()):
             check(tree, known)
-            _need(_is_mapping(tree), "options or state of an optimizer are no mapping by text")
+            need(_is_mapping(tree), "options or state of an optimizer are no mapping by text")
         _need_own(one["options"], f"optimizer.{index}.options")
         for name, tree in one["state"].items():
             _need_own(tree, f"optimizer.{index}.{name}")
     check(values.extra, known)
-    _need(
+    need(
         isinstance(values.ranks, list) and len(values.ranks) == world_size,
         "there are not as many parts as ranks saved",
     )
     for rank in values.ranks:
-        _need(isinstance(rank, dict) and rank.keys() == {"amp", "rng"}, "a rank's part is not of amp and rng")
+        need(isinstance(rank, dict) and rank.keys() == {"amp", "rng"}, "a rank's part is not of amp and rng")
         check([rank["amp"], rank["rng"]], known)
-        _need(_is_mapping(rank["rng"]), "the states of the random generators are no mapping")
-        _need(
+        need(_is_mapping(rank["rng"]), "the states of the random generators are no mapping")
+        need(
             all(isinstance(item, dict) and "tensor" in item for _, item in rank["rng"]["dict"]),
             "the state of a random generator is no tensor",
         )
         amp = decode(rank["amp"], lambda name: name)
-        _need(isinstance(amp, dict), "the session's state is no mapping")
+        need(isinstance(amp, dict), "the session's state is no mapping")
         scaler = amp.get("scaler")
-        _need(scaler is None or _is_scaler(scaler), "the scaler's state is not of finite numbers by name")
+        need(scaler is None or _is_scaler(scaler), "the scaler's state is not of finite numbers by name")
 
 
 def _need_own(tree: Any, name: str) -> None:
     """See that the tensors of a tree are those that were saved with it, and not another's of the same shape."""
     own = all(f"{tensor}.".startswith(f"{name}.") for tensor in names_of(tree))
-    _need(own, f"{name} has a tensor under another's name")
+    need(own, f"{name} has a tensor under another's name")
 
 
 def _maps(value: Any, kind: type) -> bool:

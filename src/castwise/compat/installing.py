@@ -17,8 +17,6 @@ __all__ = ["install", "serving", "uninstall"]
 
 _HOME = "castwise.compat"
 _PACKAGES = ("apex", "colossalai")
-_MOVED = {"colossalai.legacy": "colossalai"}
-"""Where a later version of the original put all of its parts."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -40,10 +38,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _home_of(fullname: str) -> str:
-    for moved, former in _MOVED.items():
-        if fullname == moved or fullname.startswith(moved + "."):
-            fullname = former + fullname.removeprefix(moved)
-    return f"{_HOME}.{fullname}"
+    # where a later version of the original put all of its parts
+    legacy = f"{fullname}.".startswith("colossalai.legacy.")
+    return f"{_HOME}.{fullname.replace('.legacy', '', 1) if legacy else fullname}"
 
 
 def _instead(fullname: str) -> str:
@@ -52,9 +49,8 @@ def _instead(fullname: str) -> str:
     rows = covered(name.partition(".")[0])
     inside = [row for row in rows if row.status == "absent" and f"{row.name}.".startswith(f"{name}.")]
     row = absent_row(name) or next(iter(inside), None)
-    if row is not None:
-        return f"castwise, which serves it here, has no such part; {row.note.replace('`', '')}"
-    return "castwise, which serves it here, has no such part; docs/compat.md lists those that it has"
+    note = "docs/compat.md lists those that it has" if row is None else row.note.replace("`", "")
+    return f"castwise, which serves it here, has no such part; {note}"
 
 
 class _Loader(importlib.abc.Loader):
@@ -115,8 +111,7 @@ def _is_real(package: str) -> bool:
 
 def uninstall() -> None:
     """Undo :func:`install`: modules that were imported meanwhile are forgotten under their short names."""
-    finders = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
-    for finder in finders:
+    for finder in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
         _remove(finder)
 
 

@@ -1,12 +1,12 @@
-"""Rewrite scripts that use Apex amp, Colossal-AI AMP or torch.amp so that they use castwise.
+"""Move scripts that use Apex amp, Colossal-AI AMP or torch.amp to castwise.
 
 ``files``: which files, and how they are read and written. ``view``: a script as a tree, and what its names mean.
-``edits``: changes collected and applied at once. ``imports``, ``dropins``: import statements. ``objects``, ``loop``: what a
-script shows of its models, optimizers and steps. ``torch_names``, ``torch_session``, ``torch_write``, ``apex``,
-``colossalai``: what becomes of each origin. ``rewriting``: one script, all of it. ``result``: what was found, and how it
-is shown.
+``edits``: changes collected and applied at once. ``dropins``: imports of Apex and Colossal-AI come to name castwise's
+drop-ins, which run the script as it is; ``served``: what these have. ``torch_session``: what a script shows of torch's
+scaler, with its models and optimizers (``torch_objects``) and the order of its steps (``torch_loop``); ``torch_write``: a
+session of castwise in their place. ``rewriting``: one script, all of it. ``result``: what was found, and how it is shown.
 
-A rewrite is made where it is certain to keep the meaning of the script; the rest is left as it is and listed.
+A change is made where it is certain to keep the meaning of the script; the rest is left as it is and listed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HAS_LIBCST = importlib.util.find_spec("libcst") is not None
 
 
 def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
-    """Rewrite a script, or every script below a folder.
+    """Move a script, or every script below a folder, to castwise.
 
     Args:
         path: A file, or a folder whose ``.py`` files are meant; hidden folders, virtual environments and symbolic

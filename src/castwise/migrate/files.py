@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import io
 import os
 import re
 import stat
 import tempfile
 import tokenize
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from castwise.errors import MigrateError
 from castwise.migrate.result import FileResult, Finding, Migration
-from castwise.migrate.rewriting import exports_used, rewrite
+from castwise.migrate.rewriting import rewrite
+from castwise.migrate.served import LIBRARIES
 
 __all__ = ["migrate_files"]
 
@@ -31,23 +37,29 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     given = Path(path)
     if not given.exists():
         raise MigrateError(f"migrate: there is no file or folder {str(given)!r}")
-    results: list[FileResult] = []
-    if given.is_dir():
-        found, links = _scripts(given)
-        results += [_link(link) for link in links]
-    else:
-        found = [given]
+    root = given if given.is_dir() else given.parent
+    found, links = _scripts(given) if given.is_dir() else ([given], [])
+    results = [_link(link) for link in links]
     texts: dict[Path, tuple[bytes, str, str]] = {}
+    beside = [] if given.is_dir() else [each for each in sorted(root.glob("*.py")) if each.is_file()]
+    neighbours = {
+        each.name: each.read_bytes() for each in beside if each != given and os.access(each, os.R_OK)
+    }
+    importers = [*neighbours.values()]
     for file in found:
         try:
             raw = file.read_bytes()
+            importers.append(raw)
             if not given.is_dir() or _CONCERNS.search(raw):
                 texts[file] = (raw, *_decode(raw))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
-    wanted = exports_used(text for _, text, _ in texts.values())
+    makes_scalers = any("GradScaler" in text for _, text, _ in texts.values())
+    exported = _imported_names(importers if makes_scalers else ())
     for file, (raw, text, encoding) in texts.items():
-        result = _one(file, text, wanted.get(file.stem, frozenset()))
+        module = file.parent.name if file.stem == "__init__" else file.stem
+        result = _one(file, text, frozenset(exported.get(module, ())), _own(file, root))
+        result = _with_neighbours(result, neighbours)
         if write and result.changed:
             result = _write(result, raw, encoding)
         if result.changed or result.findings or result.problem:
@@ -56,9 +68,47 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     return Migration(tuple(results), looked_at=len(found))
 
 
-def _one(file: Path, text: str, exported: frozenset[str]) -> FileResult:
+def _imported_names(scripts: Iterable[bytes]) -> dict[str, set[str]]:
+    """What scripts import from modules, by the last part of the module's name; ``*`` where that may be any name."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for script in scripts:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(script)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                names[(node.module or "").rpartition(".")[2]].update(alias.name for alias in node.names)
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    names[alias.name.rpartition(".")[2]].add("*")
+    return names
+
+
+def _own(file: Path, root: Path) -> frozenset[str]:
+    """Libraries that are a module or package of the program, beside the file or around it."""
+    folders = [folder for folder in file.parents if folder == root or root in folder.parents]
+    return frozenset(
+        library
+        for library in LIBRARIES
+        for folder in folders
+        if (folder / f"{library}.py").is_file() or (folder / library / "__init__.py").is_file()
+    )
+
+
+def _with_neighbours(result: FileResult, neighbours: Mapping[str, bytes]) -> FileResult:
+    """A script on a drop-in, with a word on scripts beside it that would still use the library itself."""
+    names = [name for name, raw in neighbours.items() if re.search(rb"\bapex\b|colossalai", raw)]
+    if not names or all(finding.kind != "kept" for finding in result.findings):
+        return result
+    said = f"the drop-in shares nothing with the library, which {', '.join(names)} may use too: migrate the folder"
+    return dataclasses.replace(result, findings=(Finding(1, "left", said), *result.findings))
+
+
+def _one(file: Path, text: str, exported: frozenset[str], own: frozenset[str]) -> FileResult:
     try:
-        after, findings = rewrite(text, exported=exported)
+        after, findings = rewrite(text, exported=exported, own=own)
     except RecursionError:
         return FileResult(file, text, text, problem="is nested too deep to be looked at")
     except SyntaxError as error:

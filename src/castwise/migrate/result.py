@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,12 @@ from castwise.errors import MigrateError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["FileResult", "Finding", "Migration"]
+__all__ = ["FileResult", "Finding", "Kind", "Migration"]
+
+Kind = Literal["left", "differs", "kept"]
+
+
+_STYLES: Mapping[Kind, str] = {"left": "yellow", "differs": "cyan", "kept": "green"}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -22,12 +27,13 @@ class Finding:
 
     Attributes:
         line: In the script as it was, counted from 1.
-        kind: ``left`` where something was not rewritten, ``differs`` where the rewritten script behaves otherwise.
+        kind: ``left`` where something was not rewritten, ``differs`` where the rewritten script behaves otherwise,
+            ``kept`` where it stays as it is and a drop-in carries it out.
         text: What, why, and what can be done.
     """
 
     line: int
-    kind: Literal["left", "differs"]
+    kind: Kind
     text: str
 
 
@@ -128,7 +134,7 @@ class Migration:
             for finding in file.findings:
                 yield Text.assemble(
                     (f"{file.path}:{finding.line}: ", "bold"),
-                    (f"{finding.kind}: ", "yellow" if finding.kind == "left" else "cyan"),
+                    (f"{finding.kind}: ", _STYLES[finding.kind]),
                     finding.text,
                 )
         yield Text(self.summary())

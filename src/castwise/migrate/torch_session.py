@@ -1,17 +1,15 @@
 """Hand-written torch.amp as a session: scaler, regions and steps become those of ``castwise.Amp``.
 
-Only where a script shows all that a session changes: which model and optimizers there are, that the model runs inside
-autocast wherever it runs, and that the scale is updated after every step.
+Only where a script shows all that a session changes, as variables of one function or of the module: which models and
+optimizers there are, that a model runs inside autocast wherever it runs, and that the scale is updated after every step.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import libcst as cst
 
-from castwise.migrate.loop import Event, check_windows
-from castwise.migrate.objects import (
+from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event, check_windows
+from castwise.migrate.torch_objects import (
     Thing,
     is_harmless,
     models_of,
@@ -19,10 +17,9 @@ from castwise.migrate.objects import (
     references,
     thing,
 )
-from castwise.migrate.torch_names import AUTOCAST, SCALER, autocast_calls
 from castwise.migrate.view import Undecided, View
 
-__all__ = ["Device", "Session"]
+__all__ = ["Session"]
 
 _SCALE_FIELDS = {
     "init_scale": "init",
@@ -34,18 +31,6 @@ _BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _FP16 = {"torch.float16", "torch.half"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """Where a scaler and its regions are: a literal device type, or an expression."""
-
-    code: str
-
-    @property
-    def is_literal(self) -> bool:
-        """Whether it is written out."""
-        return self.code.startswith(("'", '"'))
-
-
 class Session:
     """What a script shows about its scaler, models and optimizers."""
 
@@ -53,17 +38,19 @@ class Session:
         self.view = view
         self.made = made
         self.events: list[Event] = []
-        self.states: list[cst.Attribute] = []
+        self.states: list[cst.Name] = []
         self.optimizers: dict[str, Thing] = {}
         self.updated: dict[str, list[str]] = {}  # model -> its optimizers
-        self.whole: dict[str, str] = {}  # optimizer -> the one model whose parameters it holds all
         self.models: dict[str, Thing] = {}
         self.regions: list[cst.Call] = []
 
     # --- looking ------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def look(self, exported: frozenset[str]) -> None:
         """Find everything.
+
+        Args:
+            exported: Names that other scripts import from this one; ``*`` where that may be any.
 
         Raises:
             Undecided: Something is not as a session needs it.
@@ -86,16 +73,17 @@ class Session:
             if optimizer.scope is not self.scaler.scope:
                 raise Undecided(optimizer.assignments[0].node, f"{name!r} is not made beside the scaler")
             last = max(last, self._line(optimizer.assignments[0].node), key=self.view.index)
-            models, whole = models_of(self.view, optimizer)
-            for model in models:
+            for model in models_of(self.view, optimizer):
                 self.updated.setdefault(model.value, []).append(name)
                 self.models.setdefault(model.value, thing(self.view, model))
-            if whole:
-                self.whole[name] = models[0].value
         self.prepared_after = last
         self._find_regions()
         for each in self.models.values():
             self._look_at_model(each)
+        if self.scaler.scope is self.view.globals:
+            for name in (self.scaler.name, *self.optimizers, *self.models):
+                if exported & {name, "*"}:
+                    raise Undecided(self.made, f"another script may import {name!r} from this one")
 
     def _line(self, node: cst.CSTNode) -> cst.SimpleStatementLine:
         """The statement of an assignment, in the scaler's block."""
@@ -105,21 +93,20 @@ class Session:
         return line
 
     def _look_at_scaler(self) -> None:
-        view, assign = self.view, self.view.parent(self.made)
-        line = view.parent(assign) if isinstance(assign, cst.Assign) else None
+        view, assign, line = self.view, self.view.parent(self.made), self.view.statement(self.made)
+        targets = [each.target for each in assign.targets] if isinstance(assign, cst.Assign) else []
         if (
-            not isinstance(assign, cst.Assign)
-            or not isinstance(line, cst.SimpleStatementLine)
+            not isinstance(line, cst.SimpleStatementLine)
             or len(line.body) != 1
-            or len(assign.targets) != 1
-            or not isinstance(assign.targets[0].target, cst.Name)
+            or len(targets) != 1
+            or not isinstance(targets[0], cst.Name)
         ):
             raise Undecided(self.made, "the scaler is not assigned to one variable by a statement of its own")
         suite = view.suite(line)
         if suite is None:
             raise Undecided(self.made, "the scaler is made on the line of an if")
         self.home, self.suite = line, suite
-        self.scaler = thing(view, assign.targets[0].target)
+        self.scaler = thing(view, targets[0])
         if len(self.scaler.assignments) > 1:
             raise Undecided(
                 self.scaler.assignments[1].node, f"{self.scaler.name!r} is assigned more than once"
@@ -134,7 +121,7 @@ class Session:
         where = given.pop("device", None)
         if where is not None and not view.is_fixed(where):
             raise Undecided(where, "the device may be another one later")
-        self.device = Device(f'"{device or "cuda"}"' if where is None else view.code(where))
+        self.device = f'"{device or "cuda"}"' if where is None else view.code(where).replace("'", '"')
         self.enabled = _condition(view, given.pop("enabled", None))
         items = []
         for name, value in given.items():
@@ -144,7 +131,7 @@ class Session:
             items.append(
                 f"+loss_scale.{_SCALE_FIELDS[name]}={str(number).replace('e+', 'e').removesuffix('.0')}"
             )
-        self.plan = "".join(["fp16-mixed", *items])
+        self.plan = "".join(["fp16-mixed+output=as_is", *items])
 
     def _look_at_use(self, name: cst.Name) -> None:
         view = self.view
@@ -187,16 +174,17 @@ class Session:
         elif what == "get_scale":
             self.events.append(Event("look", call))
         elif what in ("state_dict", "load_state_dict"):
-            self.states.append(attribute)
+            self.states.append(name)
         else:
             raise Undecided(
                 call, f"{name.value}.{what}({'...' if call.args else ''}) has no counterpart in a session"
             )
 
     def _find_regions(self) -> None:
-        for call in autocast_calls(self.view):
+        for call in (node for node in self.view.nodes if isinstance(node, cst.Call)):
             if (
-                isinstance(self.view.parent(call), cst.WithItem)
+                self.view.origin(call.func) in AUTOCAST
+                and isinstance(self.view.parent(call), cst.WithItem)
                 and self.view.is_within(self.view.scope(call), self.scaler.scope)
                 and self._is_own(call)
             ):
@@ -221,20 +209,11 @@ class Session:
             enabled = _condition(self.view, given.get("enabled"))
         except Undecided:
             return False
-        if "cache_enabled" in given or enabled != self.enabled:
-            return False
-        where = (
-            f'"{device}"'
-            if device
-            else self.view.code(given["device_type"])
-            if "device_type" in given
-            else ""
-        )
+        where = given.get("device_type")
+        at = f'"{device}"' if where is None else self.view.code(where).replace("'", '"')
         dtype = given.get("dtype")
-        default_fp16 = where.strip("\"'") == "cuda"
-        return where.replace("'", '"') == self.device.code.replace("'", '"') and (
-            default_fp16 if dtype is None else self.view.origin(dtype) in _FP16
-        )
+        fp16 = at == '"cuda"' if dtype is None else self.view.origin(dtype) in _FP16
+        return fp16 and at == self.device and enabled == self.enabled and "cache_enabled" not in given
 
     def _look_at_model(self, model: Thing) -> None:
         view = self.view
@@ -252,27 +231,17 @@ class Session:
                     name,
                     f"{name.value!r} runs outside of autocast here, and a prepared model always runs by the plan",
                 )
-            if is_harmless(view, name) or self._rebinds(name, model):
-                continue
+            line = view.statement(name)
+            if is_harmless(view, name) or any(
+                view.statement(item.node) is line for item in model.assignments
+            ):
+                continue  # model = wrap(model), and the like
             early = view.scope(name) is model.scope and view.position(name) < at
-            if not (early and self._is_passing(name)):
+            passing = isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Expr)
+            if not (early and passing):  # init_weights(model), model.cuda()
                 raise Undecided(
                     name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
                 )
-
-    def _rebinds(self, name: cst.Name, model: Thing) -> bool:
-        """``model = wrap(model)``, or ``model = model.to(device)``."""
-        line = self.view.statement(name)
-        return any(self.view.statement(item.node) is line for item in model.assignments)
-
-    def _is_passing(self, name: cst.Name) -> bool:
-        """A call before the model is prepared whose result is not kept: ``init_weights(model)``, ``model.cuda()``."""
-        line = self.view.statement(name)
-        return (
-            isinstance(line, cst.SimpleStatementLine)
-            and len(line.body) == 1
-            and isinstance(line.body[0], cst.Expr)
-        )
 
     def _in_region(self, node: cst.CSTNode) -> bool:
         """Whether code runs inside one of the session's regions, and no other autocast is nearer to it."""
@@ -283,13 +252,7 @@ class Session:
                 casts = [call for call in calls if view.origin(call.func) in AUTOCAST]
                 if casts:
                     return casts[-1] in self.regions
-            elif isinstance(outer, cst.FunctionDef):
-                for decorator in outer.decorators:
-                    call = decorator.decorator
-                    if isinstance(call, cst.Call) and view.origin(call.func) in AUTOCAST:
-                        return self._is_own(call)
-                return False
-            elif isinstance(outer, (cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
+            elif isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
                 return False
         return False
 

@@ -1,77 +1,102 @@
-"""A session of ``castwise.Amp`` in the place of a loss scaler and its regions."""
+"""A session of ``castwise.Amp`` in the place of torch's loss scaler and its regions."""
 
 from __future__ import annotations
 
 import libcst as cst
+from libcst import metadata as meta
 
-from castwise.migrate.edits import FLOOR, Edits, statement
-from castwise.migrate.loop import Event, clip_before
-from castwise.migrate.objects import session_name
-from castwise.migrate.torch_names import scaler_calls
+from castwise.migrate.edits import Edits, statement
+from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event
 from castwise.migrate.torch_session import Session
-from castwise.migrate.view import Undecided
+from castwise.migrate.view import Undecided, View, root
 
 __all__ = ["rewrite_session"]
 
+_MODULES = {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"}
 
-def rewrite_session(edits: Edits) -> set[cst.CSTNode]:
-    """Make a session of a scaler and what goes with it, where that is certain; else list why it is not.
+
+def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
+    """Make a session of a scaler and what goes with it where the script shows all of it; else say why it stays.
 
     Args:
         edits: Where the changes go.
-
-    Returns:
-        The calls that were rewritten.
+        exported: Names that other scripts import from this one; ``*`` where that may be any.
     """
-    calls = scaler_calls(edits.view)
-    if not calls:
-        return set()
+    view = edits.view
+    found = [node for node in view.nodes if _is_use(view, node)]
+    if not found:
+        return
     try:
-        if len(calls) > 1:
-            raise Undecided(calls[1], "there is more than one scaler")
-        session = Session(edits.view, calls[0])
-        session.look()
+        made = [call for node in found if (call := _scaler_call(view, node)) is not None]
+        if not made:
+            raise Undecided(found[0], "no GradScaler is made here, so this script does not show the loop")
+        if len(made) > 1:
+            raise Undecided(made[1], "there is more than one scaler")
+        if edits.findings:  # of Apex or Colossal-AI
+            raise Undecided(made[0], "the script uses another kind of mixed precision too")
+        session = Session(view, made[0])
+        session.look(exported)
     except Undecided as why:
-        edits.left(why.node, f"not made a castwise.Amp: {why.reason}")
-        return set()
-    return _Writer(edits, session).write()
+        edits.say(why.node, "left", f"torch.amp stays as it is, and works beside castwise: {why.reason}")
+    else:
+        _Writer(edits, session, exported).write()
+
+
+def _is_use(view: View, node: cst.CSTNode) -> bool:
+    """Whether a name of torch's autocast or scaler, or an import that hides such names."""
+    if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
+        return node.module is not None and view.code(node.module) in _MODULES
+    names = view.origins(node) if isinstance(node, (cst.Name, cst.Attribute)) else ()
+    return any(name in AUTOCAST or name in SCALER for name in names)
+
+
+def _scaler_call(view: View, node: cst.CSTNode) -> cst.Call | None:
+    call = view.parent(node)
+    return call if view.origin(node) in SCALER and isinstance(call, cst.Call) and call.func is node else None
 
 
 class _Writer:
     """Writes a session into a script."""
 
-    def __init__(self, edits: Edits, session: Session) -> None:
+    def __init__(self, edits: Edits, session: Session, exported: frozenset[str]) -> None:
         self.edits = edits
         self.view = edits.view
         self.session = session
-        self.amp = session_name(edits.view)
+        self.exported = exported
+        names = ("amp", "amp_session", "castwise_amp", "castwise_amp_session")
+        self.amp = next(name for name in names if name not in edits.view.words)
+        self.replaced: set[cst.CSTNode] = set()  # names that stand no more where they stood
 
-    def write(self) -> set[cst.CSTNode]:
-        """Write it; returns the calls that are dealt with."""
+    def write(self) -> None:
+        """Write it."""
         edits, session, amp = self.edits, self.session, self.amp
-        edits.use("Amp")
-        plan, device = f'"{session.plan}"', session.device.code
+        plan, device = f'"{session.plan}"', session.device
         if session.enabled is not None:
-            plan = f'{plan} if {session.enabled} else "fp32"'
-            if session.device.is_literal:  # where it is off, there may be no such device
+            plan = f'{plan} if {session.enabled} else "fp32+output=as_is"'
+            if device.startswith('"'):  # where it is off, there may be no such device
                 device = f"{device} if {session.enabled} else None"
         home = session.home
         edits.replace(home, statement(f"{amp} = castwise.Amp({plan}, device={device})", like=home))
         names = [", ".join([model, *optimizers]) for model, optimizers in session.updated.items()]
         lines = [statement(f"{each} = {amp}.prepare({each})") for each in names]
         edits.insert_after(session.prepared_after, *lines)
-        regions = [call for call in session.regions if self._is_after(call)]
-        for call in regions:
-            edits.replace(call, cst.parse_expression(f"{amp}.autocast()"))
+        self._forget(session.made)
+        for call in session.regions:
+            if self._is_after(call):
+                edits.replace(call, cst.parse_expression(f"{amp}.autocast()"))
+                self._forget(call)
         for event in session.events:
             self._rewrite(event)
-        for attribute in session.states:
-            edits.replace(attribute, lambda updated: updated.with_changes(value=cst.Name(amp)))
+        for name in session.states:
+            edits.replace(name, cst.parse_expression(f"{amp}.scaler"))
+        self._import()
         self._say()
-        return {session.made, *regions}
+
+    def _forget(self, call: cst.Call) -> None:
+        self.replaced.update(filter(None, (call.func, root(call.func))))
 
     def _is_after(self, region: cst.Call) -> bool:
-        """Whether the session is sure to be there when a region is entered; another keeps a form of its own."""
+        """Whether the session is sure to be there when a region is entered; another stays torch's."""
         view, session = self.view, self.session
         if view.scope(region) is session.scaler.scope:
             return view.position(region) > view.position(session.prepared_after)
@@ -79,61 +104,100 @@ class _Writer:
         return any(view.function(event.node) is function for event in session.events)
 
     def _rewrite(self, event: Event) -> None:
-        edits, amp = self.edits, self.amp
+        edits, amp, node = self.edits, self.amp, event.node
         if event.kind == "update":
-            edits.drop(self.view.statement(event.node))
+            edits.drop(self.view.statement(node))
         elif event.kind == "look":
-            edits.replace(event.node, cst.parse_expression(f"{amp}.get_scale()"))
-        elif event.kind == "unscale":
-            edits.replace(event.node, cst.parse_expression(f"{amp}.unscale_({event.optimizer})"))
+            edits.replace(node, cst.parse_expression(f"{amp}.get_scale()"))
         elif event.kind == "backward":
-            edits.replace(event.node, lambda updated: _backward(updated, amp))
+            edits.replace(node, lambda updated: _backward(updated, amp))
         else:
-            limit = self._merge_clip(event)
-            maximum = "" if limit is None else f", max_norm={self.view.code(limit)}"
-            edits.replace(event.node, cst.parse_expression(f"{amp}.step({event.optimizer}{maximum})"))
-
-    def _merge_clip(self, step: Event) -> cst.BaseExpression | None:
-        """``unscale_``, ``clip_grad_norm_`` and ``step`` in a row are one ``step``; returns the largest norm."""
-        model = self.session.whole.get(step.optimizer)
-        found = None if model is None else clip_before(self.view, step.node, f"{model}.parameters()")
-        unscale = self.view.beside(step.node, -2)
-        for event in self.session.events:
-            mine = event.kind == "unscale" and event.optimizer == step.optimizer
-            if (
-                found is not None
-                and unscale is not None
-                and mine
-                and self.view.statement(event.node) is unscale
-            ):
-                line, limit = found
-                self.edits.drop(unscale)
-                self.edits.drop(line)
-                return limit
-        return None
+            what = "unscale_" if event.kind == "unscale" else "step"
+            edits.replace(node, cst.parse_expression(f"{amp}.{what}({event.optimizer})"))
 
     def _say(self) -> None:
-        edits, session, amp = self.edits, self.session, self.amp
-        device = session.device.code
-        if session.device.is_literal and device.strip("\"'") == "cuda":
-            edits.differs(
+        session = self.session
+        if session.device == '"cuda"':
+            self.edits.say(
                 session.made,
+                "differs",
                 "where there is no CUDA, torch.amp turned itself off with a warning; "
-                f"castwise.Amp(device={device}) raises a DeviceError",
+                f"castwise.Amp(device={session.device}) raises a DeviceError",
             )
-        edits.differs(session.made, FLOOR)
-        for model in session.models.values():
-            edits.differs(
-                session.prepared_after,
-                f"{model.name!r} returns fp32 where its outputs were fp16, and every call of it runs by the plan",
+        self.edits.say(
+            session.made,
+            "differs",
+            "the loss scale stops at 2**-14, and gradients that overflow there again and again raise a LossScaleError; "
+            "it fell to zero before",
+        )
+        if session.enabled is not None:
+            self.edits.say(
+                session.made,
+                "differs",
+                f"where {session.enabled} is off, steps whose gradients are not finite are skipped too; "
+                'castwise.Amp(..., nonfinite="allow") takes them',
             )
-        for attribute in session.states:
-            what = f"{amp}.{attribute.attr.value}()"
-            edits.differs(
-                attribute,
-                f"{what} is of the whole session and has another form than torch's; {amp}.scaler.load_state_dict() reads the "
-                "scaler's part of an earlier checkpoint",
-            )
+
+    # --- imports ------------------------------------------------------------------------------------------
+
+    def _import(self) -> None:
+        """Import castwise after the imports at the head of the script, and drop what nothing names any more."""
+        view, edits = self.view, self.edits
+        for node in view.nodes:
+            if isinstance(node, (cst.Import, cst.ImportFrom)) and not isinstance(node.names, cst.ImportStar):
+                self._drop_unused(node)
+        if any(isinstance(item, meta.ImportAssignment) for item in view.globals["castwise"]):
+            return
+        new = statement("import castwise")
+        last = _head(view.module)
+        if last is not None:
+            edits.insert_after(last, new)
+        else:
+            edits.replace(view.module, lambda module: module.with_changes(body=[new, *module.body]))
+
+    def _drop_unused(self, node: cst.Import | cst.ImportFrom) -> None:
+        assert not isinstance(node.names, cst.ImportStar)
+        left = [alias for alias in node.names if not self._is_unused(node, alias)]
+        line = self.view.parent(node)
+        if left and len(left) < len(node.names):
+            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            self.edits.replace(node, lambda updated: updated.with_changes(names=left))
+        elif not left and isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+            suite = self.view.suite(line)
+            if suite is not None and len(suite.body) > 1:
+                self.edits.drop(line)
+
+    def _is_unused(self, node: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> bool:
+        bound = alias.evaluated_alias or alias.evaluated_name
+        scope = self.view.scope(node)
+        if (
+            scope is None
+            or bound == "torch"
+            or "." in bound
+            or bound in self.view.strings
+            or self.exported & {bound, "*"}
+        ):
+            return False
+        uses = [
+            access.node
+            for item in scope[bound]
+            if isinstance(item, meta.Assignment) and item.node is node
+            for access in item.references
+        ]
+        return bool(uses) and self.replaced.issuperset(uses)
+
+
+def _head(module: cst.Module) -> cst.BaseStatement | None:
+    """The last import at the head of a script, or its docstring."""
+    last: cst.BaseStatement | None = None
+    for line in module.body:
+        small = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+        docstring = last is None and isinstance(small, cst.Expr) and isinstance(small.value, cst.BaseString)
+        if not docstring and not isinstance(small, (cst.Import, cst.ImportFrom)):
+            break
+        assert isinstance(line, cst.BaseStatement)
+        last = line
+    return last
 
 
 def _backward(updated: cst.Call, amp: str) -> cst.Call:

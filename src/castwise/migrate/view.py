@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
 from libcst import metadata as meta
 
-__all__ = ["Suite", "Undecided", "View", "inside", "only_call", "root"]
+__all__ = ["Suite", "Undecided", "View", "inside", "root"]
 
 Suite = cst.IndentedBlock | cst.Module
 
@@ -49,26 +50,20 @@ class View:
         self._names: Any = wrapper.resolve(meta.QualifiedNameProvider)
         self._parents = wrapper.resolve(meta.ParentNodeProvider)
         self._positions = wrapper.resolve(meta.PositionProvider)
+        scope = self._scopes[self.module]
+        assert scope is not None
+        self.globals: meta.Scope = scope
         self.nodes: list[cst.CSTNode] = list(inside(self.module))
-        self.words = {
-            node.value for node in self.nodes if isinstance(node, cst.Name) and self._is_variable(node)
+        scopes = {id(each): each for each in self._scopes.values() if each is not None}.values()
+        self.words = {item.name for each in scopes for item in each.assignments} | {
+            node.value for node in self.nodes if isinstance(node, cst.Name) and self.scope(node) is not None
         }
+        """Names of variables, everywhere: none that stands behind a dot alone, or before an argument."""
         self.strings = {
             value
             for node in self.nodes
             if isinstance(node, cst.SimpleString) and isinstance(value := node.evaluated_value, str)
         }
-
-    def _is_variable(self, name: cst.Name) -> bool:
-        """Whether a name may be one of a variable: not one behind a dot, of an argument or of a module."""
-        parent = self.parent(name)
-        if isinstance(parent, cst.Attribute) and parent.attr is name:
-            return False
-        if isinstance(parent, cst.Arg) and parent.keyword is name:
-            return False
-        if isinstance(parent, cst.ImportAlias):
-            return parent.asname is None
-        return not isinstance(parent, cst.ImportFrom)
 
     # --- places -------------------------------------------------------------------------------------------
 
@@ -120,15 +115,6 @@ class View:
             if isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.Module)):
                 return outer
         return self.module
-
-    def beside(self, node: cst.CSTNode, by: int) -> cst.BaseStatement | None:
-        """The statement so many places after that of a node, in the same block."""
-        suite = self.suite(node)
-        if suite is None:
-            return None
-        place = self.index(node) + by
-        found = suite.body[place] if 0 <= place < len(suite.body) else None
-        return found if isinstance(found, cst.BaseStatement) else None
 
     def whole_statement(self, node: cst.BaseExpression) -> cst.SimpleStatementLine | None:
         """The line that holds this expression as a statement and nothing else."""
@@ -191,11 +177,13 @@ class View:
 
     def number(self, node: cst.BaseExpression) -> float | None:
         """A number written out, as ``65536.`` or ``2 ** 16``; None for anything else."""
+        code = self.code(node).strip("() ")
+        power = re.fullmatch(r"([\d.]+) *\*\* *(\d+)(?:\.0*)?", code)
         try:
-            tree = ast.parse(self.code(node).strip(), mode="eval").body
-            return _number(tree)
+            value = float(power[1]) ** int(power[2]) if power else ast.literal_eval(code)
         except (SyntaxError, ValueError, OverflowError):
             return None
+        return value if type(value) in (int, float) else None
 
     def is_fixed(self, node: cst.BaseExpression) -> bool:
         """Whether a string written out, or a name or attribute that nothing in the script binds again."""
@@ -204,28 +192,8 @@ class View:
         name = root(node)
         if name is None or len(self.bindings(name)) != 1:
             return False
-        text = self.code(node)
-        return (
-            not any(
-                isinstance(other, cst.AssignTarget)
-                and self.code(other.target) == text
-                and other.target is not name
-                for other in self.nodes
-            )
-            or text == name.value
-        )
-
-
-def only_call(line: cst.CSTNode | None) -> cst.Call | None:
-    """The call that a line consists of."""
-    if (
-        isinstance(line, cst.SimpleStatementLine)
-        and len(line.body) == 1
-        and isinstance(line.body[0], cst.Expr)
-    ):
-        value = line.body[0].value
-        return value if isinstance(value, cst.Call) else None
-    return None
+        targets = [other.target for other in self.nodes if isinstance(other, cst.AssignTarget)]
+        return isinstance(node, cst.Name) or self.code(node) not in map(self.code, targets)
 
 
 def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -242,17 +210,3 @@ def root(node: cst.BaseExpression) -> cst.Name | None:
     while isinstance(node, cst.Attribute):
         node = node.value
     return node if isinstance(node, cst.Name) else None
-
-
-def _number(tree: ast.expr) -> float:
-    if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
-        return tree.value  # type: ignore[return-value]
-    if isinstance(tree, ast.BinOp):
-        left, right = _number(tree.left), _number(tree.right)
-        if isinstance(tree.op, ast.Pow) and abs(right) < 128:
-            return float(left**right) if right < 0 or isinstance(left, float) else left**right
-        if isinstance(tree.op, ast.Mult):
-            return left * right
-        if isinstance(tree.op, ast.Div) and right:
-            return left / right
-    raise ValueError

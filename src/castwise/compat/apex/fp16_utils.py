@@ -74,15 +74,7 @@ def network_to_half(network: nn.Module) -> nn.Module:
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A model's trainable parameters, and fp32 masters of them.
-
-    Args:
-        model: In fp16.
-        flat_master: One master for all.
-
-    Returns:
-        Parameters and masters.
-    """
+    """A model's trainable parameters, and fp32 masters of them; with ``flat_master`` one master for all."""
     params: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     if flat_master:
         flat = nn.utils.parameters_to_vector([p.detach() for p in params]).float()

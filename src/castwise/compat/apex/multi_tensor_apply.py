@@ -8,11 +8,7 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Says that Apex's own kernels are not there.
-
-    Args:
-        chunk_size: Ignored.
-    """
+    """Says that Apex's own kernels are not there."""
 
     available = False
     import_err = ImportError("Apex's CUDA extension amp_C is not part of castwise")

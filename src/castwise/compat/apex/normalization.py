@@ -1,4 +1,4 @@
-"""``apex.normalization`` on torch's norm layers, which are fused where the device can."""
+"""``apex.normalization`` on torch's norm layers, which are fused where the device can; ``memory_efficient`` is ignored."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, rms_norm
 
 __all__ = [
     "FusedLayerNorm",
@@ -30,13 +30,8 @@ def _as_shape(shape: _Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
-def _check_affine(name: str, options: dict[str, Any]) -> None:
-    if not options.get("elementwise_affine", True):
-        raise RuntimeError(f"{name} does not support `elementwise_affine = False`")
-
-
 class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm``; ``memory_efficient`` is ignored."""
+    """``torch.nn.LayerNorm``."""
 
     def __init__(
         self,
@@ -49,7 +44,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm``; ``memory_efficient`` is ignored."""
+    """``torch.nn.RMSNorm``."""
 
     def __init__(
         self,
@@ -61,115 +56,102 @@ class FusedRMSNorm(nn.RMSNorm):
         super().__init__(_as_shape(normalized_shape), eps, elementwise_affine)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """Layer norm of inputs in any format by weights in any other; the result has the weights' format.
+class _Mixed:
+    def __init__(self, normalized_shape: _Shape, eps: float = 1e-5, **kwargs: Any) -> None:
+        if not kwargs.get("elementwise_affine", True):
+            raise RuntimeError(f"{type(self).__name__} does not support `elementwise_affine = False`")
+        super().__init__(normalized_shape, eps)  # type: ignore[call-arg]
 
-    Args:
-        normalized_shape: Trailing dimensions.
-        eps: Added to the denominator, under its root.
-        kwargs: ``memory_efficient``, which is ignored; ``elementwise_affine`` may only be True.
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """Layer norm of inputs in any format by weights in any other; the result has the weights' format.
 
     Raises:
         RuntimeError: ``elementwise_affine=False``.
     """
 
-    def __init__(self, normalized_shape: _Shape, eps: float = 1e-5, **kwargs: Any) -> None:
-        _check_affine("MixedFusedLayerNorm", kwargs)
-        super().__init__(normalized_shape, eps)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise."""
         return mixed_dtype_fused_layer_norm_affine(
             input, self.weight, self.bias, self.normalized_shape, self.eps
         )
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """RMS norm of inputs in any format by weights in any other; the result has the weights' format.
-
-    Args:
-        normalized_shape: Trailing dimensions.
-        eps: Added to the denominator, under its root.
-        kwargs: ``memory_efficient``, which is ignored; ``elementwise_affine`` may only be True.
 
     Raises:
         RuntimeError: ``elementwise_affine=False``.
     """
 
-    def __init__(self, normalized_shape: _Shape, eps: float = 1e-5, **kwargs: Any) -> None:
-        _check_affine("MixedFusedRMSNorm", kwargs)
-        super().__init__(normalized_shape, eps)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
         return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 0.0)
 
 
 def fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     normalized_shape: _Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Layer norm with weights, all of one format."""
-    return functional.layer_norm(input, _as_shape(normalized_shape), weight, bias, eps)
+    return layer_norm(input, _as_shape(normalized_shape), weight, bias, eps)
 
 
 def fused_layer_norm(
-    input: torch.Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> torch.Tensor:
+    input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """Layer norm without weights."""
-    return functional.layer_norm(input, _as_shape(normalized_shape), None, None, eps)
+    return layer_norm(input, _as_shape(normalized_shape), None, None, eps)
 
 
 def mixed_dtype_fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     normalized_shape: _Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Layer norm of an input in any format; computed in fp32, returned in the weights' format."""
-    out = functional.layer_norm(input.float(), _as_shape(normalized_shape), weight.float(), bias.float(), eps)
+    out = layer_norm(input.float(), _as_shape(normalized_shape), weight.float(), bias.float(), eps)
     return out.to(weight.dtype)
 
 
 def fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     normalized_shape: _Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """RMS norm with weights, all of one format."""
-    return functional.rms_norm(input, _as_shape(normalized_shape), weight, eps)
+    return rms_norm(input, _as_shape(normalized_shape), weight, eps)
 
 
 def fused_rms_norm(
-    input: torch.Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> torch.Tensor:
+    input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """RMS norm without weights."""
-    return functional.rms_norm(input, _as_shape(normalized_shape), None, eps)
+    return rms_norm(input, _as_shape(normalized_shape), None, eps)
 
 
 def mixed_dtype_fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     normalized_shape: _Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """RMS norm of an input in any format; computed in fp32, returned in the weights' format."""
-    out = functional.rms_norm(input.float(), _as_shape(normalized_shape), weight.float(), eps)
+    out = rms_norm(input.float(), _as_shape(normalized_shape), weight.float(), eps)
     return out.to(weight.dtype)
 
 
-def manual_rms_norm(
-    input: torch.Tensor, normalized_shape: _Shape, weight: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def manual_rms_norm(input: Tensor, normalized_shape: _Shape, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm, by the name of Apex's reference."""
     if weight is None:
         return fused_rms_norm(input, normalized_shape, eps)

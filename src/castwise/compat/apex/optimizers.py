@@ -28,21 +28,10 @@ class _ClearsAsSaid(torch.optim.Optimizer):
 class FusedAdam(_ClearsAsSaid, torch.optim.Adam):
     """``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``. States that Apex saved load.
 
-    Args:
-        params: Parameters or groups.
-        lr: Rate.
-        bias_correction: False is refused.
-        betas: Decay of the two moments.
-        eps: Added to the denominator.
-        adam_w_mode: Decoupled weight decay.
-        weight_decay: As in torch.
-        amsgrad: True is refused, as in Apex.
-        set_grad_none: False has ``zero_grad`` fill with zeros.
-        capturable: As in torch.
-        master_weights: True is refused: ``amp.initialize`` keeps masters.
+    ``set_grad_none=False`` has ``zero_grad`` fill with zeros.
 
     Raises:
-        RuntimeError: An argument that was refused.
+        RuntimeError: ``bias_correction=False``, ``amsgrad=True`` (as in Apex) or ``master_weights=True``.
     """
 
     def __init__(
@@ -88,16 +77,8 @@ class FusedAdam(_ClearsAsSaid, torch.optim.Adam):
 class FusedSGD(_ClearsAsSaid, torch.optim.SGD):
     """``torch.optim.SGD``.
 
-    Args:
-        params: Parameters or groups.
-        lr: Rate.
-        momentum: As in torch.
-        dampening: As in torch.
-        weight_decay: As in torch.
-        nesterov: As in torch.
-        wd_after_momentum: True is refused.
-        materialize_master_grads: Ignored: masters share the model's gradients.
-        set_grad_none: True has ``zero_grad`` drop gradients, False fill with zeros.
+    ``set_grad_none=True`` has ``zero_grad`` drop gradients; ``materialize_master_grads`` is ignored, as masters share the
+    model's gradients.
 
     Raises:
         RuntimeError: ``wd_after_momentum=True``.
@@ -122,15 +103,7 @@ class FusedSGD(_ClearsAsSaid, torch.optim.SGD):
 
 
 class FusedAdagrad(_ClearsAsSaid, torch.optim.Adagrad):
-    """``torch.optim.Adagrad``.
-
-    Args:
-        params: Parameters or groups.
-        lr: Rate.
-        eps: Added to the denominator.
-        weight_decay: As in torch.
-        set_grad_none: False has ``zero_grad`` fill with zeros.
-        adagrad_w_mode: True is refused.
+    """``torch.optim.Adagrad``; ``set_grad_none=False`` has ``zero_grad`` fill with zeros.
 
     Raises:
         RuntimeError: ``adagrad_w_mode=True``.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import Amp
+from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.colossalai.engine.gradient_handler import local_grad
 from castwise.compat.colossalai.logging import get_dist_logger
@@ -47,11 +48,7 @@ class AMP_TYPE(Enum):  # noqa: N801 - the name is the contract
 class AmpOptimizer(ColossalaiOptimizer):
     """An optimizer whose losses are scaled and whose steps are skipped where a gradient is not finite.
 
-    Args:
-        optim: The optimizer, prepared by ``amp``.
-        amp: The session.
-        recipe: Of the mode.
-        clip_grad_norm: Each step clips to this global norm, 0 for none.
+    Each step clips to the global norm ``clip_grad_norm``, or that of the recipe; 0 for none.
 
     Attributes:
         amp: The castwise session, for whatever it can do beyond Colossal-AI.
@@ -135,15 +132,11 @@ class NaiveAMPOptimizer(AmpOptimizer):
         """The keys of Colossal-AI's ``FP16Optimizer``: ``optimizer``, ``grad_scaler``, ``fp32_master_param_groups``."""
         return {
             "optimizer": self.optim.state_dict(),
-            "grad_scaler": self._scaler_state(),
+            "grad_scaler": self.amp.state_dict()["scaler"] or {},
             "fp32_master_param_groups": [
                 [p.detach().clone() for p in group["params"]] for group in self.param_groups
             ],
         }
-
-    def _scaler_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.amp.state_dict()["scaler"] or {}
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of Colossal-AI's own, or of the bare optimizer."""
@@ -153,11 +146,9 @@ class NaiveAMPOptimizer(AmpOptimizer):
         self.optim.load_state_dict(state_dict["optimizer"])
         if state_dict.get("grad_scaler"):
             # Colossal-AI's own has a tensor for the scale, and no counters
-            saved = dict(state_dict["grad_scaler"])
-            known = self._scaler_state()
-            own = {key: saved.get(key, value) for key, value in known.items()}
-            own["scale"] = float(saved["scale"])
-            self.amp.load_state_dict({**self.amp.state_dict(), "scaler": own})
+            saved, session = state_dict["grad_scaler"], self.amp.state_dict()
+            own = {key: saved.get(key, value) for key, value in (session["scaler"] or {}).items()}
+            self.amp.load_state_dict({**session, "scaler": {**own, "scale": float(saved["scale"])}})
         for group, saved_group in zip(
             self.param_groups, state_dict.get("fp32_master_param_groups", ()), strict=False
         ):
@@ -167,12 +158,7 @@ class NaiveAMPOptimizer(AmpOptimizer):
 
 
 class AmpCriterion(nn.Module):
-    """A criterion that runs under the plan, as the torch mode and Apex's O1 have it.
-
-    Args:
-        loss: Any callable.
-        amp: The session.
-    """
+    """A criterion, any callable, that runs under the plan, as the torch mode and Apex's O1 have it."""
 
     def __init__(self, loss: Any, amp: Amp) -> None:
         super().__init__()
@@ -202,7 +188,7 @@ def convert_to_amp(
         optimizer: Of torch, updating the model.
         criterion: Any callable that computes a loss, or None.
         mode: TORCH, APEX or NAIVE.
-        amp_config: The mode's options, see :mod:`castwise.compat.colossalai.plans`.
+        amp_config: The mode's options, as docs/compat.md lists them.
 
     Returns:
         ``(model, optimizer, criterion)``; the optimizer has ``backward(loss)``, ``clip_grad_norm(model, max_norm)``,
@@ -213,7 +199,9 @@ def convert_to_amp(
         UnknownNameError: An option that the mode does not have.
     """
     recipe = recipe_of(mode, amp_config)
-    return prepare(recipe, session_of(recipe, model), model, optimizer, criterion)
+    parameter = next(model.parameters(), None)
+    amp = Amp(recipe.plan, device=None if parameter is None else parameter.device)
+    return prepare(recipe, amp, model, optimizer, criterion)
 
 
 def convert_to_torch_amp(
@@ -231,12 +219,6 @@ def convert_to_apex_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any 
 def convert_to_naive_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any = None) -> tuple[Any, Any]:
     """``convert_to_amp`` in the naive mode; returns the model and the optimizer."""
     return convert_to_amp(model, optimizer, None, AMP_TYPE.NAIVE, amp_config)[:2]
-
-
-def session_of(recipe: Recipe, model: nn.Module) -> Amp:
-    """A session for a recipe, on the device that a model is on."""
-    parameter = next(model.parameters(), None)
-    return Amp(recipe.plan, device=None if parameter is None else parameter.device)
 
 
 def prepare(
@@ -260,8 +242,6 @@ def prepare(
 
 def _declare_cut(amp: Amp, model: nn.Module) -> None:
     """Colossal-AI's tensor parallel layers mark each parameter that they cut by ``is_tensor_parallel``."""
-    from castwise.compat.colossalai.context import ParallelMode
-
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = gpc.get_group(ParallelMode.TENSOR) if gpc.is_initialized(ParallelMode.TENSOR) else None

@@ -39,8 +39,7 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
     for index in range(rank, shares, ranks):
         part = nn.Sequential()
         for name, layer in named[bounds[index] : bounds[index + 1]]:
-            part.add_module(
-                name, layer
-            )  # under its own name, so that a checkpoint of all stages is one of the whole
+            # under its own name, so that a checkpoint of all stages is one of the whole
+            part.add_module(name, layer)
         parts.append(part)
     return parts[0] if num_chunks == 1 else nn.ModuleList(parts)

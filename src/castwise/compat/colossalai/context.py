@@ -37,11 +37,7 @@ class ParallelMode(Enum):
 
 
 class Config(dict[str, Any]):
-    """A dictionary whose values are attributes too, nested ones as well.
-
-    Args:
-        config: What it starts with.
-    """
+    """A dictionary whose values are attributes too, nested ones as well."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -66,11 +62,9 @@ class Config(dict[str, Any]):
 
     @classmethod
     def from_file(cls, filename: str | os.PathLike[str]) -> Self:
-        """Run a Python file and take its free names.
+        """Run a Python file, which may import from ``colossalai``, and take its free names.
 
-        Args:
-            filename: A ``.py`` file; names that begin with ``__``, modules and classes in it are left out. It may
-                import from ``colossalai``.
+        Names that begin with ``__``, modules and classes are left out.
 
         Raises:
             ConfigException: No such file, or not Python.

@@ -39,6 +39,8 @@ __all__ = [
     "launch_from_torch",
 ]
 
+_Configuration = Mapping[str, Any] | str | os.PathLike[str]
+
 
 def get_default_parser() -> argparse.ArgumentParser:
     """A parser with ``--config``, ``--host``, ``--port``, ``--world_size``, ``--rank``, ``--local_rank``, ``--backend``."""
@@ -54,7 +56,7 @@ def get_default_parser() -> argparse.ArgumentParser:
 
 
 def launch(
-    config: Mapping[str, Any] | str | os.PathLike[str],
+    config: _Configuration,
     rank: int,
     world_size: int,
     host: str,
@@ -104,32 +106,32 @@ def launch(
         )
 
 
-def _from_environment(call: str, starter: str, **names: str) -> dict[str, Any]:
-    """Arguments of ``launch`` from the environment: a host, and whole numbers."""
+def _launch_by(
+    call: str, starter: str, config: _Configuration, names: Mapping[str, str], **given: Any
+) -> None:
+    """``launch`` with further arguments from the environment: a host, and whole numbers."""
     try:
-        said = {key: os.environ[name] for key, name in names.items()}
-        return {key: text if key == "host" else int(text) for key, text in said.items()}
+        for key, name in names.items():
+            given[key] = os.environ[name] if key == "host" else int(os.environ[name])
     except KeyError as error:
         raise StateError(
             f"launch_from_{call}: the environment has no {error.args[0]}; start the script with {starter}"
         ) from None
+    launch(config, **given)
 
 
 def launch_from_torch(
-    config: Mapping[str, Any] | str | os.PathLike[str],
-    backend: str = "nccl",
-    seed: int = 1024,
-    verbose: bool = True,
+    config: _Configuration, backend: str = "nccl", seed: int = 1024, verbose: bool = True
 ) -> None:
     """``launch`` by what torchrun says: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
     names |= {"host": "MASTER_ADDR", "port": "MASTER_PORT"}
-    said = _from_environment("torch", "torchrun --nproc-per-node N script.py", **names)
-    launch(config, backend=backend, seed=seed, verbose=verbose, **said)
+    starter = "torchrun --nproc-per-node N script.py"
+    _launch_by("torch", starter, config, names, backend=backend, seed=seed, verbose=verbose)
 
 
 def launch_from_slurm(
-    config: Mapping[str, Any] | str | os.PathLike[str],
+    config: _Configuration,
     host: str,
     port: int,
     backend: str = "nccl",
@@ -137,12 +139,13 @@ def launch_from_slurm(
     verbose: bool = True,
 ) -> None:
     """``launch`` by what SLURM says: SLURM_PROCID and SLURM_NPROCS."""
-    said = _from_environment("slurm", "srun", rank="SLURM_PROCID", world_size="SLURM_NPROCS")
-    launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **said)
+    names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}
+    given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
+    _launch_by("slurm", "srun", config, names, **given)
 
 
 def launch_from_openmpi(
-    config: Mapping[str, Any] | str | os.PathLike[str],
+    config: _Configuration,
     host: str,
     port: int,
     backend: str = "nccl",
@@ -150,10 +153,10 @@ def launch_from_openmpi(
     verbose: bool = True,
 ) -> None:
     """``launch`` by what Open MPI says."""
-    prefix = "OMPI_COMM_WORLD_"
-    names = {"rank": f"{prefix}RANK", "local_rank": f"{prefix}LOCAL_RANK", "world_size": f"{prefix}SIZE"}
-    said = _from_environment("openmpi", "mpirun", **names)
-    launch(config, host=host, port=port, backend=backend, seed=seed, verbose=verbose, **said)
+    names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "SIZE"}
+    names = {key: f"OMPI_COMM_WORLD_{name}" for key, name in names.items()}
+    given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
+    _launch_by("openmpi", "mpirun", config, names, **given)
 
 
 def initialize(
@@ -248,10 +251,7 @@ def _schedule(
 ) -> NonPipelineSchedule | PipelineSchedule:
     if gpc.pipeline_parallel_size == 1:
         return NonPipelineSchedule()
-    count = gpc.config.get("NUM_MICRO_BATCHES", gpc.pipeline_parallel_size)
-    interleaved = isinstance(model, nn.ModuleList)
-    schedule = (
-        InterleavedPipelineSchedule(count, len(model)) if interleaved else PipelineSchedule(count)  # type: ignore[arg-type]
-    )
+    kind = InterleavedPipelineSchedule if isinstance(model, nn.ModuleList) else PipelineSchedule
+    schedule = kind(gpc.config.get("NUM_MICRO_BATCHES", gpc.pipeline_parallel_size))
     schedule.attach(model, criterion, amp, divide_by)
     return schedule

@@ -33,11 +33,7 @@ class _Stderr(logging.StreamHandler[Any]):
 
 
 class DistributedLogger:
-    """Logs on all ranks, or on those named.
-
-    Args:
-        name: The logger's name in :mod:`logging`.
-    """
+    """Logs on all ranks, or on those named, by the logger of a name in :mod:`logging`."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -59,14 +55,7 @@ class DistributedLogger:
         self._logger.setLevel(level)
 
     def log_to_file(self, path: str, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
-        """Write to ``path/rank_<n>[_suffix].log`` as well.
-
-        Args:
-            path: A folder; it is made where it is missing.
-            mode: As in ``open``.
-            level: The file's own.
-            suffix: Of the file's name.
-        """
+        """Write to ``path/rank_<n>[_suffix].log`` as well; the folder is made where it is missing."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank_{gpc.get_global_rank()}" + (f"_{suffix}" if suffix else "")
@@ -96,18 +85,11 @@ class DistributedLogger:
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
     """The logger of a name; the same each time."""
-    if name not in _loggers:
-        _loggers[name] = DistributedLogger(name)
-    return _loggers[name]
+    return _loggers.setdefault(name, DistributedLogger(name))
 
 
 def disable_existing_loggers(include: list[str] | None = None, exclude: list[str] | None = None) -> None:
-    """Raise the level of other libraries' loggers to WARNING.
-
-    Args:
-        include: These alone; by default all there are.
-        exclude: But not these; by default ``colossalai``.
-    """
+    """Raise the level of loggers to WARNING: all there are or those of ``include``, but ``exclude`` (``colossalai``)."""
     kept = ["colossalai"] if exclude is None else exclude
     for name in include if include is not None else list(logging.root.manager.loggerDict):
         if name not in kept:

@@ -49,11 +49,7 @@ def fp32_recipe() -> Recipe:
 
 
 def recipe_of(mode: Any, options: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe of a mode.
-
-    Args:
-        mode: A member of ``AMP_TYPE`` or its value.
-        options: As in ``fp16 = dict(mode=..., **options)``.
+    """The recipe of ``fp16 = dict(mode=mode, **options)``; the mode is a member of ``AMP_TYPE`` or its value.
 
     Raises:
         PlanError: A mode or a value that is not allowed.
@@ -113,9 +109,7 @@ def _format(option: str, value: Any, *allowed: str) -> str:
 def torch_recipe(options: dict[str, Any]) -> Recipe:
     """``AMP_TYPE.TORCH``: CUDA's autocast lists, on every device, and torch's scaler.
 
-    Args:
-        options: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled`` (False: no
-            scaling, autocast all the same), and castwise's own ``dtype`` (fp16 or bf16).
+    ``enabled=False`` means no scaling, autocast all the same; ``dtype`` (fp16 or bf16) is castwise's own.
     """
     given = _Options("TORCH", options)
     init = float(given.take("init_scale", default=2.0**16))
@@ -136,11 +130,8 @@ def torch_recipe(options: dict[str, Any]) -> Recipe:
 def naive_recipe(options: dict[str, Any]) -> Recipe:
     """``AMP_TYPE.NAIVE``: everything in fp16, BatchNorm too, with fp32 masters and outputs.
 
-    Args:
-        options: ``initial_scale`` (2**16, the code's default; the documentation shows 2**32), ``growth_factor``,
-            ``backoff_factor``, ``growth_interval``, ``hysteresis`` (``hysterisis`` in prose), ``min_scale``,
-            ``max_scale``, ``clip_grad_norm``, ``verbose``, ``log_num_zeros_in_grad``, ``dynamic_grad_scale`` (False: the
-            scale stays), and castwise's own ``dtype`` (fp16 or bf16).
+    ``initial_scale`` is 2**16 by default, as in the code; the documentation shows 2**32. ``dtype`` (fp16 or bf16) is
+    castwise's own.
     """
     given = _Options("NAIVE", options)
     init = float(given.take("initial_scale", "init_scale", default=2.0**16))
@@ -171,13 +162,7 @@ _CASTS: Final = ("fp32", "fp16", "bf16")
 
 
 def apex_recipe(options: dict[str, Any]) -> Recipe:
-    """``AMP_TYPE.APEX``: the keywords of ``apex.amp.initialize``.
-
-    Args:
-        options: ``opt_level`` (O1), ``enabled``, ``cast_model_type``, ``patch_torch_functions``,
-            ``keep_batchnorm_fp32``, ``master_weights``, ``loss_scale``, ``cast_model_outputs``, ``num_losses``,
-            ``verbosity``, ``min_loss_scale``, ``max_loss_scale``.
-    """
+    """``AMP_TYPE.APEX``: the keywords of ``apex.amp.initialize``."""
     given = _Options("APEX", options)
     level = given.take("opt_level", default="O1")
     if level not in LEVELS:
@@ -186,7 +171,9 @@ def apex_recipe(options: dict[str, Any]) -> Recipe:
             "the digit zero."
         )
     enabled = given.take("enabled", default=True)
-    chosen = LEVELS[level](Properties()).options
+    properties = Properties()
+    properties.set_level(level)
+    chosen = properties.options
     for name, default in chosen.items():
         if name not in ("enabled", "opt_level"):
             value = given.take(name)

@@ -29,8 +29,7 @@ _READ = ("level", "reshard_after_forward", "model_config", "optimizer_config")
 def zero_recipe(zero: Mapping[str, Any]) -> Recipe:
     """ZeRO without ``fp16`` is fp16 with fp32 masters in Colossal-AI, so it is the naive plan here.
 
-    Args:
-        zero: The configuration; the loss scale's options are those of ``optimizer_config``.
+    The loss scale's options are those of ``optimizer_config``.
     """
     given = zero.get("optimizer_config") or {}
     recipe = naive_recipe({key: given[key] for key in _SCALES if key in given})

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from castwise import Amp
+from castwise.checkpoint import load, newest, save
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.coverage import missing_attribute
@@ -48,7 +50,7 @@ def get_current_device() -> torch.device:
     """The accelerator of this process, or the CPU where there is none."""
     kind = default_device_type()
     return (
-        torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     )
 
 
@@ -73,6 +75,11 @@ def is_no_pp_or_last_stage() -> bool:
     return gpc.is_last_rank(ParallelMode.PIPELINE)
 
 
+def speaks_for_all() -> bool:
+    """Whether this rank shows and logs what all would: it sees the model's output, and is the first that does."""
+    return is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+
+
 def is_using_ddp() -> bool:
     """Whether there is more than one data parallel rank."""
     return gpc.get_world_size(ParallelMode.DATA) > 1
@@ -90,23 +97,16 @@ def print_rank_0(message: str, logger: Any = None) -> None:
 
 
 def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = False) -> None:
-    """Say how much memory of the device is and was in use, on the first rank; on a CPU the process's largest size.
+    """Say how much memory of the device is and was in use, on the first rank.
 
-    Args:
-        message: What to begin with.
-        logger: Where to; by default it is printed.
-        report_cpu: Add the process's largest size on an accelerator too.
+    On a CPU it is the process's largest size, which ``report_cpu`` adds on an accelerator too.
     """
     parts = []
     if get_current_device().type == "cuda":
+        kinds = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         parts = [
-            f"{name} {read() / 2**20:.1f} MiB"
-            for name, read in (
-                ("allocated", torch.cuda.memory_allocated),
-                ("max allocated", torch.cuda.max_memory_allocated),
-                ("reserved", torch.cuda.memory_reserved),
-                ("max reserved", torch.cuda.max_memory_reserved),
-            )
+            f"{kind.replace('memory_', '').replace('_', ' ')} {getattr(torch.cuda, kind)() / 2**20:.1f} MiB"
+            for kind in kinds
         ]
     if report_cpu or not parts:
         import resource
@@ -119,14 +119,7 @@ def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = Fal
 
 
 class DataParallelSampler(DistributedSampler[Any]):
-    """Gives each data parallel rank its part, in a new order each time it is gone through.
-
-    Args:
-        dataset: Of known length.
-        shuffle: Draw an order, the same on all ranks.
-        seed: Of the order.
-        drop_last: Leave out what does not divide; else it is filled up from the beginning.
-    """
+    """torch's for the data parallel ranks; with ``shuffle`` in a new order each time it is gone through."""
 
     def __init__(
         self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -156,20 +149,9 @@ def get_dataloader(
     num_workers: int = 0,
     **kwargs: Any,
 ) -> DataLoader[Any]:
-    """A loader whose data parallel ranks read different parts.
+    """``torch.utils.data.DataLoader``, whose data parallel ranks read different parts unless ``add_sampler=False``.
 
-    Args:
-        dataset: What to load.
-        shuffle: Draw an order each epoch.
-        seed: Of the order and of the workers.
-        add_sampler: Divide the data over the data parallel ranks where there is more than one.
-        drop_last: Leave out an incomplete batch.
-        pin_memory: Only where there is an accelerator.
-        num_workers: Processes that load.
-        kwargs: As in ``torch.utils.data.DataLoader``, ``batch_size`` above all.
-
-    Returns:
-        The loader.
+    Order and workers are seeded by ``seed``; memory is pinned only where there is an accelerator.
     """
 
     def seed_worker(worker: int) -> None:
@@ -211,14 +193,7 @@ class Timer:
         self._begun_s = time.perf_counter()
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """End; waits for the device.
-
-        Args:
-            keep_in_history: Remember the interval.
-
-        Returns:
-            Its length in seconds.
-        """
+        """End, and remember the interval if asked; waits for the device. Returns its length in seconds."""
         if self._begun_s is None:
             raise StateError("Timer.stop: it was not started; call start() first")
         synchronize()
@@ -251,11 +226,7 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name.
-
-    Args:
-        on: False makes every call do nothing.
-    """
+    """Timers by name, which do nothing while they are not ``on``."""
 
     def __init__(self, on: bool = True) -> None:
         self._on = on
@@ -295,12 +266,9 @@ class MultiTimer:
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def _session(model: nn.Module) -> Any:
-    from castwise import Amp
-
-    inner = (
-        getattr(model, "module", model) if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    )
+def _session(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What ``castwise.checkpoint`` takes of an engine's model and optimizer."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     parts = list(inner) if isinstance(inner, nn.ModuleList) and Amp.of(inner) is None else [inner]
     amp = Amp.of(parts[0])
     if amp is None:
@@ -308,7 +276,8 @@ def _session(model: nn.Module) -> Any:
             "save_checkpoint and load_checkpoint take the model of an engine (engine.model): this one was not prepared by "
             "colossalai.initialize or convert_to_amp"
         )
-    return amp, parts[0] if len(parts) == 1 else parts
+    optimizers = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
+    return {"model": parts, "optimizers": optimizers, "amp": amp}
 
 
 def save_checkpoint(
@@ -319,22 +288,18 @@ def save_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Save a training into a folder, from all ranks, so that it resumes under any mode and layout.
+    """Save an engine's model and optimizer, from all ranks, so that they resume under any mode and layout.
 
     Args:
         file: A folder; a checkpoint of castwise appears in it whole or not at all. Two epochs are kept.
         epoch: Its number.
-        model: The engine's.
-        optimizer: The engine's.
+        model: ``engine.model``.
+        optimizer: ``engine.optimizer``.
         lr_scheduler: Saved along.
-        kwargs: Saved along, JSON values and tensors.
+        kwargs: Saved along: JSON values and tensors.
     """
-    from castwise import checkpoint
-
-    amp, parts = _session(model)
     extra = {"lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(), **kwargs}
-    optimizers = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
-    checkpoint.save(file, epoch, model=parts, optimizers=optimizers, amp=amp, extra=extra)
+    save(file, epoch, **_session(model, optimizer), extra=extra)
 
 
 def load_checkpoint(
@@ -344,32 +309,19 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Continue from the newest complete checkpoint of a folder, or from one of them.
+    """Continue from the newest complete checkpoint of a folder, or from ``folder/step-...``; returns its epoch.
 
-    Args:
-        file: The folder, or ``folder/step-...`` for a certain one.
-        model: The engine's.
-        optimizer: The engine's.
-        lr_scheduler: Loaded along.
-        kwargs: Taken and ignored: what fits loads whatever the layout.
-
-    Returns:
-        The number of its epoch.
+    ``kwargs`` are taken and ignored: what fits loads whatever the layout.
 
     Raises:
         FileNotFoundError: There is none.
     """
-    from castwise import checkpoint
-
-    amp, parts = _session(model)
-    path = Path(file)
-    if not path.name.startswith("step-"):
-        found = checkpoint.newest(path)
+    found: Any = Path(file)
+    if not found.name.startswith("step-"):
+        found = newest(file)
         if not found:
             raise FileNotFoundError(f"load_checkpoint({str(file)!r}): no complete checkpoint there")
-        path = found.path or path
-    optimizers = () if optimizer is None else getattr(optimizer, "optimizer", optimizer)
-    loaded = checkpoint.load(path, model=parts, optimizers=optimizers, amp=amp)
+    loaded = load(found, **_session(model, optimizer))
     if lr_scheduler is not None and loaded.extra and loaded.extra.get("lr_scheduler"):
         lr_scheduler.load_state_dict(loaded.extra["lr_scheduler"])
     return loaded.step

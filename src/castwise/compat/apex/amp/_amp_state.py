@@ -47,12 +47,7 @@ def warn_or_err(msg: str) -> None:
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print unless verbosity is 0.
-
-    Args:
-        msg: What to print.
-        rank0: On the first rank alone.
-    """
+    """Print unless verbosity is 0, if ``rank0`` on the first rank alone."""
     if _amp_state.verbosity <= 0:
         return
     dist = torch.distributed
@@ -62,10 +57,6 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The parameters that an optimizer updates, group by group: the fp32 masters where there are any.
-
-    Args:
-        optimizer: As ``initialize`` returned it.
-    """
+    """The parameters that an optimizer updates, group by group: the fp32 masters where there are any."""
     for group in optimizer.param_groups:
         yield from group["params"]

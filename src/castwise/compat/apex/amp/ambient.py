@@ -7,7 +7,7 @@ in-place matrix products and ``local_response_norm`` are patched while the casts
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from castwise import Plan
 from castwise.casting import AmbientAutocast
 from castwise.compat.apex.amp._amp_state import _amp_state
 from castwise.compat.apex.amp.functions import patch
-from castwise.errors import StateError
 from castwise.plans.rules import overrides
 
-__all__ = ["FORMATS", "Ambient", "WeightCache"]
+__all__ = ["FORMATS", "begin_caching", "casts_of_o1", "end_caching", "patch_torch"]
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 """What half may mean, and castwise's name of it."""
@@ -36,74 +35,36 @@ _BCE = (
 )
 
 
-def _messages(device_type: str) -> dict[str, str]:
-    """Apex's words for what it bans."""
-    rows = overrides("apex", (), device_type).values()
-    banned = [row.op for row in rows if row.rule == "banned"]
-    return {op: f"Cannot call in-place method {op} on fp16 Tensors." for op in banned} | {
-        "binary_cross_entropy": _BCE
-    }
+def casts_of_o1(device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> AmbientAutocast:
+    """Apex's casts on one device type, not entered yet; if ``allow_banned``, binary_cross_entropy runs in fp32."""
+    banned = [row.op for row in overrides("apex", (), device_type).values() if row.rule == "banned"]
+    messages = {op: f"Cannot call in-place method {op} on fp16 Tensors." for op in banned}
+    allowed = (("binary_cross_entropy", "fp32"),) if allow_banned else ()
+    plan = Plan(compute=FORMATS[dtype], rules="apex", ops=allowed)
+    return AmbientAutocast(plan, device_type, messages={**messages, "binary_cross_entropy": _BCE})
 
 
-class Ambient(AmbientAutocast):
-    """Apex's casts on one device type, for the whole process.
-
-    Args:
-        device_type: Whose tensors are cast.
-        dtype: fp16, as Apex has it, or bf16.
-        allow_banned: Run binary_cross_entropy in fp32 instead of raising.
-    """
-
-    def __init__(self, device_type: str, dtype: torch.dtype, allow_banned: bool = False) -> None:
-        allowed = (("binary_cross_entropy", "fp32"),) if allow_banned else ()
-        plan = Plan(compute=FORMATS[dtype], rules="apex", ops=allowed)
-        super().__init__(plan, device_type, messages=_messages(device_type))
-        self._undo: list[Callable[[], None]] = []
-
-    def enter(self) -> None:
-        """Put the casts in force; again after :meth:`leave`."""
-        super().enter()
-        for (owner, name), make in _PATCHES.items():
-            original = getattr(owner, name)
-            self._undo.append(patch(owner, name, functools.wraps(original)(make(original, self.device_type))))
-
-    def leave(self) -> None:
-        """End the casts; nothing of them stays.
-
-        Raises:
-            StateError: From another thread than they began on, or inside a region that was entered after them.
-        """
-        try:
-            super().leave()
-        except StateError as error:
-            raise StateError(f"handle._deactivate(): {error}") from None
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-
-class WeightCache:
-    """Forward hooks of a model: inside one call a weight is cast once.
+def begin_caching(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a model: inside one call a weight is cast once.
 
     Between calls nothing is kept, so that weights may change by any means: a copy that outlived its weight's change was
-    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph. They hold
-    nothing, so that models pickle and copy; a copy that outlives the casts finds no handle.
+    one of Apex's defects. Nor is anything kept where no gradient is wanted, since such a copy has no graph. A copy of
+    the model that outlives the casts finds no handle.
     """
+    if torch.is_grad_enabled() and _caches():
+        torch.set_autocast_cache_enabled(True)
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self._wanted():
-            torch.set_autocast_cache_enabled(True)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook; runs after an exception too."""
-        if not torch.compiler.is_compiling() and self._wanted():
-            torch.set_autocast_cache_enabled(False)
-            _amp_state.handle._clear_cache()
+def end_caching(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook; runs after an exception too."""
+    if _caches():
+        torch.set_autocast_cache_enabled(False)
+        _amp_state.handle._clear_cache()
 
-    @staticmethod
-    def _wanted() -> bool:
-        return _amp_state.handle is not None and bool(_amp_state.handle.has_cache)
+
+def _caches() -> bool:
+    handle = _amp_state.handle
+    return not torch.compiler.is_compiling() and handle is not None and bool(handle.has_cache)
 
 
 # --- patches ------------------------------------------------------------------------------------------------
@@ -122,15 +83,6 @@ def _in_fp32(original: Callable[..., Any], device_type: str) -> Callable[..., An
         return original(input.float() if _is_cast(input, device_type) else input, *args, **kwargs)
 
     return function
-
-
-def _cpu(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    def cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        source = self.float() if _is_cast(self, device_type) else self
-        moved: torch.Tensor = original(source, *args, **kwargs)
-        return moved
-
-    return cpu
 
 
 def _ipow(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
@@ -154,8 +106,15 @@ def _match_self(original: Callable[..., Any], device_type: str) -> Callable[...,
 
 
 _PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
-    (torch.Tensor, "cpu"): _cpu,
+    (torch.Tensor, "cpu"): _in_fp32,
     (torch.Tensor, "__ipow__"): _ipow,
     **{(torch.Tensor, name): _match_self for name in ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")},
     (nn.functional, "local_response_norm"): _in_fp32,
 }
+
+
+def patch_torch(device_type: str) -> Iterator[Callable[[], None]]:
+    """Put the patches in place, each followed by what undoes it."""
+    for (owner, name), make in _PATCHES.items():
+        original = getattr(owner, name)
+        yield patch(owner, name, functools.wraps(original)(make(original, device_type)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch import nn
 from castwise.compat.apex.amp import models as casting
 from castwise.compat.apex.amp import stash
 from castwise.compat.apex.amp._amp_state import _amp_state, maybe_print
-from castwise.compat.apex.amp.ambient import Ambient, WeightCache
+from castwise.compat.apex.amp.ambient import FORMATS, begin_caching, casts_of_o1, end_caching, patch_torch
 from castwise.compat.apex.amp.functions import patch_registered
-from castwise.compat.apex.amp.handle import AmpHandle, NoOpHandle
-from castwise.compat.apex.amp.properties import LEVELS, Properties
+from castwise.compat.apex.amp.handle import AmpHandle
+from castwise.compat.apex.amp.properties import BRIEFS, LEVELS, Properties
 from castwise.compat.apex.amp.scaler import LossScaler
 
 __all__ = ["init", "initialize", "load_state_dict", "state_dict"]
@@ -82,8 +82,8 @@ def initialize(
             f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in `O0`, `O1`, etc., "
             "the prefix O is the letter O, not the number zero."
         )
-    LEVELS[opt_level](properties)
-    maybe_print(f"Selected optimization level {LEVELS[opt_level].brief}", True)
+    properties.set_level(opt_level)
+    maybe_print(f"Selected optimization level {opt_level}:  {BRIEFS[opt_level]}", True)
     _print_options("Defaults for this optimization level are:", properties)
     _amp_state.min_loss_scale = min_loss_scale
     _amp_state.max_loss_scale = max_loss_scale
@@ -107,14 +107,13 @@ def _print_options(title: str, properties: Properties) -> None:
         maybe_print(f"{name:22} : {value}", True)
 
 
-def _as_list(value: Any, kind: type | tuple[type, ...], message: str) -> list[Any]:
-    if value is None:
+def _as_list(what: str, given: Any, fits: Callable[[Any], bool]) -> list[Any]:
+    if given is None:
         return []
-    if isinstance(value, kind):
-        return [value]
-    if isinstance(value, list):
-        return value
-    raise TypeError(message)
+    values = [given] if fits(given) else given
+    if not isinstance(values, list) or not all(map(fits, values)):
+        raise TypeError(f"{what}s must be either a single {what} or a list of {what}s.")
+    return values
 
 
 def _apply(
@@ -125,14 +124,10 @@ def _apply(
     outputs: torch.dtype | None,
     half: torch.dtype | None,
 ) -> Any:
-    from castwise.compat.apex.parallel import LARC
-
     all_optimizers = _as_list(
-        optimizers,
-        (torch.optim.Optimizer, LARC),
-        "optimizers must be either a single optimizer or a list of optimizers.",
+        "optimizer", optimizers, lambda value: isinstance(casting.base_of(value), torch.optim.Optimizer)
     )
-    all_models = _as_list(models, nn.Module, "models must be either a single model or a list of models.")
+    all_models = _as_list("model", models, lambda value: isinstance(value, nn.Module))
     casting.check_models(all_models)
     if not _amp_state.allow_incoming_model_not_fp32:
         casting.check_params_fp32(all_models)
@@ -140,7 +135,7 @@ def _apply(
     if properties.cast_model_type:
         casting.cast_models(all_models, all_optimizers, properties, outputs)
     elif outputs is not None:
-        casting.cast_outputs(all_models, outputs)
+        casting.install_casts(all_models, None, outputs)
     for optimizer in all_optimizers:
         stash.equip(optimizer, bool(properties.master_weights))
     _amp_state.loss_scalers = [
@@ -152,9 +147,8 @@ def _apply(
         for _ in range(num_losses)
     ]
     if properties.patch_torch_functions:
-        _begin_casts(
-            casting.device_type_of(all_models), half or torch.float16, all_models, properties.loss_scale
-        )
+        device_type = casting.device_type_of(all_models)
+        _begin_casts(device_type, half or torch.float16, all_models, properties.loss_scale)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -163,8 +157,9 @@ def _end_casts() -> bool:
     handle = _amp_state.handle
     if handle is None:
         return False
+    were_in_force: bool = handle._ambient.entered
     handle._deactivate()
-    return isinstance(handle, AmpHandle)
+    return were_in_force
 
 
 def _begin_casts(
@@ -173,24 +168,28 @@ def _begin_casts(
     models: Sequence[nn.Module] = (),
     loss_scale: float | str = "dynamic",
     *,
+    enabled: bool = True,
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle:
-    if half not in (torch.float16, torch.bfloat16):
+    if half not in FORMATS:
         raise RuntimeError(
             f"patch_torch_functions_type was {half}; allowed: torch.float16, torch.bfloat16. For fp32 use opt_level='O0'."
         )
-    ambient = Ambient(device_type, half, allow_banned)
-    handle = AmpHandle(ambient, half, loss_scale, enable_caching, verbose or _amp_state.verbosity == 2)
-    for undo in patch_registered():
-        handle.on_deactivate(undo)
-    if enable_caching:
-        cache = WeightCache()
-        for model in models:
-            handle.on_deactivate(model.register_forward_pre_hook(cache.enter).remove)
-            handle.on_deactivate(model.register_forward_hook(cache.leave, always_call=True).remove)
-    ambient.enter()
+    ambient = casts_of_o1(device_type, half, allow_banned)
+    handle = AmpHandle(
+        ambient, half, loss_scale, enabled and enable_caching, verbose or _amp_state.verbosity == 2
+    )
+    if enabled:
+        for undo in patch_registered():
+            handle.on_deactivate(undo)
+        for model in models if enable_caching else ():
+            handle.on_deactivate(model.register_forward_pre_hook(begin_caching).remove)
+            handle.on_deactivate(model.register_forward_hook(end_caching, always_call=True).remove)
+        ambient.enter()
+        for undo in patch_torch(device_type):
+            handle.on_deactivate(undo)
     _amp_state.handle = handle
     return handle
 
@@ -202,26 +201,17 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Any:
-    """Put the casts of O1 in force, as Apex's first API did.
+    """Put the casts of O1 in force, as Apex's first API did; returns their handle.
 
-    Args:
-        enabled: False returns a handle that does nothing.
-        loss_scale: Of ``handle.scale_loss``.
-        enable_caching: Kept by the handle; without ``initialize`` there is no model to keep copies for.
-        verbose: Kept by the handle.
-        allow_banned: Run ``binary_cross_entropy`` in fp32 instead of refusing it.
-
-    Returns:
-        The handle.
+    It does nothing with ``enabled=False``. ``enable_caching`` and ``verbose`` are kept by it: without ``initialize`` there
+    is no model to keep copies for. With ``allow_banned``, ``binary_cross_entropy`` runs in fp32 instead of being refused.
     """
     _end_casts()
-    if not enabled:
-        _amp_state.handle = NoOpHandle()
-        return _amp_state.handle
     return _begin_casts(
         casting.device_type_of([]),
         torch.float16,
         loss_scale=loss_scale,
+        enabled=enabled,
         enable_caching=enable_caching,
         verbose=verbose,
         allow_banned=allow_banned,
@@ -232,13 +222,9 @@ def init(
 
 
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
-    """The loss scales, in Apex's structure.
+    """The loss scales, in Apex's structure: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
 
-    Args:
-        destination: Written to, if given.
-
-    Returns:
-        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; nothing where ``amp`` is disabled.
+    They are written to ``destination``, if given; there are none where ``amp`` is disabled.
     """
     destination = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_amp_state.loss_scalers):
@@ -250,10 +236,7 @@ def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Continue with saved loss scales, those of real Apex too.
-
-    Args:
-        state_dict: From :func:`state_dict`. Where it has more or fewer scales than there are, the first ones count.
+    """Continue with saved loss scales, those of real Apex too; where these are more or fewer, the first ones count.
 
     Raises:
         RuntimeError: A key that is no loss scale's.

@@ -93,11 +93,7 @@ def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`half_function` around ``module.name``.
-
-    Args:
-        module: A module or a class.
-        name: Of one of its functions.
+    """Have the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class.
 
     Raises:
         ValueError: There is none of that name.
@@ -106,11 +102,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`float_function` around ``module.name``.
-
-    Args:
-        module: A module or a class.
-        name: Of one of its functions.
+    """Have the next ``initialize`` with O1 put :func:`float_function` around a function of a module or a class.
 
     Raises:
         ValueError: There is none of that name.
@@ -119,11 +111,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`promote_function` around ``module.name``.
-
-    Args:
-        module: A module or a class.
-        name: Of one of its functions.
+    """Have the next ``initialize`` with O1 put :func:`promote_function` around a function of a module or a class.
 
     Raises:
         ValueError: There is none of that name.

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from castwise.casting import AmbientAutocast
 from castwise.compat.apex.amp import stash
 from castwise.compat.apex.amp._amp_state import _amp_state
-from castwise.compat.apex.amp.ambient import Ambient
 from castwise.compat.apex.amp.scaler import LossScaler
-from castwise.scaler import add_up
+from castwise.errors import StateError
 
-__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
-
-_NOT_INITIALIZED = (
-    "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
-    "amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
-)
+__all__ = ["AmpHandle", "disable_casts", "scale_loss"]
 
 
-class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> contextlib.AbstractContextManager[torch.Tensor]:
     """Scale a loss for its backward pass, and unscale and check the gradients after it.
 
         with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -46,92 +47,25 @@ class scale_loss:  # noqa: N801 - a context manager, named as Apex names it
         IndexError: A ``loss_id`` of ``num_losses`` or more.
         LossScaleError: Gradients overflow although the scale is at fp32's smallest number.
     """
-
-    __slots__ = (
-        "_aside",
-        "_block",
-        "_delay",
-        "_handle",
-        "_loss",
-        "_optimizers",
-        "_scaler",
-        "_trivial",
-        "_unchecked",
-        "_which",
-    )
-
-    def __init__(
-        self,
-        loss: torch.Tensor,
-        optimizers: Any,
-        loss_id: int = 0,
-        model: Any = None,
-        delay_unscale: bool = False,
-        delay_overflow_check: bool = False,
-    ) -> None:
-        self._loss = loss
-        self._which = loss_id
-        self._delay = delay_unscale
-        self._unchecked = delay_overflow_check
-        self._optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-        self._aside: stash.Aside = []
-        self._scaler: LossScaler | None = None
-        self._handle: Any = None
-        self._block: Any = None
-        self._trivial = False
-
-    def __enter__(self) -> torch.Tensor:
-        properties = getattr(_amp_state, "opt_properties", None)
-        if properties is None:
-            raise RuntimeError(_NOT_INITIALIZED)
-        if not properties.enabled:
-            return self._loss
-        scaler: LossScaler = _amp_state.loss_scalers[self._which]
-        self._scaler = scaler
-        self._trivial = not properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0
-        if not self._trivial:
-            self._check_optimizers()
-            if not self._delay:
-                self._aside = stash.set_gradients_aside(self._optimizers)
-        self._handle = _amp_state.handle
-        if self._handle is not None:
-            self._block = self._handle.suspended()
-            self._block.__enter__()
-        loss = self._loss.float() if self._loss.dtype is not torch.float32 else self._loss
-        return loss if self._trivial else loss * scaler.loss_scale()
-
-    def _check_optimizers(self) -> None:
-        for optimizer in self._optimizers:
-            if not hasattr(optimizer, "_amp_stash"):
-                raise RuntimeError(
-                    f"amp.scale_loss(loss, {type(optimizer).__name__}): this optimizer did not come from amp.initialize; "
-                    "pass it to amp.initialize(model, optimizer) first"
-                )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        scaler = self._scaler
-        if scaler is None:
-            return
-        try:
-            if kind is not None:
-                add_up(self._aside)
-            elif not self._trivial:
-                self._complete(scaler)
-        finally:
-            if self._handle is not None:
-                self._block.__exit__(None, None, None)
-                self._handle._clear_cache()
-
-    def _complete(self, scaler: LossScaler) -> None:
-        if self._delay:
-            for optimizer in self._optimizers:
-                optimizer._amp_stash.params_have_scaled_gradients = True
-            return
-        stash.unscale_gradients(self._optimizers, scaler, self._aside)
-        if not self._unchecked and scaler.update_scale():
-            stash.skip_next_step(self._optimizers, self._which, scaler)
+    properties = getattr(_amp_state, "opt_properties", None)
+    if properties is None:
+        raise RuntimeError(
+            "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
+            "amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
+        )
+    if not properties.enabled:
+        return contextlib.nullcontext(loss)
+    scaler = _amp_state.loss_scalers[loss_id]
+    if not properties.master_weights and not scaler.dynamic and scaler.loss_scale() == 1.0:
+        return stash.Scaled(loss, [], scaler)
+    optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_amp_stash"):
+            raise RuntimeError(
+                f"amp.scale_loss(loss, {type(optimizer).__name__}): this optimizer did not come from amp.initialize; "
+                "pass it to amp.initialize(model, optimizer) first"
+            )
+    return stash.Scaled(loss, optimizers, scaler, loss_id, delay_unscale, delay_overflow_check)
 
 
 @contextlib.contextmanager
@@ -145,7 +79,7 @@ class AmpHandle:
     """The casts of O1, from :func:`~castwise.compat.apex.amp.init` or ``initialize`` until :meth:`_deactivate`.
 
     Args:
-        ambient: The casts, not entered yet.
+        ambient: The casts; the handle does nothing until they are entered, and again once they have ended.
         dtype: What half means.
         loss_scale: For losses scaled by :meth:`scale_loss`.
         enable_caching: Whether weights are cast once in each call of an initialised model.
@@ -154,7 +88,7 @@ class AmpHandle:
 
     def __init__(
         self,
-        ambient: Ambient,
+        ambient: AmbientAutocast,
         dtype: torch.dtype,
         loss_scale: float | str = "dynamic",
         enable_caching: bool = True,
@@ -174,46 +108,32 @@ class AmpHandle:
 
     def suspended(self) -> Any:
         """A block without casts."""
-        return self._ambient.suspended()
+        return self._ambient.suspended() if self._ambient.entered else contextlib.nullcontext()
 
     _disable_casts = suspended
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """An optimizer that scales losses by itself, as in Apex's first API.
-
-        Args:
-            optimizer: A torch optimizer.
-            num_loss: Losses per step, each with a scale of its own.
-        """
+        """An optimizer that scales ``num_loss`` losses per step by itself, as in Apex's first API."""
         from castwise.compat.apex.amp.opt import OptimWrapper
 
         self._default_scaler = None
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextlib.contextmanager
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
         """Scale a loss, as in Apex's first API.
 
         Raises:
             RuntimeError: After :meth:`wrap_optimizer`, which scales by itself.
         """
         if not self.is_active():
-            yield loss
-            return
-        scaler = self._default_scaler
-        if scaler is None:
+            return contextlib.nullcontext(loss)
+        if self._default_scaler is None:
             raise RuntimeError(
                 "After calling `handle.wrap_optimizer()`, you must explicitly use `optimizer.scale_loss(loss)`."
             )
         if not hasattr(optimizer, "_amp_stash"):
             stash.equip(optimizer, has_masters=False)
-        with self.suspended():
-            aside = stash.set_gradients_aside([optimizer])
-            yield loss.float() * scaler.loss_scale()
-            stash.unscale_gradients([optimizer], scaler, aside)
-            if scaler.update_scale():
-                stash.skip_next_step([optimizer], 0, scaler)
-        self._clear_cache()
+        return stash.Scaled(loss, [optimizer], self._default_scaler)
 
     def _clear_cache(self) -> None:
         self._ambient.clear_cache()
@@ -223,8 +143,15 @@ class AmpHandle:
         self._undo.append(undo)
 
     def _deactivate(self) -> None:
-        """End the casts, and put every patched function back."""
-        self._ambient.leave()
+        """End the casts, and put every patched function back.
+
+        Raises:
+            StateError: On another thread than they began on, or inside a region that was entered after them.
+        """
+        try:
+            self._ambient.leave()
+        except StateError as error:
+            raise StateError(f"handle._deactivate(): {error}") from None
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -241,39 +168,3 @@ class AmpHandle:
     def remove_cache(self, param: torch.Tensor) -> None:
         """Forget the copies of weights."""
         self._clear_cache()
-
-
-class NoOpHandle:
-    """What :func:`~castwise.compat.apex.amp.init` returns with ``enabled=False``."""
-
-    device_type = "cpu"
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        """Never."""
-        return False
-
-    def suspended(self) -> Any:
-        """A block as any other."""
-        return contextlib.nullcontext()
-
-    _disable_casts = suspended
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """An optimizer whose ``scale_loss`` scales nothing."""
-        from castwise.compat.apex.amp.opt import OptimWrapper
-
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
-        """A block that gets the loss as it is."""
-        return contextlib.nullcontext(loss)
-
-    def _clear_cache(self) -> None:
-        """Nothing is kept."""
-
-    def _deactivate(self) -> None:
-        """Nothing was put in force."""
-        if _amp_state.handle is self:
-            _amp_state.handle = None

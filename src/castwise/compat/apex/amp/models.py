@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from castwise import Amp, Plan, Region
-from castwise.compat.apex.amp._amp_state import warn_or_err
+from castwise.compat.apex.amp._amp_state import master_params, warn_or_err
 from castwise.compat.apex.amp.ambient import FORMATS
 from castwise.compat.devices import default_device_type
 from castwise.masters import master_of, model_param_of, refresh_master
@@ -20,11 +20,11 @@ from castwise.masters import master_of, model_param_of, refresh_master
 __all__ = [
     "base_of",
     "cast_models",
-    "cast_outputs",
     "check_models",
     "check_optimizers",
     "check_params_fp32",
     "device_type_of",
+    "install_casts",
 ]
 
 
@@ -90,22 +90,19 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 
     Raises:
         RuntimeError: An optimizer that ``initialize`` has seen.
-        TypeError: Something that is no optimizer, or parameters of other types.
+        TypeError: Parameters of other types.
     """
     seen: set[int] = set()
     for optimizer in optimizers:
-        if not isinstance(base_of(optimizer), torch.optim.Optimizer):
-            raise TypeError("optimizers must be either a single optimizer or a list of optimizers.")
         if hasattr(optimizer, "_amp_stash") or id(optimizer) in seen:
             raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
         seen.add(id(optimizer))
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype not in (torch.float32, *FORMATS):
-                    raise TypeError(
-                        "Optimizer's parameters must be either torch.cuda.FloatTensor or torch.cuda.HalfTensor. "
-                        f"Received {parameter.type()}"
-                    )
+        for parameter in master_params(optimizer):
+            if parameter.dtype not in (torch.float32, *FORMATS):
+                raise TypeError(
+                    "Optimizer's parameters must be either torch.cuda.FloatTensor or torch.cuda.HalfTensor. "
+                    f"Received {parameter.type()}"
+                )
 
 
 # --- casting ------------------------------------------------------------------------------------------------
@@ -130,11 +127,7 @@ def cast_models(
 ) -> None:
     """Store models in ``properties.cast_model_type``, cast what goes in and out, and give optimizers their masters.
 
-    Args:
-        models: Changed in place.
-        optimizers: Those that update them.
-        properties: The options in force.
-        outputs: Of the models; fp32 if None.
+    Models return ``outputs``, fp32 if that is None.
 
     Raises:
         RuntimeError: A type that models cannot be cast to.
@@ -155,43 +148,31 @@ def cast_models(
                 output="fp32" if outputs is None else "as_is",
             )
             own = {id(parameter) for parameter in model.parameters()}
-            mine = [o for o in map(base_of, optimizers) if any(id(p) in own for p in _held(o))]
+            mine = [o for o in optimizers if any(id(model_param_of(p)) in own for p in master_params(o))]
             # Apex's own scalers decide what is skipped.
-            Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *mine)
+            Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *map(base_of, mine))
     else:
         raise RuntimeError(
             f"cast_model_type was {dtype}; allowed: torch.float16, torch.bfloat16, torch.float32, or False for no cast."
         )
+    install_casts(models, dtype, torch.float32 if outputs is None else outputs)
     for model in models:
-        _install(model, Casts(dtype, torch.float32 if outputs is None else outputs))
         for module in model.modules():
-            module.register_state_dict_post_hook(StateDictInFp32())
+            module.register_state_dict_post_hook(state_dict_in_fp32)
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [model_param_of(p) for group in optimizer.param_groups for p in group["params"]]
-
-
-def cast_outputs(models: Sequence[nn.Module], outputs: torch.dtype) -> None:
-    """Cast what models return, and nothing else."""
+def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:
+    """Cast what goes into models, unless ``inputs`` is None, and what they return."""
+    casts = Casts(inputs, outputs)
     for model in models:
-        _install(model, Casts(None, outputs))
-
-
-def _install(model: nn.Module, casts: Casts) -> None:
-    if casts.inputs is not None:
-        model.register_forward_pre_hook(casts.enter, with_kwargs=True, prepend=True)
-    model.register_forward_hook(casts.leave)
+        if inputs is not None:
+            model.register_forward_pre_hook(casts.enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(casts.leave)
 
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Forward hooks that cast as Apex does: containers of any kind, and whatever has a method ``to``.
-
-    Attributes:
-        inputs: Dtype of floating inputs, or None to leave them.
-        outputs: Dtype of floating outputs.
-    """
+    """Forward hooks that cast as Apex does: containers of any kind, and whatever has a method ``to``."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype
@@ -209,19 +190,22 @@ class Casts:
 
 
 def apply_cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in a value.
+    """Cast floating tensors in a value: a tensor, or a container, which is rebuilt with its own type.
 
-    Args:
-        value: A tensor; a container, which is rebuilt with its own type, named tuples and dataclasses too; an object of
-            the user's own with ``to(dtype)``. Anything else passes.
-        dtype: Of floating tensors.
+    Named tuples, dataclasses and objects of the user's own with ``to(dtype)`` are cast too; anything else passes.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
     if value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
         return value
     if isinstance(value, Mapping):
-        return _rebuilt_mapping(value, lambda item: apply_cast(item, dtype))
+        changed = {key: new for key, item in value.items() if (new := apply_cast(item, dtype)) is not item}
+        if not changed:
+            return value
+        rebuilt: Any = copy.copy(value)
+        for key, item in changed.items():
+            rebuilt[key] = item
+        return rebuilt
     if isinstance(value, (tuple, list, set, frozenset)) and not isinstance(value, PackedSequence):
         items = [apply_cast(item, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -235,36 +219,23 @@ def apply_cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _rebuilt_mapping(value: Mapping[Any, Any], cast: Callable[[Any], Any]) -> Any:
-    changed = {key: new for key, item in value.items() if (new := cast(item)) is not item}
-    if not changed:
-        return value
-    rebuilt: Any = copy.copy(value)
-    for key, item in changed.items():
-        rebuilt[key] = item
-    return rebuilt
-
-
-class StateDictInFp32:
-    """Hook of a module: nothing in its state dict is stored low. It holds nothing, so models still pickle and copy.
+def state_dict_in_fp32(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Hook of a module: nothing of its own in its state dict is stored low.
 
     Apex rounds weights to half and widens them again; here a weight comes with its master's full value, so that a
     training that resumes from it goes on where it was.
     """
-
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-    ) -> None:
-        """Replace what is stored low among the module's own tensors."""
-        own = (
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False),
-        )
-        for name, tensor in own:
-            held = state_dict.get(prefix + name)
-            if not isinstance(held, torch.Tensor) or held.dtype not in FORMATS:
-                continue
-            master = master_of(tensor)
-            if isinstance(tensor, nn.Parameter):
-                refresh_master(tensor)  # its values may have been changed by hand
-            state_dict[prefix + name] = held.float() if master is None else master.data
+    own = (
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False),
+    )
+    for name, tensor in own:
+        held = state_dict.get(prefix + name)
+        if not isinstance(held, torch.Tensor) or held.dtype not in FORMATS:
+            continue
+        master = master_of(tensor)
+        if isinstance(tensor, nn.Parameter):
+            refresh_master(tensor)  # its values may have been changed by hand
+        state_dict[prefix + name] = held.float() if master is None else master.data

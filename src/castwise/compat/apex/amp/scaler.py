@@ -62,10 +62,9 @@ class LossScaler:
         self._has_overflow, self._flag = False, None
 
     def unscale_(self, grads: Sequence[torch.Tensor]) -> None:
-        """Divide gradients by the scale, in place, and note whether one was not finite. Does not wait for the device.
+        """Divide gradients, of any floating dtypes and devices, by the scale, in place; note whether all were finite.
 
-        Args:
-            grads: Of any floating dtypes and devices.
+        Does not wait for the device.
         """
         if not grads:
             return

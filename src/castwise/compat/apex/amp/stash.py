@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from castwise.compat.apex.amp._amp_state import _amp_state, maybe_print
+from castwise.compat.apex.amp._amp_state import _amp_state, master_params, maybe_print
 from castwise.compat.apex.amp.ambient import FORMATS
+from castwise.compat.apex.amp.models import base_of
 from castwise.compat.apex.amp.scaler import LossScaler
 from castwise.masters import copy_to_model, model_param_of
 from castwise.scaler import add_up, set_aside
 
-__all__ = ["Aside", "Stash", "equip", "set_gradients_aside", "skip_next_step", "unscale_gradients"]
-
-Aside = list[tuple[torch.Tensor, torch.Tensor]]
-_CLOSURE = "Currently, Amp does not support closure use with optimizers."
+__all__ = ["Scaled", "Stash", "equip"]
 
 
 class Stash:
@@ -27,79 +25,53 @@ class Stash:
     Attributes:
         has_masters: Whether the options ask for fp32 masters.
         params_have_scaled_gradients: A backward pass with ``delay_unscale`` has left scaled gradients.
-        already_patched: The next step will be skipped.
+        overflow: The loss, by number, and its scale for which the next step will be skipped; None if it will be made.
         lazy_init_called: True; masters are made by ``initialize``.
     """
+
+    lazy_init_called = True
 
     def __init__(self, optimizer: Any, has_masters: bool) -> None:
         self._optimizer = optimizer
         self.has_masters = has_masters
-        self._overflow: tuple[int, LossScaler] | None = None
         self.params_have_scaled_gradients = False
-        self.lazy_init_called = True
+        self.overflow: tuple[int, LossScaler] | None = None
 
     @property
     def already_patched(self) -> bool:
         """Whether the next step will be skipped."""
-        return self._overflow is not None
-
-    def _params(self) -> Iterable[torch.Tensor]:
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
+        return self.overflow is not None
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """The masters."""
-        return [p for p in self._params() if model_param_of(p) is not p]
+        return [p for p in master_params(self._optimizer) if model_param_of(p) is not p]
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The model's parameters in half: those that have masters, or those in the optimizer itself."""
-        return [p for p in map(model_param_of, self._params()) if p.dtype in FORMATS]
+        return [p for p in map(model_param_of, master_params(self._optimizer)) if p.dtype in FORMATS]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """Parameters stored in fp32."""
-        return [p for p in self._params() if model_param_of(p) is p and p.dtype not in FORMATS]
+        params = master_params(self._optimizer)
+        return [p for p in params if model_param_of(p) is p and p.dtype not in FORMATS]
 
     all_fp32_params = all_fp32_from_fp32_params
 
-    def skip(self, loss_id: int, scaler: LossScaler) -> None:
-        """Skip the next step, once, whatever number of losses ask for it."""
-        if self._overflow is None:
-            self._overflow = (loss_id, scaler)
-
-    def take_skip(self) -> tuple[int, LossScaler] | None:
-        """Which loss overflowed, if this step is to be skipped; the next one will not be."""
-        overflow, self._overflow = self._overflow, None
-        return overflow
-
 
 def equip(optimizer: Any, has_masters: bool) -> None:
-    """Give an optimizer its stash and a step that can be skipped.
-
-    Args:
-        optimizer: A torch optimizer, or LARC around one.
-        has_masters: Whether the options ask for fp32 masters.
-
-    Raises:
-        RuntimeError: It has been given to ``initialize`` before.
-    """
-    if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+    """Give a torch optimizer, or LARC around one, its stash and a step that can be skipped."""
     optimizer._amp_stash = Stash(optimizer, has_masters)
     # A bound method with the attributes of the one it replaces: torch's schedulers look for both.
     optimizer.step = types.MethodType(_skippable(optimizer.step), optimizer)
     for name, method in (
         ("_amp_lazy_init", lambda self: None),
         ("_prepare_amp_backward", lambda self: None),
-        ("_master_params_to_model_params", _copy_masters),
+        ("_master_params_to_model_params", lambda self: copy_to_model(base_of(self))),
     ):
         setattr(optimizer, name, types.MethodType(method, optimizer))
-
-
-def _copy_masters(optimizer: Any) -> None:
-    copy_to_model(getattr(optimizer, "optim", optimizer))
 
 
 def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,9 +79,9 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(getattr(step, "__func__", step))
     def skippable_step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         stash: Stash = self._amp_stash
-        overflow = stash.take_skip()
+        overflow, stash.overflow = stash.overflow, None
         if closure is not None and (stash.has_masters or any(s.dynamic for s in _amp_state.loss_scalers)):
-            raise RuntimeError(_CLOSURE)
+            raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
         if overflow is not None:
             loss_id, scaler = overflow
             maybe_print(
@@ -134,32 +106,65 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _params(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     """Every parameter of some optimizers, once."""
-    params: list[torch.Tensor] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            params += group["params"]
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if len(optimizers) > 1:
         params = list({id(parameter): parameter for parameter in params}.values())
     return params
 
 
-def set_gradients_aside(optimizers: Sequence[Any]) -> Aside:
-    """Take off the gradients that are unscaled already, so that a backward pass writes its own alone."""
-    ready = [o for o in optimizers if not o._amp_stash.params_have_scaled_gradients]
-    return set_aside(_params(ready)) if ready else []
+class Scaled:
+    """The block of a backward pass of a loss, in fp32 and scaled, in which the casts of O1 rest.
 
+    Gradients that are unscaled already are kept apart meanwhile, so that the pass leaves its own alone; these are unscaled
+    then and added. Where one is not finite, each of the optimizers skips its next step. A class, as a generator takes
+    longer to enter and leave.
 
-def unscale_gradients(optimizers: Sequence[Any], scaler: LossScaler, aside: Aside) -> None:
-    """Divide what a backward pass has left by its scale, and add the earlier gradients."""
-    scaler.clear_overflow_state()
-    scaler.unscale_([grad for parameter in _params(optimizers) if (grad := parameter.grad) is not None])
-    if aside:
-        add_up(aside)
-    for optimizer in optimizers:
-        optimizer._amp_stash.params_have_scaled_gradients = False
+    ``delay_unscale`` leaves gradients and scale as they are, for a later pass to complete, ``delay_overflow_check`` the
+    scale alone. Without optimizers the loss is scaled, and nothing else.
+    """
 
+    def __init__(
+        self,
+        loss: torch.Tensor,
+        optimizers: Sequence[Any],
+        scaler: LossScaler,
+        loss_id: int = 0,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        self._loss, self._optimizers = loss, optimizers
+        self._scaler, self._loss_id = scaler, loss_id
+        self._delay, self._unchecked = delay_unscale, delay_overflow_check
 
-def skip_next_step(optimizers: Iterable[Any], loss_id: int, scaler: LossScaler) -> None:
-    """Have each of the optimizers skip its next step."""
-    for optimizer in optimizers:
-        optimizer._amp_stash.skip(loss_id, scaler)
+    def __enter__(self) -> torch.Tensor:
+        unscaled = [o for o in self._optimizers if not o._amp_stash.params_have_scaled_gradients]
+        self._aside = set_aside(_params(unscaled)) if unscaled and not self._delay else []
+        self._handle = _amp_state.handle
+        if self._handle is not None:
+            self._rest = self._handle.suspended()
+            self._rest.__enter__()
+        return self._loss.float() * self._scaler.loss_scale()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                add_up(self._aside)
+            elif self._optimizers:
+                self._complete()
+        finally:
+            if self._handle is not None:
+                self._rest.__exit__(None, None, None)
+                self._handle._clear_cache()
+
+    def _complete(self) -> None:
+        stashes: list[Stash] = [optimizer._amp_stash for optimizer in self._optimizers]
+        for stash in stashes:
+            stash.params_have_scaled_gradients = self._delay
+        if self._delay:
+            return
+        self._scaler.clear_overflow_state()
+        self._scaler.unscale_([g for p in _params(self._optimizers) if (g := p.grad) is not None])
+        add_up(self._aside)
+        if not self._unchecked and self._scaler.update_scale():
+            for stash in stashes:  # once, whatever number of losses ask for it
+                stash.overflow = stash.overflow or (self._loss_id, self._scaler)

@@ -15,26 +15,20 @@ _MEBI = 2**20
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's, with Apex's arguments.
+    """torch's, with Apex's arguments, and torch's own besides: ``process_group`` and others.
+
+    ``num_allreduce_streams``, ``gradient_predivide_factor``, ``gradient_average_split_factor`` and ``prof`` are ignored.
 
     Args:
         module: As ``amp.initialize`` returned it.
         message_size: Elements per message, taken as fp32.
         delay_allreduce: Parameters may go without gradients, which torch has to look for in each pass.
-        shared_param: Refused, as in Apex.
-        allreduce_trigger_params: Refused: torch makes its own buckets.
-        retain_allreduce_buffers: Refused: torch's ``gradient_as_bucket_view`` is the nearest.
         allreduce_always_fp32: Reduce half gradients in fp32.
-        num_allreduce_streams: Ignored; torch sends while backward runs.
-        allreduce_communicators: Refused.
         gradient_average: False sums gradients instead.
-        gradient_predivide_factor: Ignored: torch divides before it sums.
-        gradient_average_split_factor: Ignored.
-        prof: Ignored.
-        kwargs: For torch's class: ``process_group``, ``find_unused_parameters`` and others.
 
     Raises:
-        ValueError: An argument that was refused.
+        ValueError: ``shared_param``, as in Apex; ``allreduce_trigger_params``, ``retain_allreduce_buffers`` (torch's
+            ``gradient_as_bucket_view`` is the nearest) or ``allreduce_communicators``.
     """
 
     def __init__(
@@ -99,11 +93,7 @@ def _reduction(average: bool, in_fp32: bool) -> Any:
 
 
 class Reducer:
-    """Averages gradients over all ranks when it is told to.
-
-    Args:
-        module_or_grads_list: A module, whose parameters are made the first rank's at once; or a list of gradients.
-    """
+    """Averages gradients over all ranks when it is told to: a list's, or a module's, which begins as the first rank's."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None

@@ -11,17 +11,7 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's, with Apex's arguments.
-
-    Args:
-        num_features: Channels.
-        eps: Added to the variance.
-        momentum: Of the running statistics.
-        affine: Whether it has weights.
-        track_running_stats: Whether it keeps running statistics.
-        process_group: Ranks that share statistics.
-        channel_last: Ignored: torch goes by the tensor's own memory format.
-        fuse_relu: Refused.
+    """torch's; ``channel_last`` is ignored, as torch goes by the tensor's own memory format.
 
     Raises:
         ValueError: ``fuse_relu=True``.
@@ -46,25 +36,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Replace every BatchNorm by torch's SyncBatchNorm.
-
-    Args:
-        module: Changed in place, itself excepted.
-        process_group: Ranks that share statistics.
-        channel_last: Ignored.
-
-    Returns:
-        The module, or what replaces it.
-    """
+    """Replace every BatchNorm by torch's SyncBatchNorm, in place; returns the module, or what replaces it."""
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Groups of ``group_size`` neighbouring ranks, made by all ranks together.
-
-    Returns:
-        This rank's; None for ``group_size=0``, which means all.
+    """This rank's group of ``group_size`` neighbours, made by all ranks together; None for 0, which means all.
 
     Raises:
         ValueError: A size that does not divide the number of ranks.

@@ -102,13 +102,10 @@ class Engine:
         return self.optimizer.step()
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> tuple[Any, Any, Any]:
-        """Run a batch, forward and, unless ``forward_only``, backward.
-
-        Args:
-            data_iter: Yields ``(inputs, targets)``.
-            kwargs: ``forward_only``, ``return_loss``, ``return_output_label``.
+        """Run a batch, forward and, unless ``forward_only``, backward; ``data_iter`` yields ``(inputs, targets)``.
 
         Returns:
-            ``(output, label, loss)``; those not asked for, and those of other stages, are None.
+            ``(output, label, loss)``; what ``return_loss`` and ``return_output_label`` do not ask for, and what is of
+            other stages, is None.
         """
         return self.schedule.forward_backward_step(self, data_iter, **kwargs)

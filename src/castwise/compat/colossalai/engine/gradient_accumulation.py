@@ -24,10 +24,7 @@ __all__ = [
 class GradAccumOptimizer(ColossalaiOptimizer):
     """Divides losses by N, and steps, clears and clips once in N batches.
 
-    Args:
-        optim: The wrapper around the optimizer.
-        accumulate_size: N.
-        model: In DistributedDataParallel, ranks exchange gradients in the last of N batches alone.
+    Where the model is in DistributedDataParallel, ranks exchange gradients in the last of N batches alone.
     """
 
     def __init__(self, optim: Any, accumulate_size: int, model: nn.Module | None = None) -> None:
@@ -55,8 +52,7 @@ class GradAccumOptimizer(ColossalaiOptimizer):
             self.optim.zero_grad(set_to_none)
 
     def _alone(self) -> Any:
-        inner = self._ddp is not None and not self.is_full
-        return self._ddp.no_sync() if self._ddp is not None and inner else contextlib.nullcontext()
+        return contextlib.nullcontext() if self._ddp is None or self.is_full else self._ddp.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         """Add gradients of a loss divided by N."""
@@ -84,12 +80,7 @@ class GradAccumOptimizer(ColossalaiOptimizer):
 
 
 class GradAccumDataloader:
-    """A loader without its last batches, where fewer than N are left.
-
-    Args:
-        dataloader: Of known length.
-        accumulate_size: N.
-    """
+    """A loader of known length without its last batches, where fewer than N are left."""
 
     def __init__(self, dataloader: Any, accumulate_size: int) -> None:
         self.dataloader = dataloader
@@ -111,12 +102,7 @@ class GradAccumDataloader:
 
 
 class GradAccumLrSchedulerByStep:
-    """A rate scheduler that steps once in N calls.
-
-    Args:
-        lr_scheduler: Any of torch's.
-        accumulate_size: N.
-    """
+    """Any of torch's rate schedulers, which steps once in N calls."""
 
     def __init__(self, lr_scheduler: Any, accumulate_size: int) -> None:
         self.lr_scheduler = lr_scheduler
@@ -142,12 +128,7 @@ class GradAccumLrSchedulerByStep:
 
 
 class GradAccumGradientHandler:
-    """A gradient handler that works before a step that is made, and not in between.
-
-    Args:
-        grad_handler: The handler.
-        optimizer: Knows when.
-    """
+    """A gradient handler that works before a step that is made, and not in between."""
 
     def __init__(self, grad_handler: Any, optimizer: GradAccumOptimizer) -> None:
         self.grad_handler = grad_handler
@@ -167,15 +148,7 @@ def accumulate_gradient(
     gradient_handlers: Iterable[Any] = (),
     lr_scheduler: Any = None,
 ) -> tuple[GradAccumOptimizer, Any, list[GradAccumGradientHandler], Any]:
-    """Wrap what takes part in training so that N batches make a step.
-
-    Args:
-        model: In DistributedDataParallel where it is.
-        optimizer: The wrapper around the optimizer.
-        dataloader: May be None.
-        accumulate_size: N.
-        gradient_handlers: Those of the engine.
-        lr_scheduler: Steps by batch; may be None.
+    """Wrap what takes part in training so that N batches make a step; loader and scheduler may be None.
 
     Returns:
         Optimizer, loader, handlers and scheduler.

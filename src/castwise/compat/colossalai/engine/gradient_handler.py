@@ -43,10 +43,6 @@ class DataParallelGradientHandler:
 
     For stages of a pipeline and for tensor parallel weights. Gradients are still scaled then; those of masters are
     sent in fp32, and what is not finite on one rank is so on all after it.
-
-    Args:
-        optimizer: Of torch, or a wrapper of one.
-        group: The ranks; by default the data parallel ones.
     """
 
     def __init__(self, optimizer: Optimizer, group: Any = None) -> None:

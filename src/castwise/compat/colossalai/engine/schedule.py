@@ -17,14 +17,9 @@ __all__ = ["InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedu
 
 
 class _Loads:
-    """Reads batches, and knows the size of the last.
+    """Reads batches, and knows the size of the last on this rank."""
 
-    Attributes:
-        batch_size: Of the last batch on this rank.
-    """
-
-    def __init__(self) -> None:
-        self.batch_size = 0
+    batch_size = 0
 
     def load_batch(self, data_iter: Iterator[Any]) -> tuple[Any, Any]:
         """The next ``(inputs, targets)``, on this process's device."""
@@ -58,14 +53,9 @@ def _call(function: Callable[..., Any], data: Any) -> Any:
 
 
 class NonPipelineSchedule(_Loads):
-    """Forward, loss, backward.
-
-    Args:
-        data_process_func: From what the loader yields to ``(inputs, targets)``.
-    """
+    """Forward, loss, backward; ``data_process_func`` goes from what the loader yields to ``(inputs, targets)``."""
 
     def __init__(self, data_process_func: Callable[[Any], tuple[Any, Any]] | None = None) -> None:
-        super().__init__()
         self.data_process_func = data_process_func
 
     def forward_backward_step(
@@ -76,17 +66,9 @@ class NonPipelineSchedule(_Loads):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Any]:
-        """Run a batch.
+        """Run a batch; returns ``(output, label, loss)``, None in the place of what is not asked for.
 
-        Args:
-            engine: Whose model and criterion.
-            data_iter: Yields ``(inputs, targets)``.
-            forward_only: Without backward.
-            return_loss: Compute the loss where there is no backward.
-            return_output_label: Return the first two.
-
-        Returns:
-            ``(output, label, loss)``.
+        The loss is computed wherever there is a backward, that is unless ``forward_only``.
         """
         if self.data_process_func is not None:
             data_iter = iter([self.data_process_func(next(data_iter))])
@@ -112,10 +94,7 @@ class PipelineSchedule(_Loads):
         kwargs: ``tensor_shape``, ``scatter_gather_tensors`` and others of the original: torch finds shapes by itself.
     """
 
-    chunks = 1
-
     def __init__(self, num_microbatches: int, **kwargs: Any) -> None:
-        super().__init__()
         self.num_microbatches = num_microbatches
         self.divide_by = 1
         self._schedule: Any = None
@@ -123,11 +102,7 @@ class PipelineSchedule(_Loads):
     def attach(self, model: nn.Module, criterion: Any, amp: Any, divide_by: int = 1) -> None:
         """Build torch's schedule for this rank's stages, and let it train by the plan.
 
-        Args:
-            model: The stage, prepared; an ``nn.ModuleList`` of the stages of this rank in an interleaved pipeline.
-            criterion: The loss, computed on the last stage.
-            amp: The session.
-            divide_by: How many batches make a step.
+        ``model`` is a stage that is prepared, or an ``nn.ModuleList`` of several; ``divide_by`` batches make a step.
         """
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -190,14 +165,10 @@ class PipelineSchedule(_Loads):
 
 
 class InterleavedPipelineSchedule(PipelineSchedule):
-    """Several stages on each rank, by turns.
+    """Several stages on each rank, by turns: those of the ``nn.ModuleList`` that is attached, however many.
 
-    Args:
-        num_microbatches: As in :class:`PipelineSchedule`; a multiple of the number of ranks.
-        num_model_chunks: Stages on each rank.
-        kwargs: As there.
+    ``num_microbatches`` is a multiple of the number of ranks.
     """
 
     def __init__(self, num_microbatches: int, num_model_chunks: int = 2, **kwargs: Any) -> None:
         super().__init__(num_microbatches, **kwargs)
-        self.chunks = num_model_chunks

@@ -17,14 +17,8 @@ __getattr__ = missing_attribute("colossalai.nn.lr_scheduler")
 class LinearWarmupLR(LRScheduler):
     """The rate rises linearly, then falls linearly to zero, where it stays.
 
-    With w warm-up steps and T in total, step e has (e+1)/(w+1) of the rate while e < w, then (T-e)/(T-w).
-
-    Args:
-        optimizer: Whose rates; groups may have rates of their own.
-        total_steps: T.
-        warmup_steps: w.
-        last_epoch: The last step made, to continue from; -1 to begin.
-        kwargs: Taken and ignored, as in the original.
+    With w warm-up steps and T in total, step e has (e+1)/(w+1) of each group's rate while e < w, then (T-e)/(T-w).
+    ``last_epoch`` is the last step made, -1 to begin.
 
     Raises:
         PlanError: Fewer steps in total than 1, or a negative warm-up.

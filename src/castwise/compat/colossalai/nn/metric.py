@@ -12,14 +12,6 @@ class Accuracy(nn.Module):
     """How many rows of the logits are largest at their label; for ``hooks.AccuracyHook``."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Count.
-
-        Args:
-            logits: ``[..., classes]``, any dtype.
-            targets: ``[...]``, integers.
-
-        Returns:
-            0-dim int64.
-        """
+        """Count, from logits ``[..., classes]`` of any dtype and whole targets ``[...]``; 0-dim int64."""
         with torch.no_grad():
             return (logits.argmax(-1) == targets).sum()

@@ -13,11 +13,7 @@ __all__ = ["ColossalaiOptimizer"]
 
 
 class ColossalaiOptimizer(Optimizer):
-    """An optimizer around another one; whatever it does not say itself is the other's.
-
-    Args:
-        optim: The optimizer.
-    """
+    """An optimizer around another one; whatever it does not say itself is the other's."""
 
     def __init__(self, optim: Optimizer) -> None:
         # torch's own constructor would make groups and state of its own, where there must be one of each

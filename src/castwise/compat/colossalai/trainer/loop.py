@@ -10,12 +10,7 @@ import torch
 
 from castwise.compat.colossalai.engine import Engine
 from castwise.compat.colossalai.trainer.hooks import BaseHook
-from castwise.compat.colossalai.utils import (
-    MultiTimer,
-    is_dp_rank_0,
-    is_no_pp_or_last_stage,
-    is_tp_rank_0,
-)
+from castwise.compat.colossalai.utils import MultiTimer, speaks_for_all
 from castwise.errors import StateError
 
 __all__ = ["Trainer"]
@@ -36,7 +31,7 @@ class Trainer:
 
     def __init__(self, engine: Engine, timer: MultiTimer | None = None, logger: Any = None) -> None:
         self.engine = engine
-        self.timer = timer
+        self.timer = MultiTimer(on=False) if timer is None else timer
         self.logger = logger
         self.states: dict[str, Any] = {}
         self.hooks: list[BaseHook] = []
@@ -67,15 +62,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        if self.timer is not None:
-            self.timer.start(name)
+        self.timer.start(name)
         yield
-        if self.timer is not None:
-            self.timer.stop(name, keep_in_history=True)
-
-    def _reset_timer(self, *names: str) -> None:
-        for name in names if self.timer is not None else ():
-            self.timer.reset(name)  # type: ignore[union-attr]
+        self.timer.stop(name, keep_in_history=True)
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -104,23 +93,26 @@ class Trainer:
         """
         self.steps_per_epoch = len(train_dataloader)
         self.max_epochs, self.max_steps = epochs, max_steps
-        show = display_progress and is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+        show = display_progress and speaks_for_all()
         self._attach(hooks)
         self.engine.train()
         self._call_hooks("before_train")
         if self.cur_epoch:  # resumed
             self.cur_step = self.cur_epoch * self.steps_per_epoch
         for epoch in range(self.cur_epoch, epochs):
-            self._train_epoch(train_dataloader, epoch, show, return_output_label)
+            self.engine.train()
+            self._epoch("train", train_dataloader, f"epoch {epoch}, training", show, return_output_label)
+            self.timer.reset("Train-epoch")
             if test_dataloader is not None and epoch % test_interval == 0:
-                self._evaluate(test_dataloader, epoch, show, return_output_label)
+                self._evaluate(test_dataloader, f"epoch {epoch}, evaluation", show, return_output_label)
             self.cur_epoch += 1
             if self._is_over():
                 if self.logger is not None:
                     self.logger.info(f"stopped after {self.cur_step} steps", ranks=[0])
                 break
         self._call_hooks("after_train")
-        self._reset_timer("Train-step", "Train-epoch")
+        self.timer.reset("Train-step")
+        self.timer.reset("Train-epoch")
 
     def evaluate(
         self,
@@ -130,9 +122,9 @@ class Trainer:
         return_output_label: bool = True,
     ) -> None:
         """Evaluate; arguments are as in :meth:`fit`."""
-        show = display_progress and is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+        show = display_progress and speaks_for_all()
         self._attach(hooks)
-        self._evaluate(test_dataloader, None, show, return_output_label)
+        self._evaluate(test_dataloader, "evaluation", show, return_output_label)
 
     def predict(self, data: Any) -> Any:
         """The model's outputs for some inputs, without gradients."""
@@ -146,48 +138,40 @@ class Trainer:
     def _is_over(self) -> bool:
         return self.max_steps is not None and self.cur_step >= self.max_steps
 
-    def _train_epoch(self, loader: Any, epoch: int, show: bool, keep: bool) -> None:
-        self.engine.train()
-        batches = iter(loader)
-        self._call_hooks("before_train_epoch")
-        with (
-            self._timed("Train-epoch"),
-            _progress(f"epoch {epoch}, training", show, self.steps_per_epoch) as bar,
-        ):
-            for _ in range(self.steps_per_epoch):
-                self._call_hooks("before_train_iter")
-                with self._timed("Train-step"):
-                    self.engine.zero_grad()
-                    output = self.engine.execute_schedule(
-                        batches, forward_only=False, return_loss=True, return_output_label=keep
-                    )
-                    self.engine.step()
-                self._call_hooks("after_train_iter", *output)
-                self.cur_step += 1
-                bar(self.states.get("step_metrics"))
-                if self._is_over():
-                    break
-        self._call_hooks("after_train_epoch")
-        self._reset_timer("Train-epoch")
-
-    def _evaluate(self, loader: Any, epoch: int | None, show: bool, keep: bool) -> None:
+    def _evaluate(self, loader: Any, what: str, show: bool, keep: bool) -> None:
         self.engine.eval()
-        batches = iter(loader)
         self._call_hooks("before_test")
-        self._call_hooks("before_test_epoch")
-        what = "evaluation" if epoch is None else f"epoch {epoch}, evaluation"
-        with self._timed("Test-epoch"), _progress(what, show, len(loader)) as bar, torch.no_grad():
-            for _ in range(len(loader)):
-                self._call_hooks("before_test_iter")
-                with self._timed("Test-step"):
-                    output = self.engine.execute_schedule(
-                        batches, forward_only=True, return_loss=True, return_output_label=keep
-                    )
-                self._call_hooks("after_test_iter", *output)
-                bar(self.states.get("step_metrics"))
-        self._call_hooks("after_test_epoch")
+        self._epoch("test", loader, what, show, keep)
         self._call_hooks("after_test")
-        self._reset_timer("Test-step", "Test-epoch")
+        self.timer.reset("Test-step")
+        self.timer.reset("Test-epoch")
+
+    def _epoch(self, mode: str, loader: Any, what: str, show: bool, keep: bool) -> None:
+        """One pass over a loader: ``train``, which may end early, or ``test``."""
+        training, name = mode == "train", mode.capitalize()
+        batches = iter(loader)
+        self._call_hooks(f"before_{mode}_epoch")
+        with (
+            self._timed(f"{name}-epoch"),
+            _progress(what, show, len(loader)) as bar,
+            torch.set_grad_enabled(training),
+        ):
+            for _ in range(len(loader)):
+                self._call_hooks(f"before_{mode}_iter")
+                with self._timed(f"{name}-step"):
+                    if training:
+                        self.engine.zero_grad()
+                    output = self.engine.execute_schedule(
+                        batches, forward_only=not training, return_loss=True, return_output_label=keep
+                    )
+                    if training:
+                        self.engine.step()
+                self._call_hooks(f"after_{mode}_iter", *output)
+                self.cur_step += training
+                bar(self.states.get("step_metrics"))
+                if training and self._is_over():
+                    break
+        self._call_hooks(f"after_{mode}_epoch")
 
 
 @contextlib.contextmanager

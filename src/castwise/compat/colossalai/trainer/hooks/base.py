@@ -8,11 +8,7 @@ __all__ = ["BaseHook"]
 
 
 class BaseHook:
-    """Does nothing at every moment; derive from it.
-
-    Args:
-        priority: Hooks with lower numbers come first.
-    """
+    """Does nothing at every moment; derive from it. Hooks whose ``priority`` is a lower number come first."""
 
     def __init__(self, priority: int) -> None:
         self.priority = priority

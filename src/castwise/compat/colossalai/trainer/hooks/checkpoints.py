@@ -21,13 +21,9 @@ def _scheduler(trainer: Any) -> Any:
 
 
 class SaveCheckpointHook(BaseHook):
-    """Saves the training, from all ranks, as a checkpoint of castwise.
+    """Saves the training, from all ranks, every ``interval``-th epoch, or batch if ``save_by_iter``.
 
-    Args:
-        interval: Every n-th epoch, or batch.
-        checkpoint_dir: Folder of this training alone; the last two checkpoints are kept in it.
-        model: Instead of the engine's.
-        save_by_iter: Count batches instead of epochs.
+    The folder is of this training alone, and keeps the last two checkpoints, which are castwise's.
 
     Raises:
         StateError: No folder.
@@ -64,13 +60,9 @@ class SaveCheckpointHook(BaseHook):
 
 
 class LoadCheckpointHook(BaseHook):
-    """Continues from a checkpoint before training.
+    """Continues before training from what :class:`SaveCheckpointHook` saved by epoch, by default from the newest.
 
-    Args:
-        checkpoint_dir: The folder that :class:`SaveCheckpointHook` saved into by epoch.
-        epoch: A certain one; by default the newest.
-        finetune: Begin at epoch 0 all the same.
-        strict: Taken for the original's sake: misfits are always errors.
+    ``finetune`` begins at epoch 0 all the same. Misfits are errors, ``strict`` or not.
     """
 
     def __init__(

@@ -12,10 +12,9 @@ from castwise.compat.colossalai.trainer.hooks.base import BaseHook
 from castwise.compat.colossalai.trainer.hooks.metrics import ThroughputMetric
 from castwise.compat.colossalai.utils import (
     MultiTimer,
-    is_dp_rank_0,
     is_no_pp_or_last_stage,
-    is_tp_rank_0,
     report_memory_usage,
+    speaks_for_all,
 )
 from castwise.errors import StateError
 
@@ -59,14 +58,14 @@ class LogMetricByStepHook(BaseHook):
 
 
 class _ByEpoch(BaseHook):
-    """Logs on one rank, every n-th epoch."""
+    """Logs on one rank, every ``interval``-th epoch; evaluations too if ``log_eval``."""
 
     def __init__(self, logger: Any, interval: int = 1, priority: int = 10, log_eval: bool = True) -> None:
         super().__init__(priority)
         self.logger = logger
         self._interval = interval
         self._log_eval = log_eval
-        self._is_rank_to_log = is_dp_rank_0() and is_tp_rank_0() and is_no_pp_or_last_stage()
+        self._is_rank_to_log = speaks_for_all()
 
     def _is_due(self, trainer: Any) -> bool:
         return bool(trainer.cur_epoch % self._interval == 0)
@@ -77,23 +76,15 @@ class _ByEpoch(BaseHook):
 
 
 class LogMetricByEpochHook(_ByEpoch):
-    """Logs the metrics of each epoch.
-
-    Args:
-        logger: Where to.
-        interval: Every n-th epoch.
-    """
+    """Logs the metrics of every ``interval``-th epoch."""
 
     def _say(self, trainer: Any, mode: str) -> None:
         if self._is_due(trainer):  # on all ranks: reading a metric adds up over them
-            values = {
-                name: metric.get_accumulated_value() for name, metric in _metrics(trainer, mode).items()
-            }
-            self._log(
-                trainer,
-                mode.capitalize(),
-                " | ".join(f"{name} = {_number(value)}" for name, value in values.items()),
-            )
+            values = [
+                f"{name} = {_number(metric.get_accumulated_value())}"
+                for name, metric in _metrics(trainer, mode).items()
+            ]
+            self._log(trainer, mode.capitalize(), " | ".join(values))
 
     def after_train_epoch(self, trainer: Any) -> None:
         self._say(trainer, "train")
@@ -103,15 +94,7 @@ class LogMetricByEpochHook(_ByEpoch):
 
 
 class LogTimingByEpochHook(_ByEpoch):
-    """Logs how long epochs and batches took.
-
-    Args:
-        timer: The trainer's.
-        logger: Where to.
-        interval: Every n-th epoch.
-        log_eval: Of evaluations too.
-        ignore_num_train_steps: The first batches that do not count.
-    """
+    """Logs how long epochs and batches took, by the trainer's timer and without ``ignore_num_train_steps`` first batches."""
 
     def __init__(
         self,
@@ -148,14 +131,7 @@ class LogTimingByEpochHook(_ByEpoch):
 
 
 class LogMemoryByEpochHook(_ByEpoch):
-    """Logs the memory in use.
-
-    Args:
-        logger: Where to.
-        interval: Every n-th epoch.
-        log_eval: After evaluations too.
-        report_cpu: The process's size as well.
-    """
+    """Logs the memory in use, with ``report_cpu`` the process's size as well."""
 
     def __init__(
         self,
@@ -184,12 +160,7 @@ class LogMemoryByEpochHook(_ByEpoch):
 
 
 class TensorboardHook(BaseHook):
-    """Writes the metrics as TensorBoard's events.
-
-    Args:
-        log_dir: A folder; each rank writes into one of its own in it.
-        ranks: Those of ``parallel_mode`` that write; all by default.
-        parallel_mode: Whose ranks are meant.
+    """Writes the metrics as TensorBoard's events, from all ``ranks`` of ``parallel_mode`` or some, each into its own folder.
 
     Raises:
         StateError: A rank that should write is not in the last stage of the pipeline, and has nothing.

@@ -25,9 +25,9 @@ class MetricHook(BaseHook):
         super().__init__(priority)
         self._is_stage_to_compute = is_no_pp_or_last_stage()
 
-    def _enter(self, trainer: Any, name: str, **metrics: Any) -> None:
+    def _enter(self, trainer: Any, name: str, enter: bool, **metrics: Any) -> None:
         self.init_runner_states(trainer, "metrics", {"train": {}, "test": {}})
-        for mode, metric in metrics.items():
+        for mode, metric in metrics.items() if enter else ():
             trainer.states["metrics"][mode][name] = metric
 
 
@@ -39,10 +39,7 @@ class LossHook(MetricHook):
 
     def after_hook_is_attached(self, trainer: Any) -> None:
         self.train_loss, self.test_loss = LossMetric(epoch_only=False), LossMetric(epoch_only=True)
-        if self._is_stage_to_compute:
-            self._enter(trainer, "Loss", train=self.train_loss, test=self.test_loss)
-        else:
-            self.init_runner_states(trainer, "metrics", {"train": {}, "test": {}})
+        self._enter(trainer, "Loss", self._is_stage_to_compute, train=self.train_loss, test=self.test_loss)
 
     def before_train_epoch(self, trainer: Any) -> None:
         self.train_loss.reset()
@@ -60,11 +57,7 @@ class LossHook(MetricHook):
 
 
 class AccuracyHook(MetricHook):
-    """The accuracy in evaluation.
-
-    Args:
-        accuracy_func: From outputs and targets to the number of right ones.
-    """
+    """The accuracy in evaluation; ``accuracy_func`` goes from outputs and targets to the number of right ones."""
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
         super().__init__(priority)
@@ -72,7 +65,7 @@ class AccuracyHook(MetricHook):
 
     def after_hook_is_attached(self, trainer: Any) -> None:
         self.metric = AccuracyMetric(epoch_only=True, accuracy_func=self.accuracy_func)
-        self._enter(trainer, "Accuracy", **({"test": self.metric} if self._is_stage_to_compute else {}))
+        self._enter(trainer, "Accuracy", self._is_stage_to_compute, test=self.metric)
 
     def before_test(self, trainer: Any) -> None:
         self.metric.reset()
@@ -85,13 +78,7 @@ class AccuracyHook(MetricHook):
 
 
 class LRSchedulerHook(MetricHook):
-    """Steps a rate scheduler.
-
-    Args:
-        lr_scheduler: Of torch or of ``colossalai.nn.lr_scheduler``.
-        by_epoch: After each epoch; else after each batch.
-        store_lr_in_state: Enter the rate among the metrics.
-    """
+    """Steps a rate scheduler after each epoch or batch; its rate is among the metrics if ``store_lr_in_state``."""
 
     def __init__(
         self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
@@ -103,7 +90,7 @@ class LRSchedulerHook(MetricHook):
 
     def after_hook_is_attached(self, trainer: Any) -> None:
         self.metric = LearningRateMetric(self.by_epoch, self.lr_scheduler.get_last_lr()[0])
-        self._enter(trainer, "LR", **({"train": self.metric} if self.store_lr_in_state else {}))
+        self._enter(trainer, "LR", self.store_lr_in_state, train=self.metric)
 
     def _step(self) -> None:
         self.lr_scheduler.step()
@@ -134,16 +121,14 @@ class ThroughputHook(MetricHook):
         self._options = (ignored_steps, tflop_per_step, use_local)
 
     def after_hook_is_attached(self, trainer: Any) -> None:
-        if trainer.timer is None or not trainer.timer.is_on():
+        if not trainer.timer.is_on():
             raise StateError("ThroughputHook needs a timer: Trainer(engine, timer=MultiTimer())")
         self.metric = ThroughputMetric(True, *self._options)
-        both = {"train": self.metric, "test": self.metric} if self._is_stage_to_compute else {}
-        self._enter(trainer, "Throughput", **both)
+        self._enter(trainer, "Throughput", self._is_stage_to_compute, train=self.metric, test=self.metric)
 
     def _update(self, trainer: Any, timer: str) -> None:
-        self.metric.update(
-            trainer.engine.schedule.batch_size, trainer.timer.get_timer(timer).get_elapsed_time()
-        )
+        time_s = trainer.timer.get_timer(timer).get_elapsed_time()
+        self.metric.update(trainer.engine.schedule.batch_size, time_s)
 
     def before_train_epoch(self, trainer: Any) -> None:
         self.metric.reset()

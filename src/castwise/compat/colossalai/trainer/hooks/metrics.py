@@ -35,11 +35,7 @@ def over_data_ranks(*values: float | Tensor) -> list[float]:
 
 
 class Metric(ABC):
-    """A quantity.
-
-    Args:
-        epoch_only: It is read once an epoch, not at each batch.
-    """
+    """A quantity; if ``epoch_only`` it is read once an epoch, not at each batch."""
 
     def __init__(self, epoch_only: bool) -> None:
         self.epoch_only = epoch_only
@@ -66,39 +62,6 @@ class Metric(ABC):
         return None
 
 
-class LossMetric(Metric):
-    """The mean loss."""
-
-    def __init__(self, epoch_only: bool) -> None:
-        super().__init__(epoch_only)
-        self.reset()
-
-    def reset(self) -> None:
-        self._last: Tensor | None = None
-        self._sum: Tensor | float = 0.0
-        self._count = 0
-
-    def update(self, loss: Tensor) -> None:
-        """Take in the loss of a batch, without waiting for the device."""
-        self._last = loss.detach().float()
-        self._sum = self._sum + self._last
-        self._count += 1
-
-    def get_last_step_value(self) -> float:
-        """This rank's loss of the last batch. Synchronises."""
-        return 0.0 if self._last is None else float(self._last)
-
-    def get_accumulated_value(self) -> float:
-        """The mean over batches and data parallel ranks. Synchronises."""
-        total, count = over_data_ranks(self._sum, self._count)
-        return total / count if count else 0.0
-
-    @staticmethod
-    def is_better(a: float, b: float) -> bool:
-        """Whether it is smaller."""
-        return a < b
-
-
 class LearningRateMetric(Metric):
     """The rate of the optimizer's first group."""
 
@@ -118,41 +81,61 @@ class LearningRateMetric(Metric):
     get_accumulated_value = get_last_step_value
 
 
-class AccuracyMetric(Metric):
-    """The share of right answers.
+class _Ratio(Metric):
+    """An amount by a count, each summed over batches and, as they are read, over data parallel ranks."""
 
-    Args:
-        epoch_only: As in :class:`Metric`.
-        accuracy_func: From outputs and targets to the number of right ones, such as ``colossalai.nn.metric.Accuracy``.
-    """
+    def __init__(self, epoch_only: bool) -> None:
+        super().__init__(epoch_only)
+        self.reset()
+
+    def reset(self) -> None:
+        self._last: tuple[float, Any] = (0, 0)
+        self._total: tuple[float, Any] = (0, 0)
+
+    def _add(self, count: float, amount: Any) -> None:
+        self._last = (count, amount)
+        self._total = (self._total[0] + count, self._total[1] + amount)
+
+    def _ratio(self, count: float, amount: Any) -> float:
+        count, amount = over_data_ranks(count, amount)
+        return amount / count if count else 0.0
+
+    def get_last_step_value(self) -> float:
+        return self._ratio(*self._last)
+
+    def get_accumulated_value(self) -> float:
+        return self._ratio(*self._total)
+
+
+class LossMetric(_Ratio):
+    """The mean loss."""
+
+    def update(self, loss: Tensor) -> None:
+        """Take in the loss of a batch, without waiting for the device."""
+        self._add(1, loss.detach().float())
+
+    def get_last_step_value(self) -> float:
+        """This rank's loss of the last batch. Synchronises."""
+        return float(self._last[1])
+
+    @staticmethod
+    def is_better(a: float, b: float) -> bool:
+        """Whether it is smaller."""
+        return a < b
+
+
+class AccuracyMetric(_Ratio):
+    """The share of right answers, counted by a function such as ``colossalai.nn.metric.Accuracy``."""
 
     def __init__(self, epoch_only: bool, accuracy_func: Callable[[Any, Any], Any]) -> None:
         super().__init__(epoch_only)
         self.acc = accuracy_func
-        self.reset()
-
-    def reset(self) -> None:
-        self._last = self._total = (0, torch.zeros(()))
 
     def update(self, logits: Any, targets: Any, batch_size: int) -> None:
         """Take in a batch; of several outputs or targets the first."""
         logits = logits[0] if isinstance(logits, (list, tuple)) else logits
         targets = targets[0] if isinstance(targets, (list, tuple)) else targets
-        correct = torch.as_tensor(self.acc(logits, targets))
-        self._last = (batch_size, correct)
-        self._total = (self._total[0] + batch_size, self._total[1].to(correct.device) + correct)
-
-    def _share(self, counted: tuple[int, Tensor]) -> float:
-        count, correct = over_data_ranks(*counted)
-        return correct / count if count else 0.0
-
-    def get_last_step_value(self) -> float:
-        """That of the last batch, over data parallel ranks."""
-        return self._share(self._last)
-
-    def get_accumulated_value(self) -> float:
-        """That of the epoch, over data parallel ranks."""
-        return self._share(self._total)
+        self._add(batch_size, self.acc(logits, targets))
 
     @staticmethod
     def is_better(a: float, b: float) -> bool:
@@ -160,56 +143,42 @@ class AccuracyMetric(Metric):
         return a > b
 
 
-class ThroughputMetric(Metric):
-    """Samples per second of all data parallel ranks together.
+class ThroughputMetric(_Ratio):
+    """Samples per second of all data parallel ranks together, without ``ignored_steps`` first of all batches.
 
-    Args:
-        epoch_only: As in :class:`Metric`.
-        ignored_steps: The first of all batches, not of each epoch, that do not count.
-        tflop_per_step: 10^12 operations per batch, to say TFLOP/s as well.
-        use_local: Take this rank's numbers for all.
+    Options are those of ``ThroughputHook``.
     """
 
     def __init__(
         self, epoch_only: bool, ignored_steps: int = 0, tflop_per_step: float = 0, use_local: bool = False
     ) -> None:
         super().__init__(epoch_only)
-        self._ignored, self._seen = ignored_steps, 0
+        self._left = ignored_steps
         self._tflop, self._local = tflop_per_step, use_local
-        self.reset()
-
-    def reset(self) -> None:
-        self._last = self._total = (0, 0.0)
 
     def update(self, num_samples: int, time: float) -> None:
-        """Take in a batch.
+        """Take in a batch: samples on this rank, and seconds."""
+        if self._left:
+            self._left -= 1
+            self._last = (time, num_samples)
+        else:
+            self._add(time, num_samples)
 
-        Args:
-            num_samples: On this rank.
-            time: In seconds.
-        """
-        self._seen += 1
-        self._last = (num_samples, time)
-        if self._seen > self._ignored:
-            self._total = (self._total[0] + num_samples, self._total[1] + time)
-
-    def _rate(self, counted: tuple[int, float]) -> tuple[float, float]:
+    def _sums(self, time_s: float, samples: float) -> tuple[float, float]:
+        """Seconds on a rank, in the mean, and samples on all."""
         ranks = gpc.get_world_size(ParallelMode.DATA)
-        samples, time_s = (
-            (counted[0] * ranks, counted[1] * ranks) if self._local else over_data_ranks(*counted)
-        )
-        return samples / (time_s / ranks) if time_s else 0.0, time_s / ranks
+        if self._local:
+            return time_s, samples * ranks
+        time_s, samples = over_data_ranks(time_s, samples)
+        return time_s / ranks, samples
 
-    def get_last_step_value(self) -> float:
-        """Samples per second of the last batch."""
-        return self._rate(self._last)[0]
+    def _ratio(self, count: float, amount: Any) -> float:
+        time_s, samples = self._sums(count, amount)
+        return samples / time_s if time_s else 0.0
 
     def get_last_step_info(self) -> str:
-        """The same as text, with TFLOP/s where the operations are known."""
-        rate, time_s = self._rate(self._last)
+        """Samples per second of the last batch as text, with TFLOP/s where the operations are known."""
+        time_s, samples = self._sums(*self._last)
+        rate = samples / time_s if time_s else 0.0
         more = f", {self._tflop / time_s:.4g} TFLOP/s" if self._tflop and time_s else ""
         return f"{rate:.4g} samples/s{more}"
-
-    def get_accumulated_value(self) -> float:
-        """Samples per second of the epoch."""
-        return self._rate(self._total)[0]

@@ -1,0 +1,78 @@
+"""What a script does with torch's scaler, in order: is it what a session of castwise does?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import libcst as cst
+
+from castwise.migrate.view import Undecided, View, inside
+
+__all__ = ["AUTOCAST", "SCALER", "Event", "check_windows"]
+
+
+def _names(what: str, module: str) -> Mapping[str, str | None]:
+    """The dotted names of something of torch.amp, with the device that each is for; None where an argument says so."""
+    homes = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu", "torch.amp": None}
+    names = {f"{home}.{name}": at for home, at in homes.items() for name in (what, f"{module}.{what}")}
+    return {**names, f"torch.{what}": None}
+
+
+AUTOCAST = _names("autocast", "autocast_mode")
+SCALER = _names("GradScaler", "grad_scaler")
+_JUMPS = (cst.Continue, cst.Break, cst.Return, cst.Raise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One use of a scaler.
+
+    Attributes:
+        kind: What is done.
+        node: The outermost call of it.
+        optimizer: The name of the optimizer it is done with; empty where there is none.
+    """
+
+    kind: Literal["backward", "unscale", "step", "update", "look"]
+    node: cst.Call
+    optimizer: str = ""
+
+
+def check_windows(view: View, events: Iterable[Event]) -> None:
+    """See that every update follows its steps at once, so that it falls where a session makes it.
+
+    A session moves the scale when the next backward begins after a step. A script that updates it elsewhere, or not
+    after each step, has other scales.
+
+    Raises:
+        Undecided: That is so here.
+    """
+    functions: dict[int, list[Event]] = {}
+    for event in sorted(events, key=lambda event: view.position(event.node)):
+        functions.setdefault(id(view.function(event.node)), []).append(event)
+    for each in functions.values():
+        stepped: list[Event] = []
+        for event in each:
+            if event.kind == "step":
+                stepped.append(event)
+            elif event.kind == "update":
+                _check_update(view, event, stepped)
+                stepped = []
+            elif stepped and event.kind != "unscale":
+                what = "a loss is scaled" if event.kind == "backward" else "the scale is read"
+                raise Undecided(event.node, f"{what} between step() and update()")
+        if stepped:
+            raise Undecided(stepped[0].node, "no update() follows this step() in the same function")
+
+
+def _check_update(view: View, update: Event, stepped: list[Event]) -> None:
+    suite = view.suite(update.node)
+    if not stepped:
+        raise Undecided(update.node, "update() follows no step() in the same function")
+    if suite is None or any(view.suite(event.node) is not suite for event in stepped):
+        raise Undecided(update.node, "step() and update() stand in different blocks")
+    for statement in suite.body[view.index(stepped[0].node) : view.index(update.node)]:
+        if any(isinstance(node, _JUMPS) for node in inside(statement)):
+            raise Undecided(statement, "the loop may be left between step() and update()")
