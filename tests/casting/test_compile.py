@@ -133,7 +133,7 @@ def test_prepared_module_compiles_as_it_runs(name: str, graph_break: bool, how: 
 def test_second_process_on_the_same_cache_is_not_affected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process without castwise must not be served a graph with a plan's casts from disk, nor the reverse.
+    """A process without castwise or with another plan must not be served a plan's casts from disk, nor the reverse.
 
     The processes are forks of one that has imported Inductor, which takes longer than all they do.
     """
@@ -144,6 +144,9 @@ def test_second_process_on_the_same_cache_is_not_affected(
         def plan():
             import castwise
             return castwise.autocast(castwise.Plan(compute="bf16", ops={"exp": "fp32"}), device_type="cpu")
+        def other():
+            import castwise
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"log": "fp32"}), device_type="cpu")
         def plain():
             return torch.autocast("cpu", dtype=torch.bfloat16)
         def run(make):
@@ -152,7 +155,7 @@ def test_second_process_on_the_same_cache_is_not_affected(
                 dtype = f(x).dtype
             hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
             print(make.__name__, dtype, hits, "castwise" in sys.modules, flush=True)
-        for make in (plan, plain, plan, plain):
+        for make in (plan, other, plain, plan, plain):
             if os.fork() == 0:
                 try:
                     run(make)
@@ -170,6 +173,7 @@ def test_second_process_on_the_same_cache_is_not_affected(
         monkeypatch.setenv(name, value)
     assert run_python(textwrap.dedent(code), tmp_path).splitlines() == [
         "plan torch.float32 0 True",
+        "other torch.bfloat16 0 True",
         "plain torch.bfloat16 0 False",
         "plan torch.float32 1 True",  # the cache does work, for the same plan
         "plain torch.bfloat16 1 False",
