@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from bench_overhead import build
-from castwise.measure import ranks
+from castwise.measure.ranks import lockstep
 from castwise.measure.stats import paired_speedup
 from castwise.measure.timing import paired, race
 from castwise.ranks import ALONE
@@ -91,8 +91,8 @@ def compare(
     part: str, loops: list[tuple[str, Loop]], rounds: int, steps: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Race loops on all ranks at once, against the first of them."""
-    with ranks.lockstep("bench_parallel"):
-        laps = race(loops, rounds=rounds, steps=steps, device=device)
+    with lockstep("bench_parallel") as ranks:
+        laps = race(loops, rounds=rounds, steps=steps, device=device, ranks=ranks)
     check_losses_agree({name: loop.losses[-1] for name, loop in loops}, relative=0.02)
     base = laps[loops[0][0]]
     rows = []
@@ -218,8 +218,9 @@ def scaling(device: torch.device) -> list[dict[str, Any]]:
                     for _ in range(steps):
                         step()
 
-            with ranks.lockstep("bench_parallel"):
-                laps = race([("steps", Steps(lambda: torch.zeros(())))], rounds=8, steps=4, device=device)
+            loops = [("steps", Steps(lambda: torch.zeros(())))]
+            with lockstep("bench_parallel") as ranks:
+                laps = race(loops, rounds=8, steps=4, device=device, ranks=ranks)
             times = sorted(t for t in laps["steps"].times_s if t is not None)
             rows.append({
                 "part": "scaling",

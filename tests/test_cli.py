@@ -134,7 +134,7 @@ NOT_DONE = [
     (("train", f"{TINY}:nan_data"), "in batch[0] (256 of 256 values)"),
     (("bench", f"{TINY}:nan_data"), "is nan in fp32"),
     (("train", f"{TINY}:three"), "ended after 3 batches"),
-    (("train", f"{TINY}:mlp", "--steps", "0"), "needs steps >= 1"),
+    (("train", f"{TINY}:mlp", "--steps", "0"), "train(steps=0): needs a whole number >= 1"),
     (("bench", f"{TINY}:mlp", "--steps", "1"), "needs steps >="),
     (("train", f"{TINY}:mlp", "--out", "broken.py"), "File exists: 'broken.py'"),
     (("doctor", "snie"), "workload 'snie' not found"),

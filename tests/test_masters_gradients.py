@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from castwise.errors import StateError
-from castwise.masters import Master, attach, attachment_of, master_of, model_param_of
+from castwise.masters import Master, attach, attachment_of, master_of, model_param_of, refresh_master
 from tests.test_masters_optimizers import Net, Weights, batches, lower, train
 
 
@@ -324,6 +324,56 @@ def test_writes_through_data_are_taken_over_when_told() -> None:
     assert (model.a.weight == 4).all()
 
 
+def test_refreshing_a_master_says_whether_anything_differed() -> None:
+    model, optimizer = prepared()
+    assert not refresh_master(model.a.weight)
+    model.a.weight.data.fill_(3.0)
+    assert refresh_master(model.a.weight)
+    assert (held(optimizer)[0] == 3).all()
+    assert not refresh_master(model.a.weight)
+    assert not refresh_master(nn.Parameter(torch.ones(2)))
+    with torch.no_grad():
+        held(optimizer)[0].fill_(4.0)  # what the parameter does not know yet is not lost
+    refresh_master(model.a.weight)
+    assert (held(optimizer)[0] == 4).all()
+    assert (model.a.weight == 4).all()
+
+
+def test_attaching_again_adds_to_what_is_attached() -> None:
+    model = Weights()
+    lower(model, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = attach(optimizer, model.a)
+    assert [p is model.a.weight for p in attachment.stored] == [True]
+    assert attach(optimizer, model.b) is attachment
+    assert [p is q for p, q in zip(attachment.stored, model.parameters(), strict=True)] == [True, True]
+
+
+def test_only_the_masters_that_are_meant_are_rewritten() -> None:
+    model, optimizer = prepared()
+    attachment = attachment_of(optimizer)
+    assert attachment is not None
+    kept = master_of(model.b.weight).detach().clone()  # type: ignore[union-attr]
+    attachment.rewrite(lambda master: master.fill_(2.0), {model.a.weight})
+    assert (model.a.weight == 2).all()
+    assert torch.equal(master_of(model.b.weight).detach(), kept)  # type: ignore[union-attr]
+
+
+def test_low_gradients_are_accepted_from_parameters_that_come_later_too() -> None:
+    """As DistributedDataParallel's, that was told of before they were unfrozen."""
+    model = Weights()
+    former = lower(model, torch.bfloat16)
+    model.b.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attachment = attach(optimizer, model, originals=former)
+    attachment.accept_low_gradients()
+    model.b.weight.requires_grad_(True)
+    attachment.sync()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        assert parameter.grad.dtype is torch.bfloat16
+
+
 def test_a_model_made_fp32_behind_the_optimizers_back_is_an_error() -> None:
     """model.float() would cut the masters off."""
     model, optimizer = prepared()
@@ -331,6 +381,17 @@ def test_a_model_made_fp32_behind_the_optimizers_back_is_an_error() -> None:
     model.float()
     with pytest.raises(StateError, match="Prepare the model again"):
         optimizer.step()
+
+
+def test_a_parameter_that_became_another_altogether_stops_no_detaching() -> None:
+    model, optimizer = prepared()
+    attachment, full = attachment_of(optimizer), held(optimizer)[0].detach().clone()
+    assert attachment is not None
+    model.a.weight.data = torch.zeros(3, 5)
+    attachment.refresh_from_model()
+    assert torch.equal(held(optimizer)[0].detach(), full)
+    attachment.detach(write_back=True)
+    assert model.a.weight.shape == (3, 5)
 
 
 def test_a_step_without_gradients_writes_nothing() -> None:
@@ -437,6 +498,15 @@ def test_model_and_optimizer_copied_together_train_on_alike(how: str) -> None:
         assert torch.equal(a.detach(), b.detach())
 
 
+def test_what_is_written_to_a_copied_model_first_reaches_its_masters() -> None:
+    model, optimizer = copy.deepcopy(prepared())
+    with torch.no_grad():
+        model.a.weight.fill_(2.0)
+    optimizer.step()
+    assert (held(optimizer)[0] == 2).all()
+    assert (model.a.weight == 2).all()
+
+
 def test_tables_keyed_by_the_models_parameters_find_masters() -> None:
     """``optimizer.state[model.weight]`` and a user's own ``{parameter: name}``."""
     model, optimizer = prepared()
@@ -449,3 +519,13 @@ def test_tables_keyed_by_the_models_parameters_find_masters() -> None:
     assert model_param_of(held(optimizer)[0]) is model.a.weight
     assert model_param_of(model.a.weight) is model.a.weight
     assert torch.equal(held(optimizer)[0] == torch.zeros(16, 8), torch.zeros(16, 8, dtype=torch.bool))
+
+
+def test_what_is_written_between_two_attachments_reaches_a_master_that_they_share() -> None:
+    model, _ = prepared()
+    two = torch.optim.SGD([model.a.weight], lr=0.2)
+    with torch.no_grad():
+        model.a.weight.fill_(2.0)
+    attach(two, model)
+    two.step()
+    assert (held(two)[0] == 2.0).all()

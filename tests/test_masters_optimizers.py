@@ -224,6 +224,19 @@ def test_lbfgs_sees_the_masters_at_every_evaluation(by_keyword: bool) -> None:
         torch.testing.assert_close(parameter.detach(), want.detach().bfloat16(), rtol=0, atol=0)
 
 
+def test_what_is_given_after_a_closure_reaches_the_optimizer() -> None:
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            return closure(), args, kwargs
+
+    model = Weights()
+    former = lower(model, torch.bfloat16)
+    optimizer = Noting(model.parameters(), lr=0.1)
+    attach(optimizer, model, originals=former)
+    assert optimizer.step(lambda: 5, 6, 7, more=8) == (5, (6, 7), {"more": 8})
+    assert optimizer.step(closure=lambda: 5, more=8) == (5, (), {"more": 8})
+
+
 def test_updates_too_small_for_the_low_format_add_up() -> None:
     """What masters are for: 1 + 1000 * 1e-5 in bf16, whose next value after 1 is 1.0078."""
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))

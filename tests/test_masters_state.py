@@ -393,6 +393,19 @@ def test_fp32_state_dict_sees_weights_written_through_data() -> None:
     assert not torch.equal(state["a.weight"][1:], state["a.weight"][1:].bfloat16().float())
 
 
+def test_masters_of_two_models_are_told_apart_by_name() -> None:
+    """A name that both have comes with the position; names are what another process finds them by."""
+    models = [Weights(), Weights()]
+    former = lower(models[0], torch.bfloat16) | lower(models[1], torch.bfloat16)
+    optimizer = torch.optim.SGD([models[0].a.weight, models[1].a.weight, models[1].b.weight], lr=0.1)
+    attachment = attach(optimizer, models[0], originals=former)
+    attach(optimizer, models[1])
+    state = attachment.state_dict()
+    assert list(state) == ["0.a.weight", "1.a.weight", "b.weight"]
+    for value, master in zip(state.values(), held(optimizer), strict=True):
+        assert torch.equal(value, master.detach())
+
+
 def test_nan_written_by_hand_reaches_the_master() -> None:
     """A NaN equals nothing, itself included, and is taken over as any other value."""
     model, optimizer = prepared()
@@ -401,3 +414,20 @@ def test_nan_written_by_hand_reaches_the_master() -> None:
     optimizer.step()
     assert held(optimizer)[0][0, 0].isnan()
     assert held(optimizer)[0].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_numbers_in_the_state_keep_their_format_when_the_masters_go(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """As torch keeps them beside low parameters: a product of momenta in bf16 would stop moving."""
+    model = Weights()
+    former = lower(model, torch.bfloat16)
+    optimizer = kind(model.parameters(), lr=0.01)
+    attach(optimizer, model, originals=former)
+    train(model, optimizer, 3)
+    attachment_of(optimizer).detach(write_back=False)
+    numbers = [v for state in optimizer.state.values() for v in state.values() if v.dim() == 0]
+    assert numbers
+    assert all(value.dtype is torch.float32 for value in numbers)
+    assert all(v.dtype is torch.bfloat16 for s in optimizer.state.values() for v in s.values() if v.dim())

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castwise.errors import CastwiseError, PlanError, UnknownNameError
-from castwise.plans.parts import matches_path
 from castwise.plans.plan import PRESETS, LossScale, Plan, Region, as_plan
 from castwise.plans.rules import BASES, RULES
+from castwise.plans.text import matches_path
 from tests.soak import examples
 
 # --- random plans -------------------------------------------------------------------------------------------

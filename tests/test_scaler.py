@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -164,12 +164,21 @@ def test_disabled_passes_through() -> None:
     loss = (p * 2).sum()
     assert scaler.scale(loss) is loss
     scaler.backward(loss, params=[p])
+    assert scaler.is_unscaled(optimizer)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
     assert float(p.detach()) == -1.0
     assert scaler.state_dict() == {}
     assert not scaler.result_of(optimizer).skipped
+
+
+@pytest.mark.parametrize("options", [{}, {"hysteresis": 2}, {"floor": 1.0}, {"dynamic": False}])
+def test_an_update_without_a_step_is_refused_as_by_torch(options: dict[str, Any]) -> None:
+    scaler = GradScaler("cpu", **options)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
 
 
 def test_a_subclass_that_unscales_its_own_way_is_asked() -> None:
@@ -236,6 +245,9 @@ POLICIES = st.builds(
     outcomes=st.lists(st.booleans(), max_size=40),
     init=st.sampled_from([1.0, 16.0, 1000.0, 2.0**127, 2.0**-149]),
 )
+@example(policy=ScalePolicy(ceiling=64.1), outcomes=[False], init=1000.0)
+@example(policy=ScalePolicy(floor=1.0), outcomes=[True], init=0.5)
+@example(policy=ScalePolicy(hysteresis=2), outcomes=[True, False, True], init=16.0)
 def test_device_and_pure_rule_agree_bit_for_bit(
     policy: ScalePolicy, outcomes: list[bool], init: float
 ) -> None:

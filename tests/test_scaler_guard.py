@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import castwise
 from castwise.errors import LossScaleError, NonFiniteError, PlanError
 from castwise.plans.plan import PRESETS
+from castwise.scaler import StepGuard
 from tests.soak import pairs
 
 INF, NAN = float("inf"), float("nan")
@@ -359,6 +360,37 @@ def test_a_framework_that_steps_by_a_closure_is_guarded(plan: str, keyword: bool
     assert run.amp.skipped_steps == 1
 
 
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
+def test_hooks_behind_direct_steps_do_not_pile_up(plan: str) -> None:
+    run = Run(plan)
+    hooks = run.optimizer._optimizer_step_post_hooks
+    counts = set()
+    for _ in range(3):
+        run.backward(INF)
+        run.amp.unscale_(run.optimizer)
+        run.optimizer.step()
+        counts.add(len(hooks))
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_another_ranks_verdict_skips_here_too(returns: bool) -> None:
+    def reduce(flag: torch.Tensor) -> torch.Tensor | None:
+        if returns:
+            return torch.ones_like(flag)
+        flag.fill_(1.0)
+        return None
+
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], 0.1)
+    guard = StepGuard("cpu", refuse=False, patience=3, reduce=reduce)
+    p.grad = torch.ones(2)
+    result = guard.take(optimizer)
+    assert result.skipped
+    assert float(result.found_inf) == 1.0
+    assert p.tolist() == [1.0, 1.0]
+
+
 def test_sparse_gradients() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters(), 0.1)
@@ -481,7 +513,7 @@ def test_parameters_that_join_between_steps(plan: str, way: str) -> None:
 def test_a_device_that_is_not_the_hosts(maker: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: a fused kernel gets the flag, for another optimizer the host asks for it."""
     monkeypatch.setattr("castwise.scaler.step_guard.view_on_host", lambda flag: None)
-    for module in ("step_guard", "window"):
+    for module in ("step_guard", "watch"):
         monkeypatch.setattr(f"castwise.scaler.{module}.read_on_host", lambda flags: None)
     run = Run("bf16-mixed", MAKERS[maker], patience=3)
     for factor in (1.0, NAN, 1.0, NAN, INF):

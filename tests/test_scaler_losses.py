@@ -115,6 +115,19 @@ def test_any_mixture_of_losses_is_unscaled_exactly(
         assert torch.equal(got, torch.full((4,), value))
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["sparse first", "dense first"])
+def test_sparse_and_dense_gradients_of_one_weight_add_up(order: int) -> None:
+    """Of an embedding that one loss looks up and another uses as a matrix, as tied ones are."""
+    weight = nn.Parameter(torch.ones(4, 2))
+    scaler = GradScaler("cpu", init_scale=8.0)
+    looked_up = nn.functional.embedding(torch.tensor([1, 1]), weight, sparse=True).sum()
+    for name, loss in zip("ab", (looked_up, (3 * weight).sum())[::order], strict=True):
+        scaler.backward(loss, name, params=[weight])
+    scaler.unscale_(torch.optim.SGD([weight], 0.1))
+    assert weight.grad is not None
+    assert weight.grad.to_dense().tolist() == [[3, 3], [5, 5], [3, 3], [3, 3]]
+
+
 def test_an_overflow_counts_although_its_gradients_were_cleared() -> None:
     """As in a GAN: one network steps and clears before the other's loss is scaled in the same window."""
     p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise import GradScaler
 from castwise.errors import LossScaleError, StateError
+from castwise.scaler import StepResult
 from tests.distributed.world import World
 
 INF = float("inf")
@@ -111,6 +112,18 @@ def test_result_outlives_the_window() -> None:
     assert [r.skipped for r in results] == [False, True]
     assert [float(r.found_inf) > 0 for r in results] == [False, True]
     assert "skipped=True" in repr(results[1])
+
+
+def test_steps_that_belong_together_are_skipped_where_one_was() -> None:
+    made, skipped = StepResult(None), StepResult([torch.ones(())])
+    norm = torch.ones(())
+    assert StepResult.join([made]) is made
+    assert StepResult.join([made], norm).grad_norm is norm
+    for results in ([made, skipped], [skipped, made]):
+        joint = StepResult.join(results)
+        assert joint.skipped
+        assert float(joint.found_inf) == 1.0
+    assert not StepResult.join([made, made]).skipped
 
 
 def test_fp16_gradients() -> None:

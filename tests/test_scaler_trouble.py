@@ -223,6 +223,27 @@ def test_overflows_with_room_below_or_in_between_are_no_error() -> None:
         optimizer.zero_grad()
 
 
+def test_overflows_in_a_row_are_counted_anew_after_loading() -> None:
+    scaler = GradScaler("cpu", init_scale=1.0, floor=1.0, patience=3)
+    state = scaler.state_dict()
+    for _ in range(3):
+        overflow(scaler, 2)
+        scaler.load_state_dict(state)
+    overflow(scaler, 2)
+    with pytest.raises(LossScaleError, match="3 times in a row"):
+        overflow(scaler, 1)
+
+
+def test_momentum_that_a_skipped_first_step_left_unwritten_goes() -> None:
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], 0.1, momentum=0.9, fused=True)
+    scaler = GradScaler("cpu")
+    scaler.scale(p.sum() * INF).backward()
+    scaler.step(optimizer)
+    assert not optimizer.state
+    scaler.update()
+
+
 def test_names_come_from_the_optimizer_where_it_has_them() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.named_parameters(), 0.1)

@@ -144,6 +144,20 @@ def test_a_verdict_does_not_outlive_a_step_that_failed(
     assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
+def test_a_verdict_does_not_outlive_a_step_that_failed_under_a_loss_scale() -> None:
+    """Unscaled for a step of two that raised, and other gradients by a backward of one's own."""
+    run = Run("fp16-mixed+loss_scale.init=8")
+    weight, other = run.another()
+    run.amp.backward(run.model(X).pow(2).mean() + weight.sum())
+    other.register_step_pre_hook(fail)
+    with pytest.raises(Planted):
+        run.amp.step(other, run.optimizer)
+    run.optimizer.zero_grad()
+    (run.model(X).pow(2).mean() * NAN).backward()
+    assert run.amp.step(run.optimizer).skipped
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+
+
 @pytest.mark.parametrize("then", [1.0, NAN])
 @pytest.mark.parametrize("way", ["unscale_", "clip_grad_norm_"])
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])

@@ -434,6 +434,19 @@ def test_what_is_no_clipping_raises_no_alarm() -> None:
     assert not amp.step(b).skipped
 
 
+def test_the_scale_itself_is_asked_for_and_brought_in_by_hand() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp.prepare(model, optimizer)
+    before = model.weight.detach().clone()
+    scale = amp.scale(torch.ones(()))
+    assert float(scale) == amp.get_scale() > 1.0
+    model.weight.grad = scale * torch.ones(1, 2)
+    assert not amp.step(optimizer).skipped
+    assert torch.equal(model.weight.detach(), before - 0.5)
+
+
 def test_a_plain_backward_after_a_scale_that_nobody_used_is_noticed() -> None:
     amp, model, a, b = pair("fp16-mixed")
     loss = model(batch(0)).pow(2).mean()
@@ -544,6 +557,19 @@ def test_a_parameter_in_two_optimizers_is_refused_under_a_loss_scale(plan: str, 
     amp.close()
     with castwise.Amp("bf16-mixed", device="cpu") as amp:
         amp.prepare(model, first, second)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master"])
+def test_nobody_looks_after_steps_once_the_session_is_closed(plan: str) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        amp.backward(model(torch.ones(1, 2)).sum())
+        amp.step(optimizer)
+    model.weight.grad = torch.full_like(model.weight, float("nan"))
+    optimizer.step()
+    assert model.weight.isnan().all()
 
 
 def test_one_optimizer_has_one_loss_scale() -> None:

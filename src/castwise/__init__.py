@@ -49,26 +49,21 @@ __all__ = [
 ]
 
 _HOME = {
-    "Amp": "session",
-    "AveragedModel": "masters",
-    "CastwiseError": "errors",
-    "GradScaler": "scaler",
-    "LossScale": "plans.plan",
-    "ParityResult": "numerics.parity",
-    "Plan": "plans.plan",
-    "Region": "plans.plan",
-    "StepResult": "scaler",
-    "TuneResult": "jobs.tune_result",
-    "Workload": "workload",
-    "autocast": "casting",
-    "bench": "jobs.bench",
-    "custom_bwd": "casting",
-    "custom_fwd": "casting",
-    "fp32_function": "casting",
-    "lower_function": "casting",
-    "parity": "numerics.parity",
-    "tune": "jobs.tune",
-    "widest_function": "casting",
+    name: home
+    for home, names in {
+        "casting": "autocast custom_bwd custom_fwd fp32_function lower_function widest_function",
+        "errors": "CastwiseError",
+        "jobs.bench": "bench",
+        "jobs.tune": "tune",
+        "jobs.tune_result": "TuneResult",
+        "masters": "AveragedModel",
+        "numerics.parity": "ParityResult parity",
+        "plans.plan": "LossScale Plan Region",
+        "scaler": "GradScaler StepResult",
+        "session": "Amp",
+        "workload": "Workload",
+    }.items()
+    for name in names.split()
 }
 
 

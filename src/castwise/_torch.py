@@ -137,12 +137,8 @@ def register_in_front_of_transforms(
 ) -> Callable[[], None]:
     """Put a kernel in front of ``op`` where transforms of torch.func are active, before any of them has seen the call.
 
-    Args:
-        op: The operator; while one kernel is there, no other may be put in front of it.
-        make: Takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
-
-    Returns:
-        What undoes it.
+    ``make`` takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
+    While one kernel is there, no other may be put in front of the operator. Returns what undoes it.
     """
     library = Library(op.namespace, "IMPL")
     kernel = make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed))
@@ -174,12 +170,7 @@ def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Cal
 
 
 def with_tensors(call: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.Tensor:
-    """Call an elementwise operator with 0-dim tensors in place of numbers, which promote as the numbers do.
-
-    Args:
-        call: Takes ``args``.
-        args: Numbers and at least one tensor.
-    """
+    """Call an elementwise operator with 0-dim tensors in place of numbers, which promote as the numbers do."""
     other = next(arg for arg in args if isinstance(arg, torch.Tensor))
     if other.dim() == 0:  # a 0-dim tensor would count as much as this one
         return with_tensors(call, [arg.unsqueeze(0) if arg is other else arg for arg in args]).squeeze(0)
@@ -307,11 +298,9 @@ _skipped: set[str] = set()
 def skip_modules(prefixes: tuple[str, ...]) -> None:
     """Tell Dynamo never to compile functions of these modules as frames of their own; it may still inline them.
 
-    Where Dynamo gives a frame up (a graph break inside a region), the frame runs in plain Python and Dynamo looks
-    at each function that it calls. Hooks and context managers that change thread state must then run for real.
-
-    Args:
-        prefixes: Names of modules and packages; those that are not loaded yet are passed over until the next call.
+    Where Dynamo gives a frame up (a graph break inside a block), the frame runs in plain Python and Dynamo looks at
+    each function that it calls. Hooks and context managers that change thread state must then run for real. Modules
+    that are not loaded yet are passed over until the next call.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -362,11 +351,11 @@ def object_at(address: int) -> Any:
 
 
 def set_autocast_attributes(
-    region: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
+    block: torch.autocast, device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool
 ) -> None:
     """Give a subclass's instance the attributes of ``torch.autocast``."""
-    region.device, region.fast_dtype = device_type, dtype
-    region._enabled, region._cache_enabled = enabled, cache_enabled
+    block.device, block.fast_dtype = device_type, dtype
+    block._enabled, block._cache_enabled = enabled, cache_enabled
 
 
 def custom_backend_name() -> str:
@@ -377,9 +366,8 @@ def custom_backend_name() -> str:
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     """Have Dynamo trace the methods of instances of ``cls`` that were made outside of what it compiles.
 
-    Args:
-        cls: A subclass of ``torch.autocast``, whose instances Dynamo would all replace by torch's own.
-        as_torchs: Whether that is right for an instance.
+    It would replace all of them, as instances of a subclass of ``torch.autocast``, by torch's own; now only those
+    of which ``as_torchs`` says that this is right.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables import ctx_manager
@@ -518,16 +506,6 @@ def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], No
         callback_handler.register_end_callback(end)
 
 
-def set_cache_tag(tag: str) -> None:
-    """Put a tag into the key of the compile caches on disk."""
-    torch.compiler.config.cache_key_tag = tag
-
-
-def get_cache_tag() -> str:
-    """The tag that is in the key of the compile caches on disk now."""
-    return str(torch.compiler.config.cache_key_tag)
-
-
 # --- what operators are -------------------------------------------------------------------------------------
 
 OpOverload: TypeAlias = torch._ops.OpOverload
@@ -595,10 +573,8 @@ def cpu_has_tf32() -> bool:
 # --- optimizers ---------------------------------------------------------------------------------------------
 
 
-_MARKS = (
-    "_step_supports_amp_scaling",
-    "_need_device_dtype_check_for_fused",
-)  # torch sets the latter at a step
+_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+"""torch sets the latter at a step."""
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
@@ -846,9 +822,9 @@ def guard_calls(
 ) -> None:
     """Restore this thread's state after a call of a module that an exception of any kind ended.
 
-    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError. The
-    place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out of
-    copies and pickles; a module that is compiled so has no guard. Replicas of DataParallel share the module's
+    torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError.
+    The place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out
+    of copies and pickles; a module that is compiled so has no guard. Replicas of DataParallel share the module's
     attributes, so the module that is called is taken from the frame of the call.
 
     Args:
@@ -994,13 +970,7 @@ class OperatorMode(TorchDispatchMode):
         return self.handle(func, args, kwargs or {})
 
     def handle(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, or something in its place.
-
-        Args:
-            op: The operator.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Run an operator, or something in its place."""
         return op(*args, **kwargs)
 
 
@@ -1033,17 +1003,12 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def store_dtensor(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Store a DTensor in another dtype, in place.
-
-    ``parameter.data = parameter.data.to(dtype)`` changes what the DTensor says of itself and leaves its memory as it was;
-    ``torch.utils.swap_tensors`` refuses what has weak references.
-    """
-    set_dtensor(parameter, parameter.detach().to(dtype))
-
-
 def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
-    """Give a DTensor the memory of another: ``parameter.data = values`` as plain tensors have it."""
+    """Give a DTensor the memory of another, as ``parameter.data = values`` gives it to a plain tensor.
+
+    That assignment changes what a DTensor says of itself and leaves its memory as it was; ``torch.utils.swap_tensors``
+    refuses what has weak references.
+    """
     _set_data(parameter, values)
     parameter._local_tensor = values._local_tensor  # type: ignore[attr-defined]
     parameter._spec = values._spec  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +29,17 @@ from torch.compiler import is_compiling
 
 from castwise import _torch
 from castwise.casting import frames, kernels, tracing
+from castwise.casting.backward import mark_boundary, note_backward
 from castwise.casting.context import override_rows
-from castwise.casting.frames import Frame, mark_boundary, note_backward
+from castwise.casting.frames import Frame
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
 from castwise.errors import StateError
 from castwise.mismatch import explain_mismatch
 from castwise.plans import rules
 from castwise.plans.formats import FORMATS, LOW_DTYPES
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.text import shown
 from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
@@ -47,10 +49,11 @@ _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
 
+@dataclass(eq=False, repr=False)
 class Border:
     """The border of a region, or of the whole model: a pair of forward hooks.
 
-    Args:
+    Attributes:
         frame: What is in force inside.
         cast_inputs: Dtype of floating inputs inside; None leaves them.
         cast_outputs: Dtype of floating outputs outside; None leaves them.
@@ -58,28 +61,17 @@ class Border:
         root: Whether this is the border of the whole model.
         follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
             border whose frame alone has overrides notes it by the way.
-        path: Module path, for messages.
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        *,
-        cast_inputs: torch.dtype | None = None,
-        cast_outputs: torch.dtype | None = None,
-        outer: Frame | None = None,
-        root: bool = False,
-        follow_backward: bool = False,
-        path: str = "",
-    ) -> None:
-        self.frame = frame
-        self.key = frame.key
-        self.cast_inputs = cast_inputs
-        self.cast_outputs = cast_outputs
-        self.outer = outer
-        self.root = root
-        self.follow_backward = follow_backward
-        self.path = path
+    frame: Frame
+    cast_inputs: torch.dtype | None = None
+    cast_outputs: torch.dtype | None = None
+    outer: Frame | None = None
+    root: bool = False
+    follow_backward: bool = False
+
+    def __post_init__(self) -> None:
+        self.key = self.frame.key
         self.open()
 
     def open(self) -> None:
@@ -172,19 +164,17 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return wide[0] if wide is not None and wide[1] == _torch.version(tensor) else tensor
 
 
+@dataclass(eq=False, repr=False)
 class Method:
     """A method of a prepared model other than ``forward``, run inside the model's border.
 
     Stands in the instance's dictionary; pickles and copies with it.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, border: Border, before: Callable[[nn.Module], None]
-    ) -> None:
-        self.module = module
-        self.name = name
-        self.border = border
-        self.before = before
+    module: nn.Module
+    name: str
+    border: Border
+    before: Callable[[nn.Module], None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.before(self.module)
@@ -203,9 +193,7 @@ class Method:
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Remove borders that came with a copy or a pickle of a prepared model.
 
-    Args:
-        model: The copy.
-        log: Gets what puts them back before any is removed.
+    ``log`` gets what puts them back before any is removed.
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
@@ -271,10 +259,10 @@ def install(
     model: nn.Module,
     resolution: Resolution,
     device_type: str,
-    methods: Iterable[str] = (),
-    before: Callable[[nn.Module], None] = lambda module: None,
-    log: Callable[[Callable[[], None]], object] = lambda remove: None,
-) -> tuple[Border, Callable[[], None]]:
+    methods: Iterable[str],
+    before: Callable[[nn.Module], None],
+    log: Callable[[Callable[[], None]], object],
+) -> Border:
     """Put the borders of a resolution on a model.
 
     Args:
@@ -286,7 +274,7 @@ def install(
         log: Called with what removes all of it again before anything is put on.
 
     Returns:
-        The border of the whole model, and what removes all of it again.
+        The border of the whole model.
     """
     plan, root_place = resolution.plan, resolution.places[""]
     computes = {place.compute for place in resolution.places.values()}
@@ -301,12 +289,10 @@ def install(
         # kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
     follow = bool(rows)
-    if (
-        resolution.mixes
-    ):  # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
-        chosen = {op.removeprefix("aten::") for op, _ in plan.ops}
+    if resolution.mixes:
+        # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way
         extra = rules.stored_low(plan.rules, device_type)
-        rows |= {op: row for op, row in extra.items() if op not in chosen}
+        rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
     meeting = {
         compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
@@ -340,10 +326,8 @@ def install(
             border.close()
 
     def put(module: nn.Module, border: Border) -> None:
-        borders.append((
-            weakref.ref(module),
-            border,
-        ))  # first: an interrupt must not find a hook that nobody knows
+        # first: an interrupt must not find a hook that nobody knows
+        borders.append((weakref.ref(module), border))
         if border.cast_inputs is not None or border.follow_backward:
             module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)
         else:
@@ -352,32 +336,25 @@ def install(
         _torch.guard_calls(module, border, frames.depth, frames.unwind)
 
     log(remove)
-    try:
-        root = Border(
-            frame(root_place),
-            cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
-            cast_outputs=torch.float32 if plan.output == "fp32" else None,
-            root=True,
+    root = Border(
+        frame(root_place),
+        cast_inputs=FORMATS[root_place.compute].dtype if casts_root else None,
+        cast_outputs=torch.float32 if plan.output == "fp32" else None,
+        root=True,
+        follow_backward=follow,
+    )
+    put(model, root)
+    modules = dict(model.named_modules())
+    for place in resolution.borders:
+        assert place.around is not None
+        border = Border(
+            frame(place),
+            cast_inputs=FORMATS[place.compute].dtype,
+            cast_outputs=_cast_outputs(plan, place.compute, place.around),
+            outer=outer(place.path),
             follow_backward=follow,
         )
-        put(model, root)
-        modules = dict(model.named_modules())
-        for place in resolution.borders:
-            assert place.around is not None
-            put(
-                modules[place.path],
-                Border(
-                    frame(place),
-                    cast_inputs=FORMATS[place.compute].dtype,
-                    cast_outputs=_cast_outputs(plan, place.compute, place.around),
-                    outer=outer(place.path),
-                    follow_backward=follow,
-                    path=place.path,
-                ),
-            )
-        for method in methods:
-            model.__dict__[method] = Method(model, method, root, before)
-    except BaseException:
-        remove()
-        raise
-    return root, remove
+        put(modules[place.path], border)
+    for method in methods:
+        model.__dict__[method] = Method(model, method, root, before)
+    return root

@@ -64,8 +64,8 @@ def _layer() -> nn.Linear:
 
 def _overrides() -> bool:
     numbers = torch.ones(2, 2, dtype=torch.bfloat16)
-    region = autocast(Plan(compute="bf16", ops=(("exp", "fp32"), ("mm", "fp32"))), device_type="cpu")
-    with region:
+    block = autocast(Plan(compute="bf16", ops=(("exp", "fp32"), ("mm", "fp32"))), device_type="cpu")
+    with block:
         wide = numbers.exp().dtype is torch.mm(numbers, numbers).dtype is torch.float32
         mapped = torch.func.vmap(torch.exp)(numbers).dtype is torch.float32
     return wide and mapped and numbers.exp().dtype is torch.bfloat16

@@ -177,7 +177,7 @@ def tune(
     with _errors(show_traceback):
         import torch
 
-        from castwise.casting.context import default_device_type
+        from castwise.casting import default_device_type
         from castwise.jobs import tune as job
         from castwise.jobs.processes import joined
         from castwise.tuning.axes import FORMATS

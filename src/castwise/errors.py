@@ -11,7 +11,6 @@ __all__ = [
     "CastwiseError",
     "CheckpointError",
     "DeviceError",
-    "DtypeMismatchError",
     "LossScaleError",
     "MigrateError",
     "NonFiniteError",
@@ -46,10 +45,6 @@ class DeviceError(CastwiseError, RuntimeError):
 
 class BannedOperatorError(CastwiseError, NotImplementedError):
     """An operator ran that the plan's rules ban, as binary_cross_entropy in fp16."""
-
-
-class DtypeMismatchError(CastwiseError, RuntimeError):
-    """Two dtypes met in an operator that takes one; names the module, both dtypes and the cure."""
 
 
 class StateError(CastwiseError, RuntimeError):
@@ -91,13 +86,21 @@ class CheckpointError(CastwiseError, ValueError):
 
 
 def sentence(error: BaseException, whole: bool = True) -> str:
-    """An exception on one line: castwise's own are sentences already, others get the name of their type.
+    """An exception on one line: all that it says, or its first line alone.
 
-    Args:
-        error: Any.
-        whole: All that it says, or its first line alone.
+    castwise's own are sentences already, others get the name of their type.
     """
     said = str(error).strip()
     text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()
     name = "" if isinstance(error, CastwiseError) else type(error).__name__
     return ": ".join(part for part in (name, text) if part)
+
+
+def check_count(call: str, name: str, value: object, least: int) -> None:
+    """Refuse an argument that is no whole number from ``least`` on.
+
+    Raises:
+        PlanError: It names the call, the argument and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(f"{call}({name}={value!r}): needs a whole number >= {least}")

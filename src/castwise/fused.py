@@ -59,28 +59,23 @@ def check_fused(optimizer: Optimizer) -> None:
         )
 
 
-def fuse(
-    optimizer: Optimizer, log: Callable[[Callable[[], None]], object] = lambda undo: None
-) -> Callable[[], None]:
+def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> None:
     """Use the fused kernel from the next step on, keeping all state.
 
     State is brought into the strides of its parameter, which the fused kernels assume and do not check.
 
     Args:
         optimizer: Of a class that has one.
-        log: Called with what undoes it before anything is changed.
-
-    Returns:
-        What undoes it: flags of the groups, those added since included, and state in the form that the optimizer's
-        former kernel has it. The optimizer may have stepped in between, and is not kept alive.
+        log: Called, before anything is changed, with what undoes it: flags of the groups, those added since included,
+            and state in the form that the optimizer's former kernel has it. The optimizer may have stepped in between,
+            and is not kept alive.
 
     Raises:
         DeviceError: An optimizer without a fused kernel; nothing was changed.
     """
     check_fused(optimizer)
     former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]
-    undo = functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.fused_marks(optimizer))
-    log(undo)
+    log(functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.fused_marks(optimizer)))
     for group in (optimizer.defaults, *optimizer.param_groups):
         group["fused"], group["foreach"] = True, False
     restride_state(optimizer)
@@ -88,7 +83,6 @@ def fuse(
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
     _torch.mark_fused(optimizer)
-    return undo
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:

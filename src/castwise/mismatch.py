@@ -32,13 +32,8 @@ _OURS: Final = ("castwise", "torch._ops")
 def explain_mismatch(error: BaseException | None, model: nn.Module, frame: Frame) -> None:
     """Add to an operator's complaint about dtypes which module it came from and what would cure it.
 
-    The hook that calls this cannot raise an error of its own (torch silences it), so the message of the error on its
-    way out is extended in place.
-
-    Args:
-        error: On its way out.
-        model: Whose forward it left.
-        frame: What was in force; nothing is advised that it has already.
+    The hook that calls this cannot raise an error of its own (torch silences it), so the message of the error on
+    its way out is extended in place. Nothing is advised that ``frame``, which was in force, has already.
     """
     if not isinstance(error, RuntimeError) or not error.args or not isinstance(error.args[0], str):
         return
@@ -100,10 +95,7 @@ def _operator(trace: TracebackType | None) -> str | None:
 def _kept_table(running: list[nn.Module], paths: Mapping[nn.Module, str], known: list[str]) -> str:
     """A sentence on the fp32 buffer nearest to where an operator complained, if there is one.
 
-    Args:
-        running: The modules whose forward runs, the innermost last.
-        paths: Of the modules of the model.
-        known: Names of the formats that met.
+    Of the modules in ``running`` the innermost is last; ``known`` names the formats that met.
     """
     low = [name for name in known if name in LOW]
     for module in reversed(running):

@@ -15,8 +15,9 @@ import torch
 
 from castwise import _torch
 from castwise.errors import DeviceError, StateError
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.rules import DEVICE_TYPES
+from castwise.plans.text import shown
 
 __all__ = ["Claim", "check_device", "device_type_of"]
 
@@ -49,15 +50,18 @@ def device_type_of(device: Any) -> str:
     """The type of a device, as torch takes it: a name, a ``torch.device``, a number.
 
     Raises:
-        DeviceError: No device.
+        DeviceError: No device, or one of a type that cannot be autocast.
     """
     try:
-        return torch.device(device).type
+        kind = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise DeviceError(
-            f"Amp(device={shown(device)}): torch takes it for no device here; allowed: {', '.join(_torch.AUTOCAST_KEYS)}, with an "
+            f"Amp(device={shown(device)}): torch takes it for no device here; allowed: {', '.join(DEVICE_TYPES)}, with an "
             "index if need be, such as 'cuda:0'"
         ) from error
+    if kind not in DEVICE_TYPES:
+        raise DeviceError(f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}")
+    return kind
 
 
 def check_device(plan: Plan, device_type: str) -> None:
@@ -103,12 +107,7 @@ def _has_tf32(device_type: str) -> bool:
 
 
 class Claim:
-    """Holds a plan's process-wide settings from :meth:`take` to :meth:`close`.
-
-    Args:
-        plan: Whose ``fp32_matmul`` and ``fp32_conv`` to put in force; ``as_is`` claims nothing.
-        device_type: Where the plan runs.
-    """
+    """Holds a plan's ``fp32_matmul`` and ``fp32_conv`` in force from :meth:`take` to :meth:`close`, or neither."""
 
     def __init__(self, plan: Plan, device_type: str) -> None:
         self._plan = plan

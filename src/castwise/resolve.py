@@ -26,8 +26,8 @@ from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
 from castwise.plans import rules
 from castwise.plans.formats import FORMATS, LOW
-from castwise.plans.parts import matches_path, shown
 from castwise.plans.plan import Plan, Region
+from castwise.plans.text import matches_path, shown
 
 __all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
 
@@ -71,14 +71,7 @@ def _never_called(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
-    """Which region each named module is matched by, itself and not through a parent.
-
-    Args:
-        model: The model that the plan is applied to.
-        regions: The plan's regions, in order.
-
-    Returns:
-        Module path -> the last region that matches it.
+    """Which region each named module is matched by, itself and not through a parent: by path, the last one in order.
 
     Raises:
         PatternError: A pattern that matches no module, or none whose forward runs. Type patterns may match
@@ -292,10 +285,10 @@ def resolve(
 def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> bool:
     """Whether weights are stored low for more than the layers whose operator takes everything low."""
     return any(casts_operators(plan, place.compute) for place in places.values()) and any(
-        place.stored in LOW
+        places[path].stored in LOW
         and not _is_one_operator(module)
         and next(module.parameters(recurse=False), None) is not None
-        for place, module in ((places[path], module) for path, module in modules.items())
+        for path, module in modules.items()
     )
 
 

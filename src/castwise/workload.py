@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 import traceback
 import types
@@ -30,7 +31,9 @@ from castwise.errors import NonFiniteError, WorkloadError
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["BUILT_IN", "Pipeline", "Workload", "check_loss", "find_workload", "non_finite_parts"]
+__all__ = [
+    "BUILT_IN", "Pipeline", "Workload", "about_data", "check_loss", "find_workload", "next_batch", "non_finite_parts",
+]  # fmt: skip
 
 BUILT_IN: Mapping[str, str] = {
     "sine": "castwise.workloads.sine",
@@ -106,8 +109,13 @@ class Workload:
         for name in ("model", "optimizer", "batches", "loss", *optional):
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in optional):
+                such = (
+                    ", such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+                    if name == "optimizer"
+                    else ""
+                )
                 raise WorkloadError(
-                    f"Workload({self.name!r}): {name} must be a function, got {type(value).__name__}"
+                    f"Workload({self.name!r}): {name} must be a function{such}, got {type(value).__name__}"
                 )
         if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):
             raise WorkloadError(
@@ -333,62 +341,61 @@ def _workload_in(spec: str, module: types.ModuleType, attribute: str) -> Workloa
 # --- checking -----------------------------------------------------------------------------------------------
 
 
-def check_loss(loss: object, workload: Workload, batch: Any = None, step: int | None = None) -> Tensor:
-    """Check what ``workload.loss`` returned. Synchronises with the device where ``step`` is given.
+def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: int | None = None) -> Tensor:
+    """Check what a loss function returned, and hand it back. Synchronises with the device where ``step`` is given.
 
     Args:
         loss: What it returned.
-        workload: Whose loss it is, for the message.
+        workload: Whose loss it is, or who called it; for the message.
         batch: What it was computed from, so that the message can name a tensor that holds NaN.
         step: Number of the step; None leaves the value unchecked.
-
-    Returns:
-        The loss.
 
     Raises:
         WorkloadError: Not a tensor, not a scalar, not floating, or without a graph.
         NonFiniteError: The loss is NaN or infinite.
     """
-    must = "it must return a floating tensor with one element"
-    call = f"workload {workload.name!r}: loss(model, batch) returned"
+    who = workload if isinstance(workload, str) else f"workload {workload.name!r}"
+    call, must = f"{who}: loss(model, batch) returned", "it must return a floating tensor with one element"
     if not isinstance(loss, Tensor):
         raise WorkloadError(f"{call} {type(loss).__name__}; {must}, computed by torch and without .item()")
-    if loss.numel() != 1:
-        raise WorkloadError(
-            f"{call} a tensor of shape {list(loss.shape)}; {must}. Reduce it with .mean() or .sum()"
-        )
-    if not loss.is_floating_point():
-        raise WorkloadError(f"{call} a tensor of {str(loss.dtype).removeprefix('torch.')}; {must}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        cure = ". Reduce it with .mean() or .sum()" if loss.numel() != 1 else ""
+        kind = str(loss.dtype).removeprefix("torch.")
+        raise WorkloadError(f"{call} a tensor of shape {list(loss.shape)} and {kind}; {must}{cure}")
     if not loss.requires_grad and torch.is_grad_enabled():
         raise WorkloadError(
-            f"{call} a tensor without a graph: no gradient can reach the model; remove .detach(), .item() or no_grad() "
-            "from the loss, and see that the model has parameters that require gradients"
+            f"{call} a tensor without a graph, so the loss is not differentiable: no gradient can reach the model; remove "
+            ".detach(), .item(), argmax or no_grad() from it, and see that the model has parameters that require gradients"
         )
-    if step is not None:
-        value = float(loss.detach())
-        if value != value or value in (float("inf"), float("-inf")):
-            raise NonFiniteError(_why_non_finite(workload, value, batch, step))
+    if step is not None and not math.isfinite(value := float(loss.detach())):
+        raise NonFiniteError(f"{who}: the loss of step {step} is {value}: {about_data(batch)}")
     return loss
 
 
-def _why_non_finite(workload: Workload, value: float, batch: Any, step: int) -> str:
-    said = f"workload {workload.name!r}: the loss of step {step} is {value}"
-    holders = non_finite_parts(batch)
-    if holders:
-        return f"{said}: its data holds NaN or infinite values, in {'; '.join(holders[:3])}. Clean the data first"
-    return f"{said}, from data that is finite"
+def next_batch(workload: Workload, batches: Iterator[Any], taken: int) -> Any:
+    """The next of a workload's batches, of which so many have been taken.
+
+    Raises:
+        WorkloadError: There is none.
+    """
+    try:
+        return next(batches)
+    except StopIteration:
+        raise WorkloadError(
+            f"workload {workload.name!r}: batches(seed) ended after {taken} batches; make it an endless iterator, or ask "
+            "for fewer steps"
+        ) from None
+
+
+def about_data(batch: Any) -> str:
+    """Whether a loss that is not finite comes from its data, as a clause. Synchronises with the device."""
+    if holders := non_finite_parts(batch):
+        return f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}; clean the data first"
+    return "its data is finite, so look at the model's weights and its loss"
 
 
 def non_finite_parts(batch: Any, path: str = "batch") -> list[str]:
-    """Which tensors of a batch hold values that are not finite. Synchronises with the device.
-
-    Args:
-        batch: Tensors in tuples, lists and mappings.
-        path: How the batch itself is called in the answer.
-
-    Returns:
-        Phrases such as ``batch[0] (3 of 256 values)``.
-    """
+    """Which tensors of a batch hold values that are not finite, such as ``batch[0] (3 of 256 values)``."""
     if isinstance(batch, Tensor):
         if not (batch.is_floating_point() or batch.is_complex()):
             return []

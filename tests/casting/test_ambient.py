@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,28 @@ def test_all_code_is_cast_until_it_is_left() -> None:
             assert (X @ X).dtype is torch.float32
         casts.leave()
     casts.leave()  # nothing happens
+
+
+def test_the_backward_of_a_function_in_python_is_cast_too() -> None:
+    seen = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append((gradient @ gradient).dtype)
+            return gradient
+
+    weight = torch.ones(2, 2, requires_grad=True)
+    casts = AmbientAutocast(O1, "cpu")
+    casts.enter()
+    Identity.apply(weight).sum().backward()
+    casts.leave()
+    Identity.apply(weight).sum().backward()
+    assert seen == [torch.bfloat16, torch.float32]
 
 
 def test_a_ban_says_what_the_library_says() -> None:

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def tensors(groups: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 4, 9, 16)] + [(2, 4 // groups, 9, 16)] * 2
+    shapes = [(2, 6, 9, 16)] + [(2, 6 // groups, 9, 16)] * 2
     return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
 
 

@@ -153,6 +153,7 @@ def test_it_is_one_with_its_attributes(args: tuple[object, ...]) -> None:
         assert getattr(ours, name) == getattr(theirs, name), name
     plan = castwise.autocast(EXP_FP32, device_type="cpu")
     assert (plan.device, plan.fast_dtype, plan._enabled) == ("cpu", torch.bfloat16, True)
+    assert castwise.autocast("fp32", device_type="cpu")._enabled is False
 
 
 def test_only_functions_can_be_decorated() -> None:
@@ -250,6 +251,14 @@ def test_custom_operator_follows_its_rule() -> None:
     with castwise.autocast(Plan(compute="bf16", ops={"castwise_test::twice": "lower"}), device_type="cpu"):
         assert torch.ops.castwise_test.twice(X).dtype is torch.bfloat16
     assert torch.ops.castwise_test.twice(X).dtype is torch.float32
+
+
+def test_tensors_given_by_name_alone_follow_the_rule_too() -> None:
+    lib = torch.library.Library("castwise_test", "FRAGMENT")
+    lib.define("times(Tensor x, *, Tensor by) -> Tensor")
+    lib.impl("times", lambda x, *, by: x * by, "CompositeExplicitAutograd")
+    with castwise.autocast(Plan(compute="bf16", ops={"castwise_test::times": "lower"}), device_type="cpu"):
+        assert torch.ops.castwise_test.times(X, by=X).dtype is torch.bfloat16
 
 
 def test_gradients_flow_through_overrides() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import castwise
 from castwise import Plan
 from castwise.casting import frames, kernels
+from castwise.casting.backward import current_frame
 from castwise.casting.frames import Frame
 from castwise.errors import StateError
 
@@ -28,7 +29,7 @@ def state() -> tuple[object, ...]:
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
         torch.is_autocast_cache_enabled(),
         frames.depth(),
-        frames.current_frame(),
+        current_frame(),
         frames.thread.state.weights,
     )
 
@@ -205,7 +206,7 @@ def test_regions_may_be_left_in_another_order() -> None:
 
 def test_a_generator_that_ends_inside_a_region_of_another_device() -> None:
     def generator() -> Iterator[int]:
-        with castwise.autocast("bf16", device_type="cpu"):
+        with castwise.autocast("fp16", device_type="cpu"):
             yield 1
 
     running = generator()
@@ -213,6 +214,7 @@ def test_a_generator_that_ends_inside_a_region_of_another_device() -> None:
     with castwise.autocast("fp16", device_type="cuda"):
         running.close()
         assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
         assert torch.is_autocast_enabled("cuda")
 
 

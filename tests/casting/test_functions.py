@@ -31,6 +31,22 @@ def test_lower_function_casts_and_turns_autocast_off_inside() -> None:
     assert user(X, b={"x": X}).dtype is torch.float32
 
 
+@pytest.mark.parametrize(
+    "decorate", [castwise.lower_function, castwise.fp32_function, castwise.widest_function]
+)
+def test_fp64_and_integers_are_left_alone(decorate: Any) -> None:
+    @decorate
+    def user(*given: torch.Tensor) -> list[torch.dtype]:
+        return [one.dtype for one in given]
+
+    with castwise.autocast(**BF16):
+        assert user(X.half(), X.double(), torch.arange(3), torch.ones(2) > 0)[1:] == [
+            torch.float64,
+            torch.int64,
+            torch.bool,
+        ]
+
+
 def test_fp32_function_is_an_island() -> None:
     @castwise.fp32_function
     def user(a: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,8 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan, Workload
-from castwise.measure import ranks
+from castwise.measure.ranks import lockstep
 from castwise.tuning import contest, fastest
-from castwise.tuning.peaks import measure_peaks
 from castwise.tuning.state import SearchState, Settings
 from tests.processes import command
 
@@ -196,9 +195,9 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
     left.append(left)
     dist.destroy_process_group(left[0])
     del left
-    with ranks.lockstep("peaks"):
-        search = SearchState(made, torch.device("cpu"), Settings())
-        measure_peaks(search, [plan])
+    with lockstep("peaks") as ranks:
+        search = SearchState(made, torch.device("cpu"), Settings(), ranks=ranks)
+        search.measure_peaks([plan])
     return {"peak": search.peaks.get(plan), "notes": search.notes}
 
 
@@ -209,25 +208,26 @@ def exchanges(rank: int, folder: Path) -> dict[str, Any]:
         if rank in on:
             raise ValueError(text)
 
-    with ranks.lockstep("first"):
+    with lockstep("first") as ranks:
+        work = ranks.at("work")
         agreed = {
-            "count": ranks.count(),
-            "slowest": ranks.slowest("times", lambda: [1.0 + rank, 5.0 - rank]),
-            "same": ranks.same("value", {"from": rank}),
-            "worst": ranks.worst("value", lambda: {"from": rank}, lambda got: got["from"]),
-            "clocks": len(set(ranks.together("clock", lambda now=ranks.now(): now))),
-            "one": fails(lambda: ranks.together("work", lambda: fail((1,), "broken\nhere"))),
-            "all": fails(lambda: ranks.together("work", lambda: fail((0, 1), "broken"))),
-            "unlike": fails(lambda: ranks.together("work", lambda: fail((0, 1), f"broken {rank}"))),
+            "count": ranks.size,
+            "slowest": ranks.at("times").slowest(lambda: [1.0 + rank, 5.0 - rank]),
+            "same": ranks.at("value").same({"from": rank}),
+            "worst": ranks.at("value").worst(lambda: {"from": rank}, lambda got: got["from"]),
+            "clocks": len(set(ranks.at("clock").every(lambda now=ranks.now(): now))),
+            "one": fails(lambda: work.each(lambda: fail((1,), "broken\nhere"))),
+            "all": fails(lambda: work.each(lambda: fail((0, 1), "broken"))),
+            "unlike": fails(lambda: work.each(lambda: fail((0, 1), f"broken {rank}"))),
             "plans": fails(lambda: ranks.alike("tune", seed=0, plan=("bf16-mixed", "fp32")[rank])),
         }
 
     def part_ways() -> None:
-        with ranks.lockstep("second"):
-            ranks.same(("a block", "the clock")[rank], None)
+        with lockstep("second") as ranks:
+            ranks.at(("a block", "the clock")[rank]).same(None)
 
     parted = fails(part_ways)
-    return {**agreed, "parted": parted, "after": ranks.count()}
+    return {**agreed, "parted": parted}
 
 
 def work(rank: int, size: int, case: Case, folder: Path) -> dict[str, Any]:
@@ -281,7 +281,6 @@ def test_ranks_agree(found: Callable[[Case], Found]) -> None:
         assert one["parted"]["text"].startswith(
             "second: the ranks went separate ways: rank 0 at a block, rank 1 at the clock; give every rank the same"
         )
-        assert one["after"] == 1
 
 
 def test_both_ranks_have_the_same_plan_and_evidence(found: Callable[[Case], Found]) -> None:
@@ -359,9 +358,9 @@ def test_the_larger_peak_counts(found: Callable[[Case], Found]) -> None:
 
 
 def test_nothing_is_exchanged_by_a_process_alone() -> None:
-    with ranks.lockstep("alone"):
-        assert (ranks.count(), ranks.rank()) == (1, 0)
-        assert ranks.slowest("times", lambda: [1.0]) == [1.0]
+    with lockstep("alone") as ranks:
+        assert (ranks.size, ranks.rank) == (1, 0)
+        assert ranks.slowest(lambda: [1.0]) == [1.0]
         assert ranks.now() <= time.monotonic()
 
 

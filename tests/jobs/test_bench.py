@@ -238,10 +238,10 @@ def test_process_is_left_as_it_was(tiny: str) -> None:
         (
             "not_scalar",
             WorkloadError,
-            r"returned a tensor of shape \[32, 1\]; it must return a floating tensor with one element",
+            r"returned a tensor of shape \[32, 1\] and float32; it must return a floating tensor with one element",
         ),
         ("nan_data", NonFiniteError, "the loss of the first step is nan in fp32"),
-        ("three", WorkloadError, r"batches\(seed\) ended after 2 batches"),
+        ("three", WorkloadError, r"batches\(seed\) ended after 3 batches"),
     ],
 )
 def test_a_broken_workload_is_one_clear_sentence(

@@ -250,7 +250,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[CastwiseError], str]] = {
     "no budget": ({"budget_s": 0}, PlanError, "tune(budget_s=0): needs a positive number of seconds"),
     "class": ({"model": nn.Linear}, WorkloadError, "tune(model=type): give the torch.nn.Module itself"),
     "optimizer": (
-        {"optimizer": adamw(network().parameters())}, WorkloadError, "tune(optimizer=AdamW): give a function, for example",
+        {"optimizer": adamw(network().parameters())}, WorkloadError,
+        "optimizer must be a function, such as lambda params: torch.optim.AdamW(params, lr=1e-3), got AdamW",
     ),
     "missing": ({"loss": None}, WorkloadError, "tune(): loss is missing; give model=, loss=, batches= and optimizer="),
     "both": ({"workload": "digits"}, WorkloadError, "tune(workload, model=...): give a workload or its parts, not both"),

@@ -13,10 +13,10 @@ import castwise
 from castwise.masters import (
     attach,
     attachment_of,
-    fit_state,
     forget_original,
     fp32_state_dict,
     master_of,
+    move_state,
     original_of,
     remember_original,
     restore,
@@ -194,7 +194,7 @@ def test_state_follows_parameters_that_are_stored_anew(make: Any) -> None:
                 store(parameter, dtype)
             else:
                 restore(parameter)
-        fit_state(optimizer)
+        move_state(optimizer, {parameter: parameter for parameter in model.parameters()})
         train(model, optimizer, 2)
         for parameter in model.parameters():
             for key, value in optimizer.state[parameter].items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from castwise import Amp
 from castwise.errors import StateError
 from castwise.fused import fuse
-from castwise.masters import attach, attachment_of, master_of, original_of, remember_original, restore
+from castwise.masters import attach, attachment_of, master_of, original_of, remember_original, restore, store
 from tests.masters.outside import SAM
 from tests.test_masters_gradients import backward, held
 from tests.test_masters_optimizers import Net, Weights, lower, train
@@ -160,6 +160,22 @@ def test_sam_and_its_base_are_both_left() -> None:
     assert held(optimizer.base_optimizer)[0] is model.a.weight
 
 
+def test_a_model_that_leaves_takes_its_masters_and_hooks_along() -> None:
+    """The other's stay."""
+    models = [Weights(), Weights()]
+    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
+    hooks = [[len(m._forward_pre_hooks), len(m._state_dict_pre_hooks)] for m in models[0].modules()]
+    former = lower(models[0], torch.bfloat16) | lower(models[1], torch.bfloat16)
+    attachment = attach(optimizer, models[0], originals=former)
+    attach(optimizer, models[1])
+    attachment.leave(models[0])
+    assert [[len(m._forward_pre_hooks), len(m._state_dict_pre_hooks)] for m in models[0].modules()] == hooks
+    for parameter in models[0].parameters():
+        assert torch.equal(parameter.detach(), former[parameter])
+    assert held(optimizer)[:2] == list(models[0].parameters())
+    assert attachment.stored == tuple(models[1].parameters())
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process only."""
@@ -180,12 +196,10 @@ def test_dtensors_are_stored_anew(write_back: bool) -> None:
     model = parallelize_module(
         copy.deepcopy(plain), init_device_mesh("cpu", (1,)), {"a": ColwiseParallel(), "b": RowwiseParallel()}
     )
-    from castwise import _torch
-
     former = {}
     for parameter in model.parameters():
         former[parameter] = parameter.detach()
-        _torch.store_dtensor(parameter, torch.bfloat16)
+        store(parameter, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     attachment = attach(optimizer, model, originals=former)
     model(torch.ones(2, 8).bfloat16()).square().mean().backward()
@@ -234,7 +248,7 @@ def flags(optimizer: Optimizer) -> Any:
 @pytest.mark.parametrize("make", FUSIBLE.values(), ids=FUSIBLE.keys())
 def test_unfusing_leaves_the_optimizer_as_it_was(make: Any, trained: bool) -> None:
     """Flags, defaults, counters, and what a GradScaler asks for; training goes on as without."""
-    results = []
+    results, undo = [], list[Callable[[], None]]()
     for fused in (False, True):
         torch.manual_seed(0)
         model = Weights()
@@ -243,10 +257,10 @@ def test_unfusing_leaves_the_optimizer_as_it_was(make: Any, trained: bool) -> No
             train(model, optimizer, 2)
         before = flags(optimizer)
         if fused:
-            undo = fuse(optimizer)
+            fuse(optimizer, undo.append)
             assert optimizer.defaults["fused"] is True
             train(model, optimizer, 2)
-            undo()
+            undo[0]()
             if trained:
                 assert flags(optimizer) == before
             else:
@@ -266,13 +280,14 @@ def test_groups_added_to_a_fused_optimizer_are_unfused_too() -> None:
     """They took the defaults of that time."""
     model = Weights()
     optimizer = torch.optim.AdamW([model.a.weight])
-    undo = fuse(optimizer)
+    undo: list[Callable[[], None]] = []
+    fuse(optimizer, undo.append)
     optimizer.add_param_group({"params": [model.b.weight]})
     assert optimizer.param_groups[1]["fused"] is True
-    undo()
+    undo[0]()
     assert [group["fused"] for group in optimizer.param_groups] == [None, None]
     assert [group["foreach"] for group in optimizer.param_groups] == [None, None]
-    undo()
+    undo[0]()
     train(model, optimizer, 1)
 
 

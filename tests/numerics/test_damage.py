@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castwise.numerics.damage import (
+    ADAM_FAIL,
     ADAM_PASS,
     FAIL,
     PASS,
@@ -157,6 +160,14 @@ def test_a_region_without_gradient_has_a_share_of_nothing_and_none_that_explodes
     assert data == 0.0
 
 
+def test_a_share_is_over_the_denominator_that_is_given() -> None:
+    rng = np.random.default_rng(3)
+    part = _grams(*_simulate(rng, size=60, data=1.0, bias=0.5, noise=0.5))
+    assert share(part, 0.25) == pytest.approx([4 * one for one in share(part, 1.0)], rel=1e-12)
+    assert share(part, 1.0) == share(part, 1.0, 1)
+    assert all(math.isnan(one) for one in share(part, 0.0))
+
+
 def test_quick_estimate_is_the_estimate_over_a_given_denominator() -> None:
     rng = np.random.default_rng(4)
     g, d = _simulate(rng, size=50, data=2.0, bias=0.2, noise=0.03, count=3)
@@ -181,7 +192,8 @@ def test_errors_that_are_not_finite_are_infinite_damage(bad: float) -> None:
 
 def test_no_gradient_and_no_error_is_no_damage_but_error_on_no_gradient_is_infinite() -> None:
     nothing, something = np.zeros((4, 4)), np.eye(4)
-    assert estimate(Grams(nothing, nothing)).value == 0.0
+    nil = estimate(Grams(nothing, nothing))
+    assert (nil.value, nil.low, nil.high, nil.bias, nil.noise, nil.denominator) == (0.0,) * 6
     assert estimate(Grams(nothing, something)).value == math.inf
     assert quick_estimate(Grams(nothing, nothing), 0.0) == 0.0
     assert quick_estimate(Grams(nothing, something), 0.0) == math.inf
@@ -202,6 +214,16 @@ def test_severity_is_one_at_the_line_below_which_plans_pass() -> None:
     assert severity(PASS, ADAM_PASS) == 1.0
     assert severity(0.0, 2 * ADAM_PASS) == 2.0
     assert severity(3 * PASS, ADAM_PASS) == 3.0
+
+
+def test_the_lines_are_those_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    for verdict, lines in {
+        "pass": [PASS, FAIL, ADAM_PASS, ADAM_FAIL],
+        "fail": [FAIL, PASS, ADAM_FAIL, ADAM_PASS],
+    }.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{verdict}`")]
+        assert [float(number) for number in re.findall(r"\d\.\d+", row)] == lines
 
 
 # --- against the truth ----------------------------------------------------------------------------------------

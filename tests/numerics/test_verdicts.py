@@ -362,7 +362,8 @@ def test_a_loss_without_a_graph() -> None:
     _refused(
         WorkloadError,
         "parity: loss(model, batch) returned a tensor without a graph, so the loss is not differentiable: no gradient can "
-        "reach the model; remove .detach(), .item(), argmax or no_grad() from it",
+        "reach the model; remove .detach(), .item(), argmax or no_grad() from it, and see that the model has parameters that "
+        "require gradients",
         lambda m, b: (m(b[0]).argmax(-1) == b[1]).float().mean(),
     )
 
@@ -389,7 +390,8 @@ def test_a_loss_that_is_no_scalar() -> None:
 def test_a_loss_that_is_no_tensor() -> None:
     _refused(
         WorkloadError,
-        "parity: loss(model, batch) returned float; it must return a floating tensor with one element",
+        "parity: loss(model, batch) returned float; it must return a floating tensor with one element, computed by torch and "
+        "without .item()",
         lambda m, b: _loss(m, b).item(),
     )
 
@@ -397,7 +399,7 @@ def test_a_loss_that_is_no_tensor() -> None:
 def test_a_loss_that_is_nan_in_fp32_from_sound_data() -> None:
     _refused(
         NonFiniteError,
-        "parity: the loss (nan) of batch 0 is not finite in fp32 already, so no plan can be compared: from data that is "
+        "parity: the loss (nan) of batch 0 is not finite in fp32 already, so no plan can be compared: its data is "
         "finite, so look at the model's weights and its loss",
         lambda m, b: _loss(m, b) + (m(b[0]).abs() + 1).neg().log().sum(),
     )
@@ -407,7 +409,7 @@ def test_a_gradient_that_is_nan_in_fp32_under_a_finite_loss() -> None:
     _refused(
         NonFiniteError,
         "parity: the gradient of before.weight, before.bias, after.weight of batch 0 is not finite in fp32 already, so no "
-        "plan can be compared: from data that is finite, so look at the model's weights and its loss",
+        "plan can be compared: its data is finite, so look at the model's weights and its loss",
         lambda m, b: _loss(m, b) + (m(b[0]) * 0.0).sqrt().sum(),
     )
 
@@ -418,7 +420,7 @@ def test_data_that_holds_nan() -> None:
     _refused(
         NonFiniteError,
         "parity: the loss (nan) of batch 0 is not finite in fp32 already, so no plan can be compared: its data holds NaN or "
-        "infinite values, in batch[0] (1 of 192 values)",
+        "infinite values, in batch[0] (1 of 192 values); clean the data first",
         batches=[(x, y)],
     )
 

@@ -133,8 +133,8 @@ def make_evidence(**changes: Any) -> Evidence:
 def make_bare(**changes: Any) -> Evidence:
     """What is left of a search that was interrupted at once."""
     made = Evidence(
-        workload="m", description="", command="", goal="time", formats=("fp32", "bf16"), plan="fp32",
-        digest=Plan.preset("fp32").digest, compute="fp32", answer="", complete=False, settings={}, environment=ENVIRONMENT,
+        workload="m", description="", command=ENVIRONMENT.command, goal="time", formats=("fp32", "bf16"), plan="fp32",
+        digest=Plan.preset("fp32").digest, compute="fp32", answer="The search ended early.", complete=False, settings={}, environment=ENVIRONMENT,
         candidates=(), regions=(),
     )  # fmt: skip
     return dataclasses.replace(made, **changes)

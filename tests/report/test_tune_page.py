@@ -126,11 +126,11 @@ def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
     record = make_record(make_bare())
     page = show.page(record)
     said = read(page)
-    assert "The search ended before it could compare plans on m, so the plan is fp32." in said
+    assert "The search ended early." in said
     assert "interrupted or ran out of its budget" in said
     assert "<svg" not in page
     assert "Plans compared" not in said
-    assert "castwise tune convnext --out out" in said  # the environment's command stands in
+    assert "castwise tune convnext --out out" in said
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.nn import functional
 import castwise
 from castwise import Plan, Workload
 from castwise.errors import DeviceError, PlanError, WorkloadError
+from castwise.measure.ranks import BY_ITSELF
 from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
 from castwise.process import _claimed
@@ -98,28 +99,24 @@ def test_formats_are_checked() -> None:
 def test_axes_follow_the_model_and_the_optimizer() -> None:
     line = nn.Linear(4, 4)
     images = nn.Sequential(nn.Conv2d(3, 4, 3))
-    few, _ = whole_step_plans(
-        ("fp32", "bf16"), CPU, line, torch.optim.RMSprop(line.parameters()), has_images=False
-    )
+    few, _ = whole_step_plans(("fp32", "bf16"), CPU, torch.optim.RMSprop(line.parameters()), has_images=False)
     assert {p.memory_format for p in few} == {"as_is"}
     assert {p.optimizer for p in few} == {"as_given"}
-    many, _ = whole_step_plans(
-        ("fp32", "bf16"), CPU, images, torch.optim.AdamW(images.parameters()), has_images=True
-    )
+    many, _ = whole_step_plans(("fp32", "bf16"), CPU, torch.optim.AdamW(images.parameters()), has_images=True)
     assert {p.memory_format for p in many} == {"as_is", "channels_last"}
     assert {p.optimizer for p in many} == {"as_given", "fused"}
     assert many[0] == BASELINE
     assert [simplicity(p) for p in many] == sorted(simplicity(p) for p in many)
     assert not any(p.master == "none" for p in many)
     small, _ = whole_step_plans(
-        ("fp32", "bf16"), CPU, line, sgd(line.parameters()), has_images=False, goal="memory"
+        ("fp32", "bf16"), CPU, sgd(line.parameters()), has_images=False, goal="memory"
     )
     assert any(p.master == "none" for p in small)
 
 
 def test_a_format_that_the_device_lacks_is_left_out_with_its_reason() -> None:
     line = nn.Linear(4, 4)
-    plans, dropped = whole_step_plans(("fp32", "tf32"), CPU, line, sgd(line.parameters()), has_images=False)
+    plans, dropped = whole_step_plans(("fp32", "tf32"), CPU, sgd(line.parameters()), has_images=False)
     refused = []
     try:
         castwise.Amp("tf32", device="cpu")
@@ -246,7 +243,7 @@ def test_a_module_shows_on_a_piece_what_it_takes(module: nn.Module, shape: tuple
     seen: list[int] = []
     module.register_forward_pre_hook(lambda _module, args: seen.append(args[0].numel()))
     inputs = torch.randn(shape)
-    assert _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU) != 1.0  # 1: it took no piece
+    assert _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU, BY_ITSELF) != 1.0  # 1: it took no piece
     assert max(seen) <= inputs.numel() // 2
 
 
@@ -408,9 +405,7 @@ def test_attention_is_unfused_where_there_is_any_and_no_gpu() -> None:
 
     def plans(used: set[str], goal: str = "time") -> list[Plan]:
         optimizer = sgd(line.parameters())
-        return whole_step_plans(
-            ("fp32", "bf16"), CPU, line, optimizer, has_images=False, goal=goal, used=used
-        )[0]
+        return whole_step_plans(("fp32", "bf16"), CPU, optimizer, has_images=False, goal=goal, used=used)[0]
 
     def unfused(found: list[Plan]) -> list[Plan]:
         return [p for p in found if ("scaled_dot_product_attention", "unfused") in p.ops]

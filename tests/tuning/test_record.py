@@ -30,7 +30,7 @@ def test_a_plan_that_training_decided_on_is_shown_as_fresh_batches_found_it() ->
     search = searched()
     search.findings[PLAN] = finding(0.2, "fail")
     search.settle(PLAN, finding(0.3, "fail"))
-    chosen, baseline = evidence(search, "castwise tune").candidates
+    chosen, baseline = evidence(search).candidates
     assert (chosen.status, chosen.parity and chosen.parity.value) == ("chosen", 0.3)
     assert (baseline.status, baseline.parity) == ("baseline", None)
 
@@ -42,18 +42,18 @@ def test_other_plans_are_sound_if_they_passed_and_nothing_spoke_against_them(
     search = searched()
     search.findings[PLAN] = finding(math.inf if verdict != "pass" else 0.001, verdict)
     search.reasons[PLAN] = ""
-    assert {c.plan: c.status for c in evidence(search, "").candidates} == {
+    assert {c.plan: c.status for c in evidence(search).candidates} == {
         "fp32": "baseline",
         "bf16-mixed": status,
     }
     search.reasons[PLAN] = "out of memory"
-    assert [(c.status, c.reason) for c in evidence(search, "").candidates][1] == ("rejected", "out of memory")
+    assert [(c.status, c.reason) for c in evidence(search).candidates][1] == ("rejected", "out of memory")
 
 
 def test_the_record_says_what_the_plan_computes_in_and_the_lines_it_was_held_to() -> None:
     search = searched()
     search.settle(PLAN, finding(0.001, "pass"))
-    record = evidence(search, "")
+    record = evidence(search)
     assert (record.compute, record.goal, record.formats) == ("bf16", "time", ("fp32", "bf16"))
     assert dict(record.lines) == {"pass": 0.01, "fail": 0.1, "adam_pass": 0.03, "adam_fail": 0.3}
     assert not {"goal", "formats"} & set(record.settings)

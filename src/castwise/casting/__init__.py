@@ -1,14 +1,14 @@
 """Run operators by a plan, at the dispatcher's native speed.
 
-``context``: the :class:`autocast` region. ``ambient``: casts outside of any region. ``functions``: decorators for
-functions of one's own. ``frames``: what is in force on a thread. ``kernels``: operator overrides. ``tracing``: what
+``context``: the :class:`autocast` block. ``ambient``: casts outside of any block. ``functions``: decorators for functions of
+one's own. ``frames``: what is in force on a thread; ``backward``: where a forward is computed again. ``kernels``: operator overrides. ``tracing``: what
 torch.compile is told of frames. ``trees``: casts through containers.
 """
 
 from __future__ import annotations
 
 from castwise.casting.ambient import AmbientAutocast
-from castwise.casting.context import autocast
+from castwise.casting.context import autocast, default_device_type
 from castwise.casting.functions import custom_bwd, custom_fwd, fp32_function, lower_function, widest_function
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "default_device_type",
     "fp32_function",
     "lower_function",
     "widest_function",

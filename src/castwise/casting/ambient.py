@@ -1,4 +1,4 @@
-"""A plan's casts in force outside of any region, for libraries that cast all code of a process."""
+"""A plan's casts in force outside of any block, for libraries that cast all code of a process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AmbientAutocast"]
 
 
 class AmbientAutocast:
-    """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for a library whose users write no region.
+    """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for a library whose users open no block.
 
     Beyond what ``castwise.autocast`` does, threads that torch hands the state of autocast on to are cast by the
     plan as well (DataParallel, a device's thread that recomputes a forward), and so is the backward of autograd
@@ -83,7 +83,7 @@ class AmbientAutocast:
         _forget_in_children()
         self._lease = kernels.Lease(self._frame.rows, self.device_type)
         self._thread, self._depth = threading.get_ident(), frames.depth()
-        frames.push_region(self._frame)
+        frames.push_block(self._frame)
         frames.ambient[self.device_type] = self._frame
         self._restore_backward = _torch.around_python_backward(self._enter_python_backward)
 
@@ -91,7 +91,7 @@ class AmbientAutocast:
         """End the casts; nothing of them stays. Nothing happens where they are not in force.
 
         Raises:
-            StateError: From another thread than they began on, or inside a region that was entered after them.
+            StateError: From another thread than they began on, or inside a block that was entered after them.
         """
         if not self.entered:
             return
@@ -100,7 +100,7 @@ class AmbientAutocast:
                 "ambient casts end on the thread that they began on, and outside of any castwise.autocast or "
                 "forward that was entered after them; leave those first"
             )
-        frames.pop_region()
+        frames.pop_block()
         frames.ambient.pop(self.device_type, None)
         self._depth = -1
         assert self._restore_backward is not None

@@ -15,18 +15,18 @@ from castwise.casting.kernels import frame_of
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans import rules
 from castwise.plans.formats import LOW_DTYPES, get_format
-from castwise.plans.parts import Region, shown
-from castwise.plans.plan import Plan, as_plan
+from castwise.plans.plan import Plan, Region, as_plan
+from castwise.plans.rules import DEVICE_TYPES
+from castwise.plans.text import shown
 
 __all__ = ["autocast", "default_device_type", "override_rows"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-DEVICE_TYPES = tuple(_torch.AUTOCAST_KEYS)
 _DTYPES = (*LOW_DTYPES, torch.float32)
 
 
 def default_device_type() -> str:
-    """Device type of the accelerator at hand, else ``"cpu"``."""
+    """The device type that castwise takes where it is given none: that of the accelerator at hand, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type in DEVICE_TYPES and torch.accelerator.is_available():
         return accelerator.type
@@ -55,7 +55,7 @@ def _resolve(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> tuple[_Resolved, tuple[str, ...]]:
     """What a call of :class:`autocast` means: key of its frame, device type, dtype, whether it casts; what it overrides."""
-    if isinstance(plan, str) and plan in DEVICE_TYPES:
+    if plan in DEVICE_TYPES:
         if device_type is not None and device_type != plan:
             raise PlanError(
                 f"autocast({plan!r}, device_type={device_type!r}): two device types; give one of them"
@@ -141,8 +141,8 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             of a plan file; or, as in torch, the device type.
         dtype: As in torch, where ``plan`` is a device type or left out: bf16, fp16, or fp32 for no casting.
         enabled: False makes the block an fp32 island: nothing is cast inside.
-        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost region ends. Give False
-            where weights are changed by hand inside the region: that cannot be seen from here, and a stale copy
+        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends. Give False
+            where weights are changed by hand inside the block: that cannot be seen from here, and a stale copy
             would be used.
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``; by default the accelerator at hand, else the CPU.
 
@@ -204,17 +204,17 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         if torch.compiler.is_compiling():
             tracing.graph_push(self._key)
         else:
-            frames.push_region(self._frame)
+            frames.push_block(self._frame)
         return self
 
     def __exit__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
             tracing.graph_pop()
         else:
-            frames.pop_region(self._frame)
+            frames.pop_block(self._frame)
 
     def __call__(self, function: _F) -> _F:
-        """Decorate ``function`` so that every call of it runs inside this region."""
+        """Decorate ``function`` so that every call of it runs inside this block."""
         return super().__call__(function)  # type: ignore[no-any-return,no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:

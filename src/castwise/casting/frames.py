@@ -1,16 +1,8 @@
-"""Which precision is in force, on this thread, at this point of forward or backward.
+"""Which precision is in force, on this thread, at this point of forward.
 
 A :class:`Frame` is a plan resolved for one device type: the state that ``torch.autocast`` would set, plus the
 operator overrides that go beyond torch's own lists. Frames are pushed and popped on a stack that belongs to the
-thread, exactly as autocast's own state does.
-
-What makes this more than a stack is backward. Activation checkpointing runs a piece of forward again during backward,
-and restores what torch knows (enabled, dtype) and not the frame. :func:`mark_boundary` puts an autograd node where a
-prepared module returns; its backward runs before any node inside the module and tells this thread which frame the module
-ran in. Autograd executes nodes that were made on one thread strictly in reverse order, so nested regions are right too.
-
-A region that was entered by hand has no such place to return from. It notes which numbers autograd gave to the nodes
-made inside it, and a recomputation finds its region by the number of the node that asked for it.
+thread, exactly as autocast's own state does. ``backward`` says what is in force where a forward is computed again.
 """
 
 from __future__ import annotations
@@ -29,19 +21,7 @@ import torch
 from castwise import _torch
 from castwise.errors import StateError
 
-__all__ = [
-    "Frame",
-    "current_frame",
-    "depth",
-    "leave",
-    "leave_interrupted",
-    "mark_boundary",
-    "note_backward",
-    "pop",
-    "push",
-    "suspended",
-    "unwind",
-]
+__all__ = ["Frame", "depth", "leave", "leave_interrupted", "pop", "push", "suspended", "unwind"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +31,7 @@ class Frame:
     Attributes:
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
         dtype: What ``lower`` operators compute in; None where nothing is autocast (fp32, or ``rules="none"``).
-        surrounding: Floating dtype that a region inside this frame casts its outputs back to.
+        surrounding: Floating dtype that a region of the plan inside this frame casts its outputs back to.
         rows: Operator name -> rule, beyond torch's lists. Empty for native rules.
         overrides: Operator name -> what to do with it, by ``rows``.
         cache: Whether fp32 weights keep their low-precision copy; None leaves torch's setting as it is.
@@ -72,9 +52,10 @@ class Frame:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from castwise.casting.kernels import rebuild_frame  # kernels stands on this module
+        from castwise.casting.kernels import frame_of  # kernels stands on this module
 
-        return rebuild_frame, (self.device_type, self.dtype, dict(self.rows), self.surrounding, self.cache)
+        remake = functools.partial(frame_of, surrounding=self.surrounding, cache=self.cache)
+        return remake, (self.device_type, self.dtype, dict(self.rows))
 
     @property
     def enabled(self) -> bool:
@@ -82,12 +63,22 @@ class Frame:
         return self.dtype is not None
 
 
+@dataclass(eq=False)
+class BackwardFrame:
+    """The frame that a running backward computes forwards again in: of its graph task, while no other is pushed on top."""
+
+    task: int
+    frame: Frame | None
+    depth: int
+    outer: BackwardFrame | None
+
+
 class State:
     """One thread's stack: the frame in force, what to restore, copies of weights, the frame of a running backward.
 
     An entry of ``saved`` is what a :func:`push` found: frame, device type, whether autocast was enabled, its dtype, its
     cache setting, copies of weights; then who entered, whether leaving clears torch's cache, and where it was entered:
-    the Python frame that called a hook, or for a region by hand the number of its first node.
+    the Python frame that called a hook, or for a block the number of its first node.
 
     Copies of weights are kept between a push of a frame with overrides and its pop; outside of that, in a recomputation
     during backward for example, nobody would end them.
@@ -97,7 +88,7 @@ class State:
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
-        self.backward: _BackwardFrame | None = None
+        self.backward: BackwardFrame | None = None
         self.saved: list[tuple[Any, ...]] = []
         self.weights: dict[Any, Any] | None = None
 
@@ -133,8 +124,8 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
         owner: What entered it, for :func:`leave` and :func:`unwind`. A hook: what called it counts as the forward that
             is running, see :func:`leave_interrupted`.
         scope: Whether this is the forward of a whole model. It is a scope of its own for the low-precision copies of
-            weights, which end with it, whatever region lies around.
-        where: The number of the first autograd node inside, for a region by hand; its owner is the frame.
+            weights, which end with it, whatever block lies around.
+        where: The number of the first autograd node inside, for a block; its owner is the frame.
     """
     state = thread.state
     saved = state.saved
@@ -202,27 +193,24 @@ def pop() -> None:
     if frame.code or (before is not None and before.code):
         _torch.set_guard_code(0 if before is None else before.code)
     if frame.overrides and type(entered) is int and (last := _torch.sequence_number()) > entered:
-        _left.append((entered, last, threading.get_ident(), frame))
+        left_blocks.append((entered, last, threading.get_ident(), frame))
     if state.saved and state.saved[-1][6] is _LEFT:
         pop()
 
 
 _LEFT = object()
 """Owner of an entry that was left while others lay above it; it goes with them."""
-_left: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
-"""Regions with overrides that were left: first and last node made inside, thread, frame. The newest matter: a graph
-that is older than this many regions is not recomputed in practice."""
+left_blocks: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
+"""Blocks with overrides that were left: first and last node made inside, thread, frame. The newest matter: a graph
+that is older than this many blocks is not recomputed in practice."""
 
 
 def leave(owner: object) -> bool:
     """Restore what was in force before ``owner`` entered last, and forget forwards above it that were interrupted.
 
-    Args:
-        owner: As given to :func:`push`.
-
     Returns:
         Whether it was on this thread's stack. A frame that was entered after it and is not left yet stays in force, as
-        where a generator ends that entered a region of its own.
+        where a generator ends that entered a block of its own.
     """
     saved = thread.state.saved
     if saved and saved[-1][6] is not owner:
@@ -248,7 +236,7 @@ def leave_interrupted() -> None:
 
     torch calls forward hooks after an ``Exception`` and not after those. A forward that runs has what called the hook on
     the Python stack, below the caller of this function; where it is not there, the forward has ended. Called wherever a
-    region or the forward of a whole model begins or ends, so that what was interrupted lasts no longer than that.
+    block or the forward of a whole model begins or ends, so that what was interrupted lasts no longer than that.
     """
     saved = thread.state.saved
     while saved:
@@ -263,19 +251,16 @@ def leave_interrupted() -> None:
         pop()
 
 
-def push_region(frame: Frame) -> None:
-    """:func:`push` for a region that is entered by hand."""
+def push_block(frame: Frame) -> None:
+    """:func:`push` for a block: what ``castwise.autocast`` opens by hand."""
     push(frame, frame, False, _torch.sequence_number() if frame.overrides else 0)
 
 
-def pop_region(frame: Frame | None = None) -> None:
-    """:func:`pop` for a region that was entered by hand.
-
-    Args:
-        frame: That of the region; None for the one that was entered last.
+def pop_block(frame: Frame | None = None) -> None:
+    """:func:`pop` for a block: that of ``frame``, or the one that was entered last.
 
     Raises:
-        StateError: The region is not in force on this thread.
+        StateError: The block is not in force on this thread.
     """
     saved = thread.state.saved
     if frame is not None and saved and saved[-1][6] is frame:
@@ -286,27 +271,9 @@ def pop_region(frame: Frame | None = None) -> None:
         frame = saved[-1][6] if saved else None
     if not leave(frame):
         raise StateError(
-            "autocast: a region was left on a thread on which it had not been entered; enter and leave it on one thread, "
+            "autocast: a block was left on a thread on which it had not been entered; enter and leave it on one thread, "
             "best by `with`"
         )
-
-
-def left_region() -> Frame | None:
-    """The frame of the region by hand whose nodes are running backward on this thread now."""
-    number = _torch.running_node_number() if _left else None
-    if number is None:
-        return None
-    here = threading.get_ident()
-    best, found = -1, None
-    for first, last, made_by, frame in reversed(_left):
-        # Numbers are counted per thread. The CPU's nodes run on the thread that calls backward; a device has its own.
-        if made_by != here and frame.device_type == "cpu":
-            continue
-        if last <= number:
-            break
-        if best < first <= number:
-            best, found = first, frame  # of regions inside one another the innermost began last
-    return found
 
 
 ambient: dict[str, Frame] = {}
@@ -321,20 +288,8 @@ def depth() -> int:
     return len(thread.state.saved)
 
 
-def unwind(to: int = 0, owner: object = None) -> None:
-    """Leave frames that were never popped, as after an interrupted forward.
-
-    Args:
-        to: Depth of the stack to go back to.
-        owner: Go back to before this owner entered instead, where it is on the stack.
-    """
-    if owner is not None:
-        for index, entry in enumerate(thread.state.saved):
-            if entry[6] is owner:
-                to = index
-                break
-        else:
-            return
+def unwind(to: int = 0) -> None:
+    """Leave frames that were never popped, as after an interrupted forward, until the stack is ``to`` deep."""
     while len(thread.state.saved) > to:
         pop()
 
@@ -378,90 +333,3 @@ class suspended:  # noqa: N801 - a context manager, named as one
 
     def __exit__(self, *_: object) -> None:
         _set_enabled(self._device, self._was)
-
-
-# --- backward -----------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _BackwardFrame:
-    task: int
-    frame: Frame | None
-    depth: int
-    outer: _BackwardFrame | None
-
-
-_live_tasks: set[int] = set()
-
-
-def current_frame() -> Frame | None:
-    """The frame in force on this thread, in forward or in a recomputation during backward."""
-    if thread.state.backward is None:
-        return thread.state.frame
-    entry: _BackwardFrame | None = thread.state.backward
-    inside = _torch.graph_task_id() != -1
-    while entry is not None and not (inside and entry.task in _live_tasks):
-        entry = entry.outer
-    thread.state.backward = entry
-    if entry is None or len(thread.state.saved) != entry.depth:
-        return thread.state.frame
-    return entry.frame
-
-
-def _enter_backward(frame: Frame | None) -> None:
-    task = _torch.graph_task_id()
-    entry = thread.state.backward
-    if entry is not None and entry.task == task:
-        entry.frame = frame
-        entry.depth = len(thread.state.saved)
-        return
-    if task not in _live_tasks:
-        _live_tasks.add(task)
-        _torch.on_graph_task_end(lambda: _live_tasks.discard(task))
-    thread.state.backward = _BackwardFrame(task, frame, len(thread.state.saved), entry)
-
-
-class _Boundary(torch.autograd.Function):
-    """Identity whose backward says which frame the nodes before it (in forward order) were made in."""
-
-    @staticmethod
-    def forward(ctx: Any, frame: Frame | None, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.frame = frame
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        _enter_backward(ctx.frame)
-        return None, gradient
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent.view_as(tangent)
-
-
-def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Remember for backward that what made ``tensor`` ran in ``frame``.
-
-    Args:
-        tensor: Output of a module, any shape and dtype; returned as it is where no gradient will flow.
-        frame: Frame of the nodes that lie before the tensor.
-
-    Returns:
-        A view of the tensor; the tensor itself inside a transform of torch.func, where nothing is recomputed.
-    """
-    if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
-        return tensor
-    out: torch.Tensor = _Boundary.apply(frame, tensor)  # type: ignore[no-untyped-call]
-    return out
-
-
-def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """As :func:`mark_boundary`, without a node of its own: ``tensor`` stays what it is and may be written to in place.
-
-    What runs backward between the node of ``tensor`` and the next one that is marked or noted counts as made in
-    ``frame``, whether it was or not.
-    """
-    node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.in_transform() else None
-    if node is not None:
-        node.register_prehook(lambda _: _enter_backward(frame))
-    return tensor

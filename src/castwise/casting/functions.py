@@ -10,8 +10,9 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from castwise.casting import frames
+from castwise.casting.backward import current_frame
 from castwise.casting.frames import Frame
-from castwise.casting.kernels import widest_dtype
+from castwise.casting.kernels import eligible, widest_dtype
 from castwise.casting.trees import map_tensors, tensors_in
 from castwise.errors import StateError
 
@@ -29,12 +30,7 @@ def _autocast_device(args: Any, kwargs: Any) -> str | None:
 
 
 def _cast_tree(value: Any, device: str, dtype: torch.dtype) -> Any:
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() and tensor.dtype is not torch.float64 and tensor.device.type == device:
-            return tensor.to(dtype)
-        return tensor
-
-    return map_tensors(convert, value)
+    return map_tensors(lambda tensor: tensor.to(dtype) if eligible(tensor, device) else tensor, value)
 
 
 def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> _F:
@@ -69,13 +65,7 @@ def widest_function(function: _F) -> _F:
     """Promote the floating inputs of ``function`` to the widest among them; fp16 with bf16 gives fp32."""
 
     def choose(device: str, values: Any) -> torch.dtype | None:
-        return widest_dtype(
-            tensor.dtype
-            for tensor in tensors_in(values)
-            if tensor.is_floating_point()
-            and tensor.dtype is not torch.float64
-            and tensor.device.type == device
-        )
+        return widest_dtype(tensor.dtype for tensor in tensors_in(values) if eligible(tensor, device))
 
     return _casting(function, choose)
 
@@ -87,7 +77,7 @@ _STATE = "_castwise_frame"
 
 def _frame_now(device: str) -> Frame:
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    frame = frames.current_frame()
+    frame = current_frame()
     if frame is not None and frame.device_type == device and frame.dtype is dtype:
         return frame
     return Frame(device, dtype)

@@ -25,6 +25,7 @@ import torch
 from castwise import _torch
 from castwise.casting import frames, tracing
 from castwise.casting.attention import unfused_attention
+from castwise.casting.backward import current_frame, left_block
 from castwise.casting.frames import Frame, thread
 from castwise.errors import BannedOperatorError
 from castwise.plans.formats import LOW_DTYPES
@@ -35,7 +36,7 @@ __all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
 Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 
-def _eligible(value: Any, device_type: str) -> bool:
+def eligible(value: Any, device_type: str) -> bool:
     """Autocast touches floating tensors of its device type, fp64 excepted."""
     return (
         isinstance(value, torch.Tensor)
@@ -47,7 +48,7 @@ def _eligible(value: Any, device_type: str) -> bool:
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype, to: Callable[..., Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return to(value, dtype) if _eligible(value, device_type) and value.dtype is not dtype else value
+        return to(value, dtype) if eligible(value, device_type) and value.dtype is not dtype else value
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, bool)):
         return [_cast(item, device_type, dtype, to) for item in value]
     return value
@@ -113,7 +114,7 @@ def _floating_dtypes(values: Iterable[Any], device: str) -> set[torch.dtype]:
     found: set[torch.dtype] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
-            if _eligible(value, device):
+            if eligible(value, device):
                 found.add(value.dtype)
         elif isinstance(value, (list, tuple)):
             found |= _floating_dtypes(value, device)
@@ -156,9 +157,8 @@ def _banned(row: Row) -> Action:
     return action
 
 
-def _parts(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Marks an operator that is not touched itself while those it is made of are looked up again."""
-    raise AssertionError("handled by the kernel, which has the keyset")
+_parts: Any = object()
+"""Marks an operator that is not touched itself while those it is made of are looked up again."""
 
 
 def _unfused(op: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,12 +197,8 @@ def frame_of(
 ) -> Frame:
     """A frame for one device type; frames with the same content share a key and a guard code.
 
-    Args:
-        device_type: As in :class:`Frame`.
-        dtype: Compute dtype, or None to run operators as they are.
-        rows: Operator overrides.
-        surrounding: What a region inside casts its outputs back to; by default ``dtype``, or fp32.
-        cache: Whether copies of weights are kept; None leaves torch's setting as it is.
+    Arguments are as in :class:`Frame`; without ``dtype`` operators run as they are, and ``surrounding`` is by
+    default ``dtype``, or fp32.
     """
     frames.watch_steps()
     rows = {} if dtype is None or rows is None else dict(rows)
@@ -211,43 +207,25 @@ def frame_of(
     content += sorted([row.op, row.rule, row.only_low, row.opaque, row.message] for row in rows.values())
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     frame = Frame(
-        device_type,
-        dtype,
-        surrounding,
-        rows,
-        actions(rows),
-        cache,
-        key,
-        tracing.code_for(key) if rows else 0,
+        device_type, dtype, surrounding, rows, actions(rows), cache, key, tracing.code_for(key) if rows else 0
     )
     tracing.graph_frames[key] = frame
     return frame
 
 
-def rebuild_frame(
-    device_type: str,
-    dtype: torch.dtype | None,
-    rows: Mapping[str, Row],
-    surrounding: torch.dtype,
-    cache: bool | None,
-) -> Frame:
-    """Unpickle a frame."""
-    return frame_of(device_type, dtype, rows, surrounding=surrounding, cache=cache)
-
-
 def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)
-    current, left_region, ambient = frames.current_frame, frames.left_region, frames.ambient
+    ambient = frames.ambient
     takes_numbers, numbers = _torch.takes_numbers(op), _torch.NUMBERS
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if takes_numbers and isinstance(args[0], numbers):  # `1 - x`, of which no operator can be called anew
             return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
         state = thread.state
-        frame = state.frame if state.backward is None else current()
+        frame = state.frame if state.backward is None else current_frame()
         if frame is None:
-            frame = left_region() or ambient.get(device_type)
+            frame = left_block() or ambient.get(device_type)
         if frame is not None:
             action = frame.overrides.get(name)
             if action is _parts:
@@ -270,7 +248,7 @@ def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., An
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if takes_numbers and isinstance(args[0], numbers):
             return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
-        frame = frames.current_frame()
+        frame = current_frame()
         if frame is not None and torch.is_autocast_enabled(device := frame.device_type):
             action = frame.overrides.get(name, _parts)
             if action is not _parts and _on(device, (*args, *kwargs.values())):
@@ -345,12 +323,7 @@ def _register(name: str, device_type: str) -> list[Callable[[], None]]:
 
 
 class Lease:
-    """Keeps the override kernels of some operators registered until it is closed or collected.
-
-    Args:
-        names: Operator names as in :mod:`castwise.plans.rules`.
-        device_type: Device type whose autocast key they go on.
-    """
+    """Keeps the override kernels of some operators on a device type's autocast key until it is closed or collected."""
 
     def __init__(self, names: Iterable[str], device_type: str) -> None:
         names = tuple(names)

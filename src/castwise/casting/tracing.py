@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import config
+
 from castwise import _torch
 from castwise.casting import frames
 from castwise.casting.frames import Frame
@@ -68,15 +70,14 @@ def _graph_pop() -> None:
 graph_push: Callable[[str], None] = _graph_push
 graph_pop: Callable[[], None] = _graph_pop
 trace_leases: list[Any] = []
-"""Override kernels of regions inside a function that is being compiled, needed until its graph has been traced."""
+"""Override kernels of blocks inside a function that is being compiled, needed until its graph has been traced."""
 
 
 def _tag_caches(_: object) -> None:
     """Put the frame in force into the key of the compile caches on disk."""
     frame = frames.thread.state.frame
-    tag = _torch.get_cache_tag()
-    user = tag.split("|castwise:")[0]
-    _torch.set_cache_tag(f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user)
+    user = str(config.cache_key_tag).split("|castwise:")[0]
+    config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
 
 
 def _end_trace(_: object) -> None:
@@ -102,9 +103,8 @@ _contexts: list[tuple[type, Callable[[Any], bool]]] = []
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     """Have Dynamo trace instances of exactly this class, made outside of what it compiles, by their own methods.
 
-    Args:
-        cls: A subclass of ``torch.autocast``; Dynamo would take what it knows of torch's for all of it.
-        as_torchs: Whether that is right for an instance.
+    Of a subclass of ``torch.autocast`` it would take what it knows of torch's for all; ``as_torchs`` says of which
+    instances that is right.
     """
     if _ready():
         _torch.trace_context(cls, as_torchs)
@@ -114,7 +114,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def get_ready_with_dynamo() -> None:
-    """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for regions that need it nowhere else."""
+    """:func:`get_ready_for_compile` if and when somebody imports Dynamo, for blocks that need it nowhere else."""
     _torch.when_dynamo_is_loaded(get_ready_for_compile)
 
 

@@ -163,12 +163,7 @@ def _fill(container: Any, changed: dict[Any, Any]) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Cast the floating tensors in ``value`` to ``dtype``.
-
-    Args:
-        value: Tensor or container of tensors; integer, boolean and complex tensors are left alone.
-        dtype: Floating dtype to cast to.
-        only: Cast these dtypes and no others.
+    """Cast the floating tensors in ``value`` to ``dtype``; with ``only`` those of these dtypes alone.
 
     Returns:
         The same structure; the very same object where nothing had to be cast.
@@ -199,9 +194,5 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors inside ``value`` to a device.
-
-    Returns:
-        The same structure; the very same object where nothing had to be moved.
-    """
+    """Move the tensors inside ``value`` to a device; the very same object comes back where nothing had to be moved."""
     return map_tensors(lambda tensor: tensor.to(device), value)

@@ -26,7 +26,7 @@ from typing import Any
 
 from castwise.checkpoint.lock import hold
 from castwise.errors import CheckpointError
-from castwise.plans.parts import read_json, shown
+from castwise.plans.text import read_json, shown
 
 __all__ = [
     "DEEPEST",

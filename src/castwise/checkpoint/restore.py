@@ -30,7 +30,7 @@ from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
 from castwise.checkpoint.undo import Before
 from castwise.errors import CheckpointError
-from castwise.plans.parts import shown
+from castwise.plans.text import shown
 from castwise.ranks import Ranks
 from castwise.session import Amp
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from castwise.errors import CheckpointError
-from castwise.plans.parts import nested_deeper
+from castwise.plans.text import nested_deeper
 
 __all__ = ["check", "decode", "encode", "names_of"]
 

@@ -18,8 +18,7 @@ class Event:
     Attributes:
         stage: What is being done, such as ``training`` or ``memory``.
         subject: What it is done to: usually a plan's name.
-        done: Units finished, such as steps.
-        total: Units to do in all; ``done == total`` is the last event of this stage and subject.
+        total: Units to do in all, such as steps; ``done == total`` is the last event of this stage and subject.
         message: Something worth telling, such as why a plan was stopped; else empty.
     """
 

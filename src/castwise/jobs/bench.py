@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from castwise.casting.context import default_device_type
+from castwise.casting import default_device_type
 from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError, sentence
 from castwise.jobs import Event, Progress
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
@@ -21,9 +21,10 @@ from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.measure.memory import measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
-from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, paired, race
+from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
 from castwise.plans.plan import PRESETS, Plan, as_plan
-from castwise.workload import Workload, find_workload, non_finite_parts
+from castwise.tuning.axes import name_of
+from castwise.workload import Workload, about_data, find_workload
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
@@ -43,6 +44,10 @@ class _Row:
     inference: Lap | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     images: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, plan: Plan) -> Self:
+        return cls(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
     @property
     def name(self) -> str:
@@ -121,7 +126,7 @@ def bench(
         if inference:
             work.infer()
         if memory:
-            work.weigh()
+            work.measure_memory()
     finally:
         work.close()
         torch.set_rng_state(outer)
@@ -137,25 +142,19 @@ def _rows(plans: Iterable[Any]) -> list[_Row]:
         name = _name(given, plan)
         if name in rows and rows[name].plan != plan:
             name = f"{name} ({plan.digest[:8]})"
-        rows.setdefault(name, _row(name, plan))
-    base = rows.get(BASELINE) or _row(BASELINE, PRESETS[BASELINE])
+        rows.setdefault(name, _Row.of(name, plan))
+    base = rows.get(BASELINE) or _Row.of(BASELINE, PRESETS[BASELINE])
     return [base, *(row for row in rows.values() if row is not base)]
-
-
-def _row(name: str, plan: Plan) -> _Row:
-    return _Row(plan, PlanResult(name, str(plan), plan.digest, "ok"))
 
 
 def _name(given: object, plan: Plan) -> str:
     if isinstance(given, str) and given in PRESETS:
         return given
-    preset = next((name for name, value in PRESETS.items() if value == plan), None)
-    if preset is not None:
-        return preset
-    if isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
+    name = name_of(plan)
+    if name not in PRESETS and isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
         path = Path(given)
         return path.parent.name if path.stem == "plan" and path.parent.name else path.stem
-    return str(plan)
+    return name
 
 
 @dataclass
@@ -183,34 +182,22 @@ class _Work:
                 self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
                 continue
             initial = initial or row.run.weights()
-        runners: list[tuple[str, Runner]] = [(row.name, row.run) for row in self.rows if row.run is not None]
-        counts = dict.fromkeys((name for name, _ in runners), 0)
-
-        def on_block(name: str, taken: int) -> None:
-            counts[name] += taken
-            if counts[name] == WARMUP and name == self.rows[0].name:
-                self._check_baseline()
-            self.progress(Event("training", name, counts[name], self.steps))
-
-        timed = self.rounds * self.per_round
-        laps = race(
-            runners, rounds=self.rounds, steps=self.per_round, device=self.device,
-            warmup=WARMUP, hopeless=self.hopeless, on_block=on_block,
-        )  # fmt: skip
+        laps = self._race(
+            "training", [(row.name, row.run) for row in self.rows if row.run is not None], self.steps
+        )
         for row in self.rows:
             if row.run is None:
                 continue
-            row.training = laps[row.name]
-            self._settle(row, row.training, "training")
-            rest = self.steps - WARMUP - timed
+            row.training = lap = laps[row.name]
+            if lap.error is not None:
+                self._lost(row, lap.error, first=not any(lap.times_s))
+            elif lap.slowdown is not None:
+                row.found(status="stopped", reason=_stopped(lap.slowdown))
+            rest = self.steps - WARMUP - self.rounds * self.per_round
             if row.is_ok:
                 try:
                     if rest:
-                        row.run.before(rest)
-                        try:
-                            row.run.run(rest)
-                        finally:
-                            row.run.after()
+                        row.run.block(rest)
                     self._look(row)
                 except Exception as error:
                     self._lost(row, error)
@@ -219,19 +206,30 @@ class _Work:
             row.run = None
             self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
 
+    def _race(self, stage: str, runs: list[tuple[str, Runner]], total: int) -> dict[str, Lap]:
+        """Race runs against the first, and tell how far each is of its steps in all."""
+        counts = dict.fromkeys((name for name, _ in runs), 0)
+        base = self.rows[0].name
+
+        def on_block(name: str, taken: int) -> None:
+            counts[name] += taken
+            if stage == "training" and name == base and counts[name] == WARMUP:
+                self._check_baseline()
+            self.progress(Event(stage, name, counts[name], total))
+
+        return race(
+            runs, rounds=self.rounds, steps=self.per_round, device=self.device, warmup=WARMUP, on_block=on_block,
+            # without the baseline there is nothing to be hopeless against
+            hopeless=self.hopeless if runs[0][0] == base else math.inf,
+        )  # fmt: skip
+
     def _check_baseline(self) -> None:
         run = self.rows[0].run
         assert run is not None
         if not math.isfinite(run.losses[0]):
-            holders = non_finite_parts(next(iter(self.workload.batches(self.seed))))
-            where = (
-                f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}"
-                if holders
-                else ("from data that is finite, so look at its weights and its loss")
-            )
             raise NonFiniteError(
                 f"workload {self.workload.name!r}: the loss of the first step is {run.losses[0]} in fp32, so no plan "
-                f"can be compared: {where}"
+                f"can be compared: {about_data(next(iter(self.workload.batches(self.seed))))}"
             )
 
     def _look(self, row: _Row) -> None:
@@ -260,19 +258,8 @@ class _Work:
         if not runs:
             return
         total = WARMUP + self.rounds * self.per_round
-        # without the baseline there is nothing to be hopeless against
-        hopeless = self.hopeless if runs[0][0] is self.rows[0] else math.inf
-        counts = dict.fromkeys((row.name for row, _ in runs), 0)
-
-        def on_block(name: str, taken: int) -> None:
-            counts[name] += taken
-            self.progress(Event("inference", name, counts[name], total))
-
         try:
-            laps = race(
-                [(row.name, run) for row, run in runs], rounds=self.rounds, steps=self.per_round,
-                device=self.device, warmup=WARMUP, hopeless=hopeless, on_block=on_block,
-            )  # fmt: skip
+            laps = self._race("inference", [(row.name, run) for row, run in runs], total)
         finally:
             for _, run in runs:
                 run.close()
@@ -284,7 +271,7 @@ class _Work:
                 row.note(f"inference: {sentence(row.inference.error, whole=False)}")
             self.progress(Event("inference", row.name, total, total))
 
-    def weigh(self) -> None:
+    def measure_memory(self) -> None:
         if self.device.type != "cpu":
             gc.collect()
             torch.accelerator.empty_cache()  # what this process holds is not to be had by the next
@@ -300,12 +287,6 @@ class _Work:
             self.progress(Event("memory", row.name, 1, 1))
 
     # --- results ------------------------------------------------------------------------------------------
-
-    def _settle(self, row: _Row, lap: Lap, stage: str) -> None:
-        if lap.error is not None:
-            self._lost(row, lap.error, first=not any(lap.times_s))
-        elif lap.slowdown is not None:
-            row.found(status="stopped", reason=_stopped(lap.slowdown))
 
     def _lost(self, row: _Row, error: Exception, first: bool = True) -> None:
         """A plan ended with an exception; where the baseline cannot even start, nothing can be compared."""
@@ -351,9 +332,7 @@ def _plan_result(row: _Row, base: _Row) -> PlanResult:
         training=_timing(row.training, base.training, row is base),
         inference=_timing(row.inference, base.inference, row is base),
         final_loss=final,
-        final_loss_difference=final - others[-1]
-        if final is not None and len(others) == len(losses)
-        else None,
+        final_loss_difference=None if final is None or len(others) != len(losses) else final - others[-1],
     )
     return row.result
 
@@ -361,12 +340,8 @@ def _plan_result(row: _Row, base: _Row) -> PlanResult:
 def _timing(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
     if lap is None or lap.done:
         return None
-    times = [t for t in lap.times_s if t is not None]
-    speedup = None
-    if base is not None and not is_base:
-        before, after = paired(base, lap)
-        speedup = stats.paired_speedup(before, after) if before else None
-    return Timing(stats.summarise(times), speedup, tuple(lap.times_s))
+    ratio = speedup(base, lap) if base is not None and not is_base else None
+    return Timing(stats.summarise(lap.seconds), ratio, tuple(lap.times_s))
 
 
 def _stopped(slowdown: float) -> str:

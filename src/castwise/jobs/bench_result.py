@@ -14,6 +14,7 @@ from castwise.jobs.result import Result
 from castwise.measure import stats
 from castwise.measure.environment import Environment
 from castwise.measure.memory import Memory
+from castwise.measure.timing import Lap, speedup
 
 __all__ = ["BenchResult", "PlanResult", "Timing"]
 
@@ -23,12 +24,9 @@ BEHIND = 0.1
 
 @dataclass(frozen=True)
 class Timing:
-    """Step times of one plan.
+    """Seconds per step of one plan: over rounds, against the baseline (None for itself), and in each round.
 
-    Attributes:
-        step: Median and quartiles over rounds, of seconds per step.
-        speedup: How many times as fast as the baseline, from interleaved pairs; None for the baseline itself.
-        rounds_s: Seconds per step in each round, None where it did not run.
+    In rounds that it did not run it has None.
     """
 
     step: stats.Summary
@@ -43,17 +41,14 @@ class PlanResult:
     Attributes:
         name: As the plan was given.
         plan: The plan on one line, as ``Plan.parse`` reads it.
-        digest: Of the plan.
         status: ``ok``; ``stopped`` (hopeless); ``unsupported`` (the device or model cannot run it); ``failed``.
         reason: Why it is not ``ok``, in a sentence; else empty.
         training: Times of training steps, where there were enough.
         inference: Times of inference calls, where they were asked for and worked.
         memory: Peaks and saved bytes, where they were asked for and could be measured.
         notes: What else went wrong, in sentences.
-        losses: Loss of every step.
-        final_loss: The last of them.
-        final_loss_difference: Of it from the baseline's.
         skipped_steps: Steps not taken since gradients were not finite.
+        final_loss_difference: Of the last loss from the baseline's.
         metrics: What ``workload.evaluate`` says of the trained model.
     """
 
@@ -83,13 +78,9 @@ class BenchResult(Result):
     """Plans side by side on one workload and one machine.
 
     Attributes:
-        workload: Its name.
-        description: What it is.
         baseline: Name of the plan that the others are compared with.
         steps: Training steps each plan took.
         rounds: Interleaved rounds the times come from.
-        seed: Of weights and data.
-        environment: What it was measured on.
         plans: A row per plan, in the order given, the baseline first if it was added.
         images: ``target`` and a prediction per plan, rows of numbers, for workloads that have a picture.
     """
@@ -178,6 +169,5 @@ def _are_level(one: PlanResult, other: PlanResult) -> bool:
     """Whether two plans' own rounds do not tell which is faster."""
     assert one.training is not None
     assert other.training is not None
-    rounds = zip(one.training.rounds_s, other.training.rounds_s, strict=True)
-    pairs = [(a, b) for a, b in rounds if a is not None and b is not None]
-    return bool(pairs) and stats.paired_speedup([a for a, _ in pairs], [b for _, b in pairs]).is_tie
+    ratio = speedup(Lap(list(one.training.rounds_s)), Lap(list(other.training.rounds_s)))
+    return ratio is not None and ratio.is_tie

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from castwise.casting.context import default_device_type
+from castwise.casting import default_device_type
 from castwise.errors import DeviceError
 from castwise.jobs import Event, Progress
 from castwise.jobs.doctor_result import DoctorResult, Finding, WorkloadReport

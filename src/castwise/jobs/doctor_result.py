@@ -18,13 +18,10 @@ __all__ = ["DoctorResult", "Finding", "WorkloadReport"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that limits a workload.
+    """One thing that limits a workload, the numbers it rests on by name, and what to do about it.
 
     Attributes:
         what: ``data``, ``dispatch``, ``outside matrix units`` or ``size``.
-        measured: The numbers it rests on, by name.
-        advice: What to do.
-        sentence: What was found, in words.
     """
 
     what: str
@@ -35,14 +32,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class WorkloadReport:
-    """What limits a workload on a device, in fp32.
-
-    Attributes:
-        name: Of the workload.
-        description: Of the workload.
-        profile: Where a training step's time goes.
-        findings: What limits it; empty if nothing that a doctor knows.
-    """
+    """What limits a workload on a device, in fp32; no findings if nothing that a doctor knows does."""
 
     name: str
     description: str
@@ -54,14 +44,8 @@ class WorkloadReport:
 class DoctorResult(Result):
     """A device, and perhaps a workload on it, as measured.
 
-    Attributes:
-        environment: What it was measured on.
-        units: The device's matrix units.
-        rates: Of every operator in every format that runs.
-        bandwidth: Of a copy.
-        verdicts: One per format other than fp32.
-        workload: What limits the workload, where one was given.
-        notes: What to know about the measurement, in sentences.
+    There is a rate for every operator in every format that runs, and a verdict on every format other than fp32; notes are
+    sentences about the measurement itself.
     """
 
     kind: ClassVar[str] = "doctor"

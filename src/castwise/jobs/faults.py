@@ -14,11 +14,7 @@ __all__ = ["calls", "remedy"]
 
 @contextlib.contextmanager
 def calls(workload: Workload, what: str) -> Iterator[None]:
-    """Say which of the workload's functions failed, where one does.
-
-    Args:
-        workload: Named in the error.
-        what: The call, such as ``model()``.
+    """Say which of the workload's functions failed, such as ``model()``, where one does.
 
     Raises:
         WorkloadError: For any error that is not castwise's own.

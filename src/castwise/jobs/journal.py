@@ -63,12 +63,7 @@ class Journal:
         return rows
 
     def step(self, row: Mapping[str, Any], loss: float) -> None:
-        """Write a step.
-
-        Args:
-            row: A line of ``metrics.jsonl``.
-            loss: Its loss, finite or not.
-        """
+        """Write a line of ``metrics.jsonl``, and its loss as it is, finite or not, to TensorBoard."""
         self._lines.write(json.dumps(row, allow_nan=False) + "\n")
         self._board.add_scalar("loss", loss, row["step"])
         if row["loss_scale"] is not None:
@@ -76,12 +71,7 @@ class Journal:
             self._board.add_scalar("skipped", float(row["skipped"]), row["step"])
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write what an evaluation said.
-
-        Args:
-            metrics: Numbers by name.
-            step: Steps made by then.
-        """
+        """Write what an evaluation after so many steps said."""
         for key, value in metrics.items():
             self._board.add_scalar(f"final/{key}", value, step)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 
-from castwise.casting.trees import map_tensors
-from castwise.errors import PlanError, WorkloadError
+from castwise.casting.trees import map_tensors, tensors_in
+from castwise.errors import PlanError, WorkloadError, check_count
 
 __all__ = ["SCHEDULES", "Layout", "Place", "check_microbatches", "check_splits", "slice_batch"]
 
@@ -28,14 +27,7 @@ _MESH_ORDER = ("pp", "dp", "fsdp", "tp")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in a layout, each number counted from 0.
-
-    Attributes:
-        pp: Rank of the pipeline.
-        dp: Replica.
-        fsdp: Shard of the replica.
-        tp: Piece of each layer.
-    """
+    """Where a process stands in a layout: which rank of the pipeline, replica, shard of it and piece of each layer, from 0."""
 
     pp: int = 0
     dp: int = 0
@@ -62,16 +54,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise PlanError(f"Layout({field.name}={value!r}): needs a whole number >= 1")
+            check_count("Layout", field.name, getattr(self, field.name), 1)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a layout.
-
-        Args:
-            text: Such as ``dp2xtp2``; the order of the parts is of no account.
+        """Read a layout such as ``dp2xtp2``, the order of whose parts is of no account.
 
         Raises:
             PlanError: Anything else.
@@ -116,13 +103,10 @@ class Layout:
         return self.fsdp > 1 or (self.dp > 1 and self.tp * self.pp > 1)
 
     def check(self, world_size: int) -> None:
-        """Refuse a number of processes that is not the layout's.
-
-        Args:
-            world_size: Processes that were started.
+        """Refuse a number of started processes that is not the layout's.
 
         Raises:
-            PlanError: Another number, with the command that starts the right one.
+            PlanError: With the command that starts the right number.
         """
         if world_size != self.world_size:
             needs = self.world_size
@@ -140,11 +124,7 @@ class Layout:
         return {name: size for name, size in sizes.items() if size > 1 or name in needed}
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands.
-
-        Args:
-            rank: From 0 to ``world_size - 1``.
-        """
+        """Where a rank stands."""
         found = {}
         for name in reversed(_MESH_ORDER):
             rank, found[name] = divmod(rank, getattr(self, name))
@@ -157,16 +137,9 @@ class Layout:
 
 
 def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
-    """One data-parallel rank's equal share of a batch.
+    """One data-parallel rank's equal share of a batch, the ``index``-th of ``parts``.
 
-    Args:
-        batch: Tensors in tuples, lists and mappings, cut along their first dimension; those without one stay whole.
-        index: Which share, from 0.
-        parts: How many there are.
-        layout: For the message.
-
-    Returns:
-        The share, views of the batch; the batch itself where ``parts`` is 1.
+    Tensors are cut along their first dimension, into views; those without one stay whole.
 
     Raises:
         WorkloadError: A first dimension that ``parts`` does not divide.
@@ -189,12 +162,7 @@ def slice_batch(batch: Any, index: int, parts: int, layout: Layout) -> Any:
 
 
 def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None:
-    """Refuse a number of microbatches that a schedule cannot run.
-
-    Args:
-        microbatches: Per step.
-        schedule: One of :data:`SCHEDULES`.
-        layout: With ``pp > 1``.
+    """Refuse a number of microbatches per step that a schedule cannot run.
 
     Raises:
         PlanError: With the numbers that it can.
@@ -208,42 +176,18 @@ def check_microbatches(microbatches: int, schedule: str, layout: Layout) -> None
         raise PlanError(f"{said}: interleaved needs a multiple of {layout.pp}")
 
 
-def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    """Shapes of the tensors in a batch or a part of one.
-
-    Args:
-        value: Tensors in tuples, lists and mappings.
-
-    Yields:
-        Shapes with one dimension at least.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            yield tuple(value.shape)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _shapes(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _shapes(item)
-
-
 def check_splits(value: Any, microbatches: int, layout: Layout) -> None:
-    """Refuse tensors that microbatches do not divide: their losses would not weigh the same.
-
-    Args:
-        value: Inputs or target of a pipeline.
-        microbatches: Pieces along the first dimension.
-        layout: For the message.
+    """Refuse a pipeline's inputs and targets that microbatches do not divide: their losses would not weigh the same.
 
     Raises:
         WorkloadError: Naming the shape.
     """
-    for shape in _shapes(value):
-        if shape[0] % microbatches:
-            divisors = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0]
+    for tensor in tensors_in(value):
+        if tensor.dim() and tensor.shape[0] % microbatches:
+            rows = tensor.shape[0]
+            divisors = [n for n in range(1, rows + 1) if rows % n == 0]
             near = min(divisors, key=lambda n: (abs(math.log(n / microbatches)), n))
             raise WorkloadError(
-                f"layout {layout}: a tensor of shape {list(shape)}, this rank's share of the batch, cannot be cut into "
+                f"layout {layout}: a tensor of shape {list(tensor.shape)}, this rank's share of the batch, cannot be cut into "
                 f"{microbatches} equal microbatches; use --microbatches {near} or another batch size"
             )

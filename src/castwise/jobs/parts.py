@@ -20,22 +20,14 @@ from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
 __all__ = [
-    "Parts",
-    "Whole",
-    "build_whole",
-    "check_workload",
-    "evaluate",
-    "evaluate_whole",
-    "full_weights",
-    "shard",
-]
+    "Parts", "Whole", "build_whole", "check_workload", "evaluate", "evaluate_whole", "full_weights", "shard",
+]  # fmt: skip
 
 
 class Parts(Protocol):
     """What a process trains, prepared by a plan.
 
     Attributes:
-        amp: The session.
         modules: What it holds of the model.
         optimizers: One per module.
         whole: The model, where this process can run all of it by itself.
@@ -47,10 +39,7 @@ class Parts(Protocol):
     whole: nn.Module | None
 
     def backward(self, batch: Any) -> Tensor | None:
-        """Compute gradients.
-
-        Args:
-            batch: This data-parallel rank's share, on its device.
+        """Compute gradients of this data-parallel rank's share of the batch, on its device.
 
         Returns:
             The loss of the share, detached; None on a process that does not come to know it.
@@ -62,10 +51,6 @@ class Parts(Protocol):
 
 def check_workload(workload: Workload, layout: Layout) -> None:
     """Refuse a workload that does not say how a layout cuts it.
-
-    Args:
-        workload: What is to be trained.
-        layout: On which processes.
 
     Raises:
         WorkloadError: A field is missing; says what to write.
@@ -84,28 +69,8 @@ def check_workload(workload: Workload, layout: Layout) -> None:
         )
 
 
-def cut_layers(workload: Workload, model: nn.Module, ranks: TrainingRanks) -> None:
-    """Cut a model's layers for tensor parallelism, in place.
-
-    Args:
-        workload: Whose ``shards`` says how.
-        model: Whole, with equal weights on all ranks.
-        ranks: With a dimension ``tp``.
-    """
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    assert workload.shards is not None
-    with calls(workload, "shards(model)"):
-        parallelize_module(model, ranks.of("tp"), dict(workload.shards(model)))
-
-
 def blocks_of(workload: Workload, model: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP2 shards one by one.
-
-    Args:
-        workload: Whose ``blocks`` says which, where it is given.
-        model: Before it is cut or sharded.
-    """
+    """The modules of a model, not yet cut or sharded, that FSDP2 is to shard one by one."""
     if workload.blocks is None:
         return list(_members(model))
     with calls(workload, "blocks(model)"):
@@ -124,29 +89,16 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], amp: Amp, ranks: TrainingRanks) -> None:
-    """Shard a module by FSDP2, in place.
-
-    Args:
-        module: The model or a stage of it.
-        blocks: Modules inside or outside of it; those inside are gathered one by one.
-        amp: Says in which formats.
-        ranks: With a dimension ``fsdp``, and ``dp`` where shards are replicated.
-    """
+    """Shard the model or a stage of it by FSDP2, in place; those of the blocks that are inside are gathered one by one."""
     mesh = ranks.of("dp", "fsdp") if "dp" in ranks.layout.mesh_dims() else ranks.of("fsdp")
     inside = {part for part in module.modules() if part is not module}
     amp.fully_shard(module, blocks=[block for block in blocks if block in inside], part=True, mesh=mesh)
 
 
 def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
-    """A module's fp32 state dict with whole tensors in the place of shards. All ranks that share it must call.
+    """The fp32 state dict of a model or a stage, on the CPU, with whole tensors in the place of shards, tied ones tied.
 
-    Args:
-        amp: The session that prepared the module, which knows its masters.
-        module: The whole model, or a stage of it.
-        keep: False gives back nothing, on ranks that only help.
-
-    Returns:
-        Tensors on the CPU, tied ones tied.
+    All ranks that share it must call; those that do not ``keep`` it only help and get nothing.
     """
     from torch.distributed.tensor import DTensor
 
@@ -162,14 +114,7 @@ def full_weights(amp: Amp, module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 class Whole:
-    """A model that each process runs from end to end: alone, replicated, sharded, or with its layers cut.
-
-    Args:
-        workload: Whose model.
-        amp: Prepares it.
-        model: Whole, on the device; layers cut already where they are to be.
-        ranks: What the processes share out.
-    """
+    """A model that each process runs from end to end: alone, replicated, sharded, or with its layers cut already."""
 
     def __init__(self, workload: Workload, amp: Amp, model: nn.Module, ranks: TrainingRanks) -> None:
         self.amp = amp
@@ -209,17 +154,15 @@ class Whole:
 
 
 def build_whole(workload: Workload, ranks: TrainingRanks, seed: int) -> nn.Module:
-    """The whole model with equal weights on every rank, its layers cut where the layout says so.
-
-    Args:
-        workload: Makes the model.
-        ranks: What the processes share out.
-        seed: Of the weights.
-    """
+    """The whole model with equal weights on every rank, its layers cut where the layout says so."""
     with calls(workload, "model()"):
         model = build_model(workload, ranks.device, seed)
     if ranks.layout.tp > 1:
-        cut_layers(workload, model, ranks)
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        assert workload.shards is not None
+        with calls(workload, "shards(model)"):
+            parallelize_module(model, ranks.of("tp"), dict(workload.shards(model)))
     return model
 
 

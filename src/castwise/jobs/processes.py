@@ -22,11 +22,7 @@ __all__ = ["TrainingRanks", "first_fault", "join", "joined", "started"]
 
 
 def started() -> tuple[int, int]:
-    """This process's rank and the number of processes, by the process group or torchrun's environment.
-
-    Returns:
-        Both; ``(0, 1)`` for a process that was started by itself.
-    """
+    """This process's rank and the number of processes, by the process group or torchrun's environment."""
     if running():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -35,10 +31,7 @@ def started() -> tuple[int, int]:
 class TrainingRanks(Ranks):
     """The processes of one training, as one of them sees them.
 
-    Args:
-        layout: What they share out.
-        device: This process's.
-        mesh: Dimensions named pp, dp, fsdp and tp, those of them that the layout has; None for a single process.
+    Its mesh has those of the dimensions pp, dp, fsdp and tp that the layout has; a single process has none.
     """
 
     def __init__(self, layout: Layout, device: torch.device, mesh: DeviceMesh | None = None) -> None:
@@ -132,14 +125,7 @@ def _meeting_place() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def join(layout: Layout | str | None, device: torch.device) -> Iterator[TrainingRanks]:
-    """Bring the processes together for a training.
-
-    Args:
-        layout: A layout, its text, or None: data-parallel over as many processes as were started.
-        device: As for :func:`joined`.
-
-    Yields:
-        The ranks.
+    """Bring the processes together for a training; without a layout they are all data-parallel.
 
     Raises:
         PlanError: A layout that cannot be, or whose size is not the number of processes.

@@ -16,11 +16,7 @@ __all__ = ["Result", "finite"]
 
 
 class Result:
-    """A result: a frozen dataclass whose fields are the record.
-
-    Attributes:
-        kind: What the record says it is.
-    """
+    """A result: a frozen dataclass whose fields, and the ``kind`` that it says it is, are the record."""
 
     kind: ClassVar[str]
 

@@ -13,14 +13,9 @@ __all__ = ["Saves"]
 
 
 class Saves:
-    """Where a job's checkpoints are and which training they are of.
+    """The checkpoints of one training, in a folder of their own: one ``every`` so many steps, none for 0.
 
-    Args:
-        folder: Theirs alone.
-        workload: Its name.
-        seed: Of weights and data.
-        every: Steps between two; 0 for none.
-        resume: Whether to go on from the newest.
+    With ``resume`` it goes on from the newest, which has to be of the same workload and seed.
     """
 
     def __init__(self, folder: Path, workload: str, seed: int, every: int, resume: bool) -> None:
@@ -30,10 +25,7 @@ class Saves:
         self._last: checkpoint.Saving | None = None
 
     def find(self) -> int:
-        """Look for what to go on from; all ranks do.
-
-        Returns:
-            The steps that it stands for, 0 where training starts from the beginning.
+        """Look for what to go on from; all ranks do. The steps that it stands for, 0 where there is none.
 
         Raises:
             CheckpointError: There are checkpoints, and nobody said that they are to be continued.
@@ -52,10 +44,7 @@ class Saves:
         return int(found.step)
 
     def load(self, parts: Parts) -> int:
-        """Go on from what was found.
-
-        Returns:
-            How many of its steps were skipped.
+        """Go on from what was found, and say how many of its steps were skipped.
 
         Raises:
             CheckpointError: It is of another workload or seed, or does not fit.

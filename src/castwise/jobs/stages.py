@@ -29,15 +29,9 @@ VIRTUAL_STAGES = 2
 
 
 class Stages:
-    """This process's stages of a pipeline.
+    """This process's stages of a pipeline, cut from a whole model with equal weights on all ranks and prepared.
 
-    Args:
-        workload: Whose ``pipeline`` says how to cut the model.
-        amp: Prepares the stages.
-        model: Whole, with equal weights on all ranks; only this process's stages of it are kept.
-        ranks: With a dimension ``pp``.
-        microbatches: Per step.
-        schedule: One of :data:`castwise.jobs.layout.SCHEDULES`.
+    Each step runs so many microbatches by one of :data:`castwise.jobs.layout.SCHEDULES`.
     """
 
     def __init__(
@@ -165,13 +159,7 @@ def _contiguous(_module: nn.Module, _inputs: Any, output: Any) -> Any:
 def split(workload: Workload, model: nn.Module, stages: int) -> list[nn.Module]:
     """Cut a model into stages by its workload, and see that they are the whole model under its own keys.
 
-    Args:
-        workload: Whose ``pipeline`` says how.
-        model: The whole model; its parts are used, not copied.
-        stages: How many to make.
-
-    Returns:
-        The stages, made of the model's own parameters.
+    The stages are made of the model's own parameters.
 
     Raises:
         WorkloadError: They are something else.

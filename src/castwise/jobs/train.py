@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from castwise.casting.context import default_device_type
+from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
-from castwise.errors import NonFiniteError, PlanError, WorkloadError, sentence
+from castwise.errors import NonFiniteError, PlanError, check_count, sentence
 from castwise.jobs import Event, Progress
 from castwise.jobs.faults import calls, remedy
 from castwise.jobs.journal import Journal
@@ -30,7 +30,7 @@ from castwise.measure.environment import environment
 from castwise.plans.plan import Plan, as_plan
 from castwise.scaler import StepResult
 from castwise.session import Amp
-from castwise.workload import Workload, check_loss, find_workload, non_finite_parts
+from castwise.workload import Workload, check_loss, find_workload, next_batch, non_finite_parts
 
 __all__ = ["TrainEvent", "TrainResult", "train"]
 
@@ -90,12 +90,8 @@ def train(
         NonFiniteError: Data with NaN or infinite values, or such a loss under a plan that has no loss scale to cure it.
         LossScaleError: The loss scale is at its floor and gradients still are not finite.
     """
-    if steps < 1:
-        raise PlanError(f"train(steps={steps}): needs steps >= 1")
-    if save_every < 0:
-        raise PlanError(
-            f"train(save_every={save_every}): needs a number of steps >= 1, or 0 for no checkpoints"
-        )
+    check_count("train", "steps", steps, 1)
+    check_count("train", "save_every", save_every, 0)
     found = find_workload(workload) if isinstance(workload, str) else workload
     chosen = as_plan(plan)
     where = torch.device(device if device is not None else default_device_type())
@@ -193,7 +189,7 @@ class _Run:
                 reason = first_fault(sentence(error))
                 if self.ranks.leads:
                     with contextlib.suppress(Exception):  # nor may a full disk
-                        self._end_in_peace()
+                        self._ignore_sigterm()
                         self._finish("interrupted" if stopped else "failed", reason)
                         error.add_note(f"What there was to record is in {self.out}")
                 raise
@@ -252,12 +248,7 @@ class _Run:
             batches = iter(self.workload.batches(self.seed))
         for number in range(1, self.steps + 1):
             with calls(self.workload, "batches(seed)"):
-                batch = next(batches, self)
-            if batch is self:
-                raise WorkloadError(
-                    f"workload {self.workload.name!r}: batches(seed) ended after {number - 1} batches; make it an endless "
-                    "iterator, or ask for fewer steps"
-                )
+                batch = next_batch(self.workload, batches, number - 1)
             if number > self.steps_before:
                 yield number, batch
 
@@ -340,7 +331,7 @@ class _Run:
             self.metrics = evaluate_whole(self.workload, self.plan, self.ranks.device, weights, self.seed)
         self.progress(Event("evaluating", "", 1, 1))
 
-    def _end_in_peace(self) -> None:
+    def _ignore_sigterm(self) -> None:
         """When a rank has failed torchrun ends the others; the record gets the seconds that it leaves."""
         if started()[1] > 1:
             with contextlib.suppress(ValueError):  # not the main thread

@@ -36,25 +36,18 @@ class TrainResult(Result):
     """What became of a training.
 
     Attributes:
-        workload: Its name.
-        description: What it is.
         plan: On one line, as ``Plan.parse`` reads it.
-        digest: Of the plan.
         status: ``ok``, ``failed`` or ``interrupted``.
         reason: Why it is not ``ok``, in a sentence; else empty.
-        steps: Steps asked for.
         steps_done: Steps made, skipped ones and those before a checkpoint that was resumed too.
         steps_before: Those of them that were made before that checkpoint.
         skipped_steps: Steps not taken, since gradients were not finite.
         final_loss: Of the last step, None where it is not finite.
         loss_scale: In the last step; None under a plan without one.
         metrics: What ``workload.evaluate`` says of the trained model.
-        seed: Of weights and data.
         layout: What the processes shared out, such as ``dp2``; ``single`` for one process.
-        world_size: Processes.
         time_s: Of the training itself, without preparation and evaluation.
         steps_per_s: Steps made since the start or the checkpoint, over that time.
-        environment: What it ran on.
         files: Names of what was written beside ``result.json``, in its folder.
     """
 

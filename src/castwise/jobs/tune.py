@@ -12,25 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.casting.context import default_device_type
-from castwise.errors import PlanError, WorkloadError
+from castwise.casting import default_device_type
+from castwise.errors import WorkloadError
 from castwise.jobs import Event, Progress
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
-from castwise.measure import ranks
-from castwise.measure.environment import environment
+from castwise.measure.ranks import lockstep
 from castwise.numerics.batches import endless
-from castwise.numerics.isolation import unspoilt
-from castwise.tuning.axes import FORMATS, check_formats
+from castwise.numerics.isolation import copied, unspoilt
+from castwise.numerics.parity import device_of
+from castwise.tuning.axes import FORMATS
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.tuning.state import Say
 from castwise.workload import Workload, find_workload
 
 __all__ = ["TuneResult", "tune"]
-
-GOALS = ("time", "memory", "numerics")
-DEFAULT_FORMATS = FORMATS
 
 
 def tune(
@@ -40,7 +37,7 @@ def tune(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     batches: Any = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    formats: Sequence[str] = DEFAULT_FORMATS,
+    formats: Sequence[str] = FORMATS,
     goal: str = "time",
     accumulate: int = 1,
     world_size: int | None = None,
@@ -100,55 +97,46 @@ def tune(
 
     Source: docs/tuning.md.
     """
-    with ranks.lockstep("tune"):
+    with lockstep("tune") as ranks:
         if world_size is None:
-            world_size = ranks.count()
-        settings = _settings(
-            formats, goal, accumulate=accumulate, world_size=world_size, compile=bool(compile), warmup_steps=warmup_steps,
-            verify_steps=verify_steps, verify_seeds=verify_seeds, budget_s=budget_s, memory=memory, seed=seed,
+            world_size = ranks.size
+        if goal == "numerics" and tuple(formats) == FORMATS:
+            formats = ("bf16",)
+        settings = Settings(
+            formats, goal, accumulate, world_size, bool(compile), warmup_steps, verify_steps, verify_seeds, budget_s,
+            memory, seed,
         )  # fmt: skip
         found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
-        search = Search(found, where, settings, spec)
+        search = Search(found, where, settings, spec, ranks)
         search.say = _teller(search, progress)
-        command = environment(where).command
         try:
             with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
                 search.run()
         except KeyboardInterrupt as interrupt:
-            if out is not None and ranks.rank() == 0:
-                paths = _result(search, command).save(out)
+            if out is not None and ranks.rank == 0:
+                paths = _result(search).save(out)
                 interrupt.add_note(
                     "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                 )
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
-        return _result(search, command)
-
-
-def _settings(formats: Sequence[str], goal: str, **others: Any) -> Settings:
-    if goal not in GOALS:
-        raise PlanError(f"tune(goal={goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
-    if goal == "numerics" and tuple(formats) == DEFAULT_FORMATS:
-        formats = ("bf16",)
-    settings = Settings(formats=check_formats(formats, goal), goal=goal, **others)
-    _check_numbers(settings)
-    return settings
+        return _result(search)
 
 
 def _teller(search: Search, progress: Progress | None) -> Say:
     """Tell a user's function how far a search is; on rank 0 alone, whose clock it is."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
-        if progress is not None and ranks.rank() == 0:
+        if progress is not None and search.ranks.rank == 0:
             parts = (subject, search.known(), f"{max(0.0, search.left_here_s()):.0f} s left")
             progress(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
 
     return say
 
 
-def _result(search: Search, command: str) -> TuneResult:
-    record = evidence(search, command)
+def _result(search: Search) -> TuneResult:
+    record = evidence(search)
     chosen = next(c for c in record.candidates if c.plan == record.plan)
     provenance = {
         "by": f"castwise {record.environment.castwise}",
@@ -163,19 +151,6 @@ def _result(search: Search, command: str) -> TuneResult:
         "complete": record.complete,
     }
     return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
-
-
-def _check_numbers(settings: Settings) -> None:
-    for name, least in (
-        ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
-    ):  # fmt: skip
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(f"tune({name}={value!r}): needs a whole number >= {least}")
-    if 0 < settings.verify_steps < 5:
-        raise PlanError(f"tune(verify_steps={settings.verify_steps}): needs 0, or 5 steps at least")
-    if not settings.budget_s > 0:
-        raise PlanError(f"tune(budget_s={settings.budget_s!r}): needs a positive number of seconds")
 
 
 def _workload(
@@ -203,21 +178,7 @@ def _workload(
         )
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"tune(model={type(model).__name__}): give the torch.nn.Module itself")
-    for name, value in (("loss", loss), ("optimizer", optimizer)):
-        if not callable(value) or isinstance(value, torch.optim.Optimizer):
-            hint = (
-                ", for example lambda params: torch.optim.AdamW(params, lr=1e-3)"
-                if name == "optimizer"
-                else ""
-            )
-            raise WorkloadError(f"tune({name}={type(value).__name__}): give a function{hint}")
-    first = next(model.parameters(), None)
-    where = (
-        torch.device(device)
-        if device is not None
-        else (first.device if first is not None else torch.device("cpu"))
-    )
-    original = _copied(model)
+    original = copied(model, "tune")
     made = Workload(
         name=type(model).__name__,
         model=lambda: copy.deepcopy(original),
@@ -226,14 +187,4 @@ def _workload(
         loss=loss,
         description=f"A {type(model).__name__} given as an object.",
     )
-    return made, None, where
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise WorkloadError(
-            f"tune: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach tensors "
-            "that are no parameters or buffers, or give a Workload whose model() builds it"
-        ) from error
+    return made, None, torch.device(device) if device is not None else device_of(model)

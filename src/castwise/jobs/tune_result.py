@@ -17,12 +17,7 @@ __all__ = ["TuneResult"]
 
 @dataclass(frozen=True)
 class TuneResult(Result):
-    """The plan that a search chose, and why.
-
-    Attributes:
-        plan: Ready for ``castwise.Amp(result.plan)``.
-        evidence: All that was measured on the way.
-    """
+    """The plan that a search chose, ready for ``castwise.Amp(result.plan)``, and all that was measured on the way."""
 
     kind: ClassVar[str] = "tune"
     plan: Plan

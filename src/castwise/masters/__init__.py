@@ -1,7 +1,7 @@
 """Parameters stored low with fp32 masters, for any torch optimizer.
 
 ``parameter``: the master itself, which shares its gradient with the parameter. ``originals``: fp32 values of parameters
-without a master. ``attachment``: masters in an optimizer, kept in step with the model. ``sync``: before whatever reads
+without a master. ``attachment``: masters in an optimizer; ``pairs``: kept at the model's values; ``steps``: at each step. ``sync``: before whatever reads
 a model. ``state``: optimizer state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into
 it. ``averages``: averages of weights; ``copies``: averages that would lose their movement.
 """
@@ -21,19 +21,17 @@ from castwise.masters.originals import (
     store,
 )
 from castwise.masters.parameter import Master, master_of, model_param_of
-from castwise.masters.state import fit_state, move_state, restride_state
-from castwise.masters.weights import LoadIntoMasters, fp32_state_dict, install_hooks
+from castwise.masters.state import move_state, restride_state
+from castwise.masters.weights import fp32_state_dict, install_hooks
 
 __all__ = [
     "Attachment",
     "AveragedModel",
-    "LoadIntoMasters",
     "Master",
     "attach",
     "attachment_of",
     "copy_to_model",
     "fit_grad",
-    "fit_state",
     "forget_original",
     "fp32_state_dict",
     "install_hooks",

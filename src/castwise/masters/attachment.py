@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import is_
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,6 @@ from castwise.errors import StateError
 from castwise.masters import sync
 from castwise.masters.copies import look_at_copies
 from castwise.masters.originals import (
-    address,
-    agree,
     forget_original,
     is_low,
     local,
@@ -29,29 +26,29 @@ from castwise.masters.originals import (
     original_of,
     remember_original,
 )
+from castwise.masters.pairs import Pairs, mark_of
 from castwise.masters.parameter import (
     Master,
     adopt,
     allow_low_grad,
     master_of,
-    mirror_grad,
     model_param_of,
     narrow_grad,
     new_master,
     release,
 )
 from castwise.masters.state import move_state, restride_state
+from castwise.masters.steps import Call, after_step, before_step
 from castwise.masters.weights import install_hooks, named_masters, write_masters
 
 __all__ = ["Attachment", "attach", "attachment_of", "refresh_master"]
 
-_Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _attachments: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
 
 
 def attach(
     optimizer: Optimizer,
-    params: nn.Module | Iterable[nn.Parameter] | None = None,
+    model: nn.Module | None = None,
     *,
     originals: Mapping[Any, Tensor] | None = None,
 ) -> Attachment:
@@ -62,9 +59,9 @@ def attach(
     optimizer themselves, frozen ones too until they are unfrozen.
 
     Args:
-        optimizer: Any torch optimizer. Attaching again adds ``params`` to those that get masters.
-        params: The prepared model, or parameters of it: only these get masters, now or when they are added or
-            unfrozen later. None: every parameter of the optimizer that is stored low.
+        optimizer: Any torch optimizer. Attaching again adds the parameters of ``model`` to those that get masters.
+        model: Prepared: only its parameters get masters, now or when they are added or unfrozen later. None: every
+            parameter of the optimizer that is stored low.
         originals: Values in fp32 to start masters from; a parameter that is not in it starts from itself. A
             tensor with the parameter's strides becomes the master's memory.
 
@@ -85,12 +82,12 @@ def attach(
             remember_original(parameter, values)
     attachment = _attachments.get(optimizer)
     if attachment is not None:
-        attachment.extend(params)
+        attachment.extend(model)
         return attachment
     attachment = Attachment(optimizer)
     try:
         attachment.install(optimizer)
-        attachment.extend(params)
+        attachment.extend(model)
     except BaseException:
         attachment.detach()
         raise
@@ -120,28 +117,21 @@ class Attachment:
         self._optimizer = weakref.ref(optimizer)
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
         """Each with what removes its hooks."""
-        self._params: list[weakref.ref[nn.Parameter]] = []
-        self._stored: list[nn.Parameter] = []
-        self._masters: list[Any] = []
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        self._pairs = Pairs(self._optimizer)
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Any]] = []
         self._concerned: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._written: list[int] = []
-        self._addresses: list[int] = []
-        self._updated: list[int] = []
 
     @property
     def _hooks(self) -> tuple[Callable[..., Any], ...]:
         """Made anew, and equal each time: kept here they would keep this alive."""
-        return MethodType(_before_step, self), MethodType(_after_step, self), restride_state
+        return MethodType(before_step, self), MethodType(after_step, self), restride_state
 
     def install(self, optimizer: Optimizer) -> None:
         """Follow the optimizer's steps; :meth:`detach` undoes it, however far it came."""
         _attachments[optimizer] = self
-        _torch.refuse_inlining(_before_step)
-        _torch.refuse_inlining(_after_step)
+        _torch.refuse_inlining(before_step)
+        _torch.refuse_inlining(after_step)
         before, after, loaded = self._hooks
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -155,25 +145,22 @@ class Attachment:
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:
         """The masters, in the order of the optimizer's groups."""
-        return tuple(self._masters)
+        return tuple(self._pairs.masters)
 
     @property
     def stored(self) -> tuple[nn.Parameter, ...]:
         """The model's parameters that have these masters, in the same order."""
-        return tuple(self._stored)
+        return tuple(self._pairs.stored)
 
     # --- which parameters have masters ---------------------------------------------------------------------
 
-    def extend(self, params: nn.Module | Iterable[nn.Parameter] | None) -> None:
-        """Let these parameters have masters, now if they are in the optimizer, trainable and low, else once they are."""
-        if params is None:
+    def extend(self, model: nn.Module | None) -> None:
+        """Let parameters have masters, now if they are in the optimizer, trainable and low, else once they are."""
+        if model is None:
             self.covers_all = True
-        elif isinstance(params, nn.Module):
-            if all(known() is not params for known, _ in self._models):
-                known = weakref.ref(params)
-                install_hooks(params, lambda remove: self._models.append((known, remove)))
-        else:
-            self._params.extend(weakref.ref(parameter) for parameter in params)
+        elif all(known() is not model for known, _ in self._models):
+            known = weakref.ref(model)
+            install_hooks(model, lambda remove: self._models.append((known, remove)))
         optimizer = self._optimizer()
         if optimizer is not None:
             self.scan(optimizer)
@@ -182,7 +169,7 @@ class Attachment:
         """Whether parameters of a module have masters here, or may come to have them."""
         known = self._concerned.get(module)
         if known is None:
-            own = self._covered().union(map(id, self._stored))
+            own = self._covered().union(map(id, self._pairs.stored))
             optimizer = self._optimizer() if self.covers_all else None
             for group in () if optimizer is None else optimizer.param_groups:
                 own.update(id(model_param_of(parameter)) for parameter in group["params"])
@@ -190,12 +177,8 @@ class Attachment:
         return known
 
     def _covered(self) -> set[int]:
-        covered = {id(parameter) for ref in self._params if (parameter := ref()) is not None}
-        for reference, _ in self._models:
-            model = reference()
-            if model is not None:
-                covered.update(map(id, model.parameters()))
-        return covered
+        alive = [model for reference, _ in self._models if (model := reference()) is not None]
+        return {id(parameter) for model in alive for parameter in model.parameters()}
 
     def scan(self, optimizer: Optimizer) -> None:
         """Look through the optimizer's groups and give masters to covered parameters that lack one.
@@ -218,16 +201,11 @@ class Attachment:
                     params[index] = made[id(parameter)]
                 else:
                     frozen.append(parameter)
-        masters: list[Any] = [p for params in groups for p in params if isinstance(p, Master)]
-        stored = [master.stored for master in masters]
-        targets = [local(parameter) for parameter in stored]
-        sources = [local(master) for master in masters]
-        marks = zip(self._written, self._addresses, self._updated, strict=True)
-        known = dict(zip(map(id, self._stored), marks, strict=True))
-        known |= {id(master.stored): self._marks(master) for master in made.values()}
-        # A parameter whose history is unknown is compared with its master before the next step.
-        now = [known.get(id(parameter), (-1, -1, -1)) for parameter in stored]
-        written, addresses, updated = ([mark[i] for mark in now] for i in range(3))
+        masters = [p for params in groups for p in params if isinstance(p, Master)]
+        # a master that another optimizer has made may differ by now from its parameter: it is compared at the next look
+        new = (master for master in made.values() if master_of(master.stored) is None)
+        marks = self._pairs.marks() | {id(master.stored): mark_of(master) for master in new}
+        pairs = Pairs(self._optimizer, masters, marks)
         former = [list(group["params"]) for group in optimizer.param_groups]
         kept = [
             (master, master_of(master.stored), original_of(master.stored), optimizer.state.get(master.stored))
@@ -242,9 +220,8 @@ class Attachment:
             move_state(optimizer, {master.stored: master for master in made.values()})
             for params, group in zip(groups, optimizer.param_groups, strict=True):
                 _put(params, group)
-            self._masters, self._stored, self._targets, self._sources = masters, stored, targets, sources
-            self._written, self._addresses, self._updated = written, addresses, updated
-            self._frozen, self._groups, self._concerned = frozen, groups, weakref.WeakKeyDictionary()
+            self._pairs, self._frozen, self._groups = pairs, frozen, groups
+            self._concerned = weakref.WeakKeyDictionary()
             for master in made.values():
                 forget_original(master.stored)
         except BaseException:
@@ -261,12 +238,6 @@ class Attachment:
             move_state(optimizer, {master: master.stored for master in made.values()}, fit=False)
             raise
 
-    @staticmethod
-    def _marks(master: Any) -> tuple[int, int, int]:
-        """What tells later whether a parameter or its master was written since they were equal."""
-        stored, own = _torch.versions([master.stored, master])
-        return stored, address(master.stored), own
-
     def detach(self, *, write_back: bool = False) -> None:
         """Take the masters out of the optimizer and put the model's own parameters back, hooks and ``grad_dtype`` too.
 
@@ -281,7 +252,7 @@ class Attachment:
         for _, remove in self._models:
             remove()
         self.refresh_from_model()
-        self._let_go(self._masters, write_back)
+        self._let_go(self._pairs.masters, write_back)
         if optimizer is not None:
             optimizer.__dict__.pop("__reduce_ex__", None)
         reference = weakref.ref(self)
@@ -289,21 +260,19 @@ class Attachment:
             sync.live.remove(reference)  # in one go: other threads attach meanwhile
         if optimizer is not None:
             _attachments.pop(optimizer, None)
-        self._stored, self._masters, self._targets, self._sources = [], [], [], []
-        self._written, self._addresses, self._updated, self._frozen, self._groups = [], [], [], [], []
+        self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []
 
     def leave(self, model: nn.Module | None) -> None:
         """Detach with the masters' values written back, except from what other living models brought here.
 
-        Args:
-            model: It, and models that are gone, no longer count; None: those alone.
+        ``model``, and models that are gone, no longer count; with None those alone.
         """
         kept = [
             (reference, remove)
             for reference, remove in self._models
             if (known := reference()) is not None and known is not model
         ]
-        if not kept and not self._params and not self.covers_all:
+        if not kept and not self.covers_all:
             self.detach(write_back=True)
             return
         for reference, remove in self._models:
@@ -315,7 +284,7 @@ class Attachment:
             return
         self.refresh_from_model()
         covered = self._covered()
-        self._let_go([m for m in self._masters if id(model_param_of(m)) not in covered], True)
+        self._let_go([m for m in self._pairs.masters if id(model_param_of(m)) not in covered], True)
         if optimizer is not None:
             self.scan(optimizer)
 
@@ -347,13 +316,13 @@ class Attachment:
         DistributedDataParallel takes in a prepared model.
         """
         self._low_gradients = True
-        for parameter in self._stored:
+        for parameter in self._pairs.stored:
             allow_low_grad(parameter)
 
     def narrow_gradients(self) -> None:
         """Before another backward adds to widened gradients: make them low again, which is all that DDP adds to."""
         if self._low_gradients:
-            for parameter in self._stored:
+            for parameter in self._pairs.stored:
                 narrow_grad(parameter)
 
     # --- values ---------------------------------------------------------------------------------------------
@@ -368,20 +337,14 @@ class Attachment:
         optimizer = self._optimizer()
         if optimizer is not None:
             self._scan_for_more(optimizer)
-        self._push_written()
-
-    def _push_written(self) -> None:
-        versions = _torch.versions(self._masters)
-        if versions != self._updated:
-            for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
-                if now != before:
-                    self._settle(index)
+        self._pairs.push_written()
 
     def settle(self) -> None:
         """Bring parameters and masters together, whichever of the two was written. Looks at versions, not at values."""
         optimizer = self._optimizer()
         if optimizer is not None:
-            self._pull(optimizer)
+            self._scan_for_more(optimizer)
+            self._pairs.pull()
 
     def refresh_from_model(self) -> None:
         """Bring the masters up to date with parameters that were changed by hand, however that was done.
@@ -389,24 +352,11 @@ class Attachment:
         Elements of a parameter that still are its master rounded leave the master's full value alone, also where the
         model was cast since. Synchronises with the device.
         """
-        for index, (parameter, master) in enumerate(zip(self._stored, self._masters, strict=True)):
-            if not _is_cast(master):
-                self._settle(index, look=True)
-            elif self._ahead(index) or parameter.shape != master.shape:
-                continue
-            else:
-                merge_values(master, local(parameter).to(master.device), master.former_dtype, cast=True)
-                self._updated[index] = _torch.versions([master])[0]
-
-    def _ahead(self, index: int) -> bool:
-        """Whether a master was written since its parameter got its values."""
-        return self._updated[index] not in (-1, *_torch.versions([self._masters[index]]))
+        self._pairs.refresh()
 
     def copy_to_model(self) -> None:
         """Write every master into its parameter, rounded."""
-        self._targets = [local(parameter) for parameter in self._stored]
-        self._sources = [local(master) for master in self._masters]
-        self._push(list(range(len(self._stored))))
+        self._pairs.push_all()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters by the names of the model's parameters, in their own memory. Synchronises with the device.
@@ -415,7 +365,7 @@ class Attachment:
         """
         self.refresh_from_model()
         models = [model for reference, _ in self._models if (model := reference()) is not None]
-        return named_masters(self._masters, self._stored, models)
+        return named_masters(self._pairs.masters, self._pairs.stored, models)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Write saved masters, and the model's parameters after them.
@@ -424,61 +374,19 @@ class Attachment:
             CheckpointError: Not the masters of this model and optimizer; nothing was changed.
         """
         models = [model for reference, _ in self._models if (model := reference()) is not None]
-        write_masters(named_masters(self._masters, self._stored, models), state_dict)
+        write_masters(named_masters(self._pairs.masters, self._pairs.stored, models), state_dict)
         self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
-        """Let ``write`` change masters in place, then bring the model up to date.
+        """Let ``write`` change masters in place, all or those of ``params``, then bring the model up to date.
 
         DistributedDataParallel gives all ranks the first one's *parameters* when it wraps a model. Their masters
         must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
-
-        Args:
-            write: Called with each master, fp32.
-            params: The model's parameters whose masters are meant; None for all.
         """
-        for parameter, master in zip(self._stored, self._sources, strict=True):
-            if params is None or parameter in params:
-                write(master)
+        for master in self._pairs.masters:
+            if params is None or master.stored in params:
+                write(local(master))
         self.copy_to_model()
-
-    def _settle(self, index: int, *, look: bool = False) -> None:
-        """Bring one parameter and its master together; ``look``: at values also where nothing seems to be written."""
-        parameter, master = self._stored[index], self._masters[index]
-        if _is_cast(master):
-            raise StateError(
-                f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in {master.former_dtype} when the "
-                f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master would "
-                "no longer reach it. Prepare the model again after changing its dtype: amp.close() gives the masters' values back."
-            )
-        written, where, _ = self._marks(master)
-        ahead, cast = self._ahead(index), written == self._written[index]
-        changed = not cast or where != self._addresses[index]
-        layout = (parameter.shape, parameter.stride(), parameter.device)
-        if (master.shape, master.stride(), master.device) != layout:
-            moved = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-            master.data = moved.copy_(
-                master.detach() if master.shape == parameter.shape else parameter.detach()
-            )
-            optimizer = self._optimizer()
-            if optimizer is not None:
-                restride_state(optimizer)
-        target = self._targets[index] = local(parameter)
-        source = self._sources[index] = local(master)
-        if not ahead:
-            if (changed or look) and merge_values(source, target, cast=cast) and cast:
-                _torch.copy_each([target], [source])  # what model.half().bfloat16() has rounded comes back
-        elif not changed:
-            _torch.copy_each([target], [source])
-        elif not agree(source, target):
-            warnings.warn(
-                f"A parameter of shape {tuple(parameter.shape)} and its fp32 master were both written, to different values, "
-                "with no forward, state_dict or step of the model in between that would have brought them together. The "
-                "master's values hold. Write to one of them, or call model.state_dict() between the two.",
-                stacklevel=5,
-            )
-            _torch.copy_each([target], [source])
-        self._written[index], self._addresses[index], self._updated[index] = self._marks(master)
 
     def _scan_for_more(self, optimizer: Optimizer) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
@@ -491,45 +399,12 @@ class Attachment:
         ):
             self.scan(optimizer)
 
-    def _pull(self, optimizer: Optimizer) -> None:
-        """Before a step: new and unfrozen parameters get masters, whatever was written by hand is seen to."""
-        self._scan_for_more(optimizer)
-        written, addresses = _torch.versions(self._stored), [address(p) for p in self._stored]
-        updated = _torch.versions(self._masters)
-        if written != self._written or addresses != self._addresses or updated != self._updated:
-            before = list(zip(self._written, self._addresses, self._updated, strict=True))
-            for index, mark in enumerate(zip(written, addresses, updated, strict=True)):
-                if mark != before[index]:
-                    self._settle(index)
-
-    def _push_updated(self) -> None:
-        """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
-        due = [index for index, parameter in enumerate(self._stored) if parameter.grad is not None]
-        if len(due) < len(self._stored):
-            now = zip(self._stored, _torch.versions(self._masters), self._updated, strict=True)
-            due = [
-                index
-                for index, (parameter, new, old) in enumerate(now)
-                if parameter.grad is not None or new != old
-            ]
-        self._push(due)
-
-    def _push(self, due: list[int]) -> None:
-        # Both sides are detached, so that nothing here needs torch.no_grad.
-        if len(due) == len(self._targets):
-            _torch.copy_each(self._targets, self._sources)
-        else:
-            _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
-        # The copy counts as a write to its sources, too.
-        self._written, self._updated = _torch.versions(self._stored), _torch.versions(self._masters)
-
     # --- hooks ----------------------------------------------------------------------------------------------
 
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Called by the optimizer: see to the masters, and let a closure see the model at the masters' values."""
-        self._pull(optimizer)
+        self._scan_for_more(optimizer)
+        self._pairs.pull()
         look_at_copies()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._wrap(args[1]), *args[2:]), kwargs
@@ -539,25 +414,15 @@ class Attachment:
 
     def after_step(self) -> None:
         """Called by the optimizer: bring the model up to date."""
-        self._push_updated()
+        self._pairs.push_updated()
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(closure)
         def evaluate() -> Any:
-            self._push_updated()
+            self._pairs.push_updated()
             return closure()
 
         return evaluate
-
-    def show_gradients(self) -> None:
-        """Let code that bypasses ``Master.grad`` see the gradients, as Dynamo's guards do."""
-        for master in self._masters:
-            mirror_grad(master, master.grad)
-
-    def hide_gradients(self) -> None:
-        """Undo :meth:`show_gradients`, so that clearing the model's gradients frees their memory."""
-        for master in self._masters:
-            mirror_grad(master, None)
 
 
 def _put(params: list[Any], group: dict[str, Any]) -> None:
@@ -577,11 +442,6 @@ def copy_to_model(optimizer: Optimizer) -> None:
     attachment = attachment_of(optimizer)
     if attachment is not None:
         attachment.copy_to_model()
-
-
-def _is_cast(master: Any) -> bool:
-    """Whether a parameter is not in the format any more in which it got its master, as after ``model.float()``."""
-    return master.stored.dtype is not master.former_dtype
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
@@ -624,46 +484,6 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for attachment in sync.attachments():
             if not steps.isdisjoint(map(id, attachment.masters)):
                 attachment.sync()
-
-
-# Under a compiled step these two frames are left alone by Dynamo, and what they call is run with Dynamo off; in
-# eager mode they cost one call each.
-
-
-def _before_step(
-    attachment: Attachment, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Call | None:
-    if not _torch.dynamo_callback():
-        return attachment.before_step(optimizer, args, kwargs)
-    return _eagerly(_before_compiled_step)(attachment, optimizer, args, kwargs)  # type: ignore[no-any-return]
-
-
-def _after_step(
-    attachment: Attachment, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if not _torch.dynamo_callback():
-        attachment.after_step()
-    else:
-        _eagerly(_after_compiled_step)(attachment)
-
-
-def _before_compiled_step(
-    attachment: Attachment, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Call | None:
-    call = attachment.before_step(optimizer, args, kwargs)
-    attachment.show_gradients()
-    return call
-
-
-def _after_compiled_step(attachment: Attachment) -> None:
-    attachment.hide_gradients()
-    attachment.after_step()
-
-
-@functools.cache
-def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: Callable[..., Any] = torch.compiler.disable(function)
-    return disabled
 
 
 class _Reducer:

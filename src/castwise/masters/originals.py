@@ -104,27 +104,20 @@ def merge_values(
     return True
 
 
-def store(parameter: Tensor, dtype: torch.dtype, *, remember: bool = True) -> None:
+def store(parameter: Tensor, dtype: torch.dtype) -> None:
     """Store a parameter in another format, in place, and remember the values that it had: :func:`restore` undoes it.
 
-    Its gradient and ``grad_dtype`` follow.
-
-    Args:
-        parameter: Not a master's; DTensors too.
-        dtype: bf16 or fp16; for any other nothing is remembered.
-        remember: False where the rounded values are the parameter from now on, as under plans that train without
-            masters: the memory of the former ones is free.
+    Its gradient and ``grad_dtype`` follow. DTensors are taken, masters' parameters are not; where the format is
+    neither bf16 nor fp16 nothing is remembered.
     """
     former = original_of(parameter)
     if former is None:
         former = parameter.detach()
     values = former.to(dtype)
-    if remember and is_low(values) and former.dtype is not dtype:
+    if is_low(values) and former.dtype is not dtype:
         # first: whatever interrupts this, the values are not lost
         _originals[parameter] = _Original(former.data, dtype, _torch.version(parameter))
     _replace(parameter, values)
-    if not remember:
-        forget_original(parameter)
 
 
 def remember_original(parameter: Tensor, values: Tensor, stored: torch.dtype | None = None) -> None:
@@ -193,11 +186,10 @@ def _replace(parameter: Tensor, values: Tensor) -> None:
 
 
 def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
-    """Set ``grad_dtype``, and store the gradient so; it is on the parameter all the time, whatever interrupts this.
+    """Set ``grad_dtype`` of a leaf, and store the gradient so.
 
-    Args:
-        parameter: A leaf.
-        dtype: For gradients; None for any, and a gradient then takes the parameter's.
+    It is on the parameter all the time, whatever interrupts this. None allows any dtype, and a gradient then takes
+    the parameter's.
     """
     grad, wanted = parameter.grad, dtype or parameter.dtype
     if grad is not None and grad.dtype is not wanted:

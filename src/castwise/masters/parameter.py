@@ -85,8 +85,10 @@ class Master:
         if grad is not None:
             if grad.dtype is not torch.float32:
                 grad = take_grad_fp32(self.stored)
-            if grad.requires_grad:
-                _differentiate_by_stored(self)
+            if grad.requires_grad and not isinstance(self, _DifferentiatedByStored):
+                master: Any = self
+                kind: type = type(self)
+                master.__class__ = _class_of("Differentiated", _DifferentiatedByStored, kind)
         return grad
 
     @grad.setter
@@ -136,7 +138,7 @@ def adopt(master: Any) -> None:
     """Let a parameter have a master; :func:`release` undoes it."""
     if master_of(master.stored) is not master:
         _masters[master.stored] = TensorWeakRef(master)
-        want_grad_fp32(master.stored)
+        fit_grad(master.stored, torch.float32)
 
 
 def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
@@ -168,7 +170,7 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
         master: Any = MasterParameter(data, requires_grad=True)
     else:  # DTensor and the like: nn.Parameter keeps their class, and so must the master
         master = nn.Parameter(data.detach(), requires_grad=True)
-        master.__class__ = _class_for(type(data))
+        master.__class__ = _class_of("Master", Master, type(data))
     master.stored, master.former_grad_dtype, master.former_dtype = stored, stored.grad_dtype, stored.dtype
     return master  # type: ignore[no-any-return]
 
@@ -186,20 +188,9 @@ class _DifferentiatedByStored:
         return _torch.below_torch_function(func, args, kwargs or {})
 
 
-def _differentiate_by_stored(master: Any) -> None:
-    if not isinstance(master, _DifferentiatedByStored):
-        kind: type = type(master)
-        master.__class__ = _differentiated(kind)
-
-
 @functools.cache
-def _differentiated(kind: type) -> type:
-    return type(f"Differentiated{kind.__name__}", (_DifferentiatedByStored, kind), {})
-
-
-@functools.cache
-def _class_for(kind: type) -> type:
-    return type(f"Master{kind.__name__}", (Master, kind), {})
+def _class_of(name: str, base: type, kind: type) -> type:
+    return type(f"{name}{kind.__name__}", (base, kind), {})
 
 
 def _as_plain(data: Tensor) -> Tensor:
@@ -248,11 +239,6 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     fit_grad(parameter, parameter.dtype if follows else master.former_grad_dtype)
     _masters.pop(parameter, None)
     return parameter
-
-
-def want_grad_fp32(parameter: nn.Parameter) -> None:
-    """Make autograd accumulate fp32 gradients on the parameter, whatever it is stored in."""
-    fit_grad(parameter, torch.float32)
 
 
 def allow_low_grad(parameter: nn.Parameter) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from castwise.masters.originals import is_low
 
-__all__ = ["fit_state", "move_state", "restride_state"]
+__all__ = ["move_state", "restride_state"]
 
 
 def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
@@ -24,9 +24,9 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
 
     Args:
         optimizer: Written to.
-        targets: New keys by old ones; those without state are passed over. State of a new key's shape takes its dtype,
-            device and strides; low state of any other shape (Adafactor's rows and columns, LBFGS's flat history)
-            takes its dtype. ``step`` stays as it is.
+        targets: New keys by old ones, or the same where parameters were stored anew; those without state are passed over.
+            State of a new key's shape takes its dtype, device and strides; low state of any other shape (Adafactor's rows
+            and columns, LBFGS's flat history) takes its dtype. ``step`` stays as it is.
         fit: False: the state stays as it is, under the new key.
     """
     if not targets:
@@ -44,17 +44,6 @@ def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, 
         functools.partial(optimizer.state.update, moved),
     )
     deque(map(operator.call, steps), maxlen=0)
-
-
-def fit_state(optimizer: Optimizer) -> None:
-    """Bring all state into the form that the optimizer would have made for its parameters as they are stored now.
-
-    For parameters that were stored anew under the optimizer, without masters: torch's kernels want moments in the
-    parameter's dtype. As :func:`move_state` has it, in place.
-    """
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, Tensor):
-            state.update({key: _fit_entry(key, value, parameter) for key, value in state.items()})
 
 
 def restride_state(optimizer: Optimizer) -> None:
@@ -91,6 +80,7 @@ def _fit(value: Any, target: Tensor) -> Any:
         if (value.dtype, value.stride(), value.device) == (target.dtype, target.stride(), target.device):
             return value
         return torch.empty_like(target, requires_grad=False).copy_(value)
-    if is_low(value) or (is_low(target) and value.dtype is torch.float32):
+    # a number such as NAdam's product of momenta stays fp32 beside parameters of any format, as torch keeps it
+    if is_low(value) or (is_low(target) and value.dtype is torch.float32 and value.dim() > 0):
         return value.to(target.dtype)
     return value

@@ -67,10 +67,7 @@ def named_masters(
 ) -> dict[str, Tensor]:
     """Masters, detached and in their own memory, under names that another process would give them.
 
-    Args:
-        masters: In the order of the optimizer.
-        stored: The parameters that they are the masters of.
-        models: Modules whose parameters have names; any other parameter is named by its position.
+    Parameters of ``models`` have the names that they have there; any other is named by its position.
     """
     known: dict[int, str] = {}
     for model in models:
@@ -110,11 +107,8 @@ class LoadIntoMasters:
     So it does for what is remembered of parameters without masters. Values in the format of the parameter take
     nothing from what rounds to them: ``model.load_state_dict(model.state_dict())`` changes nothing.
 
-    In a copy of the model, whose parameters have no masters, it does nothing. ``copy.deepcopy`` of a module comes by
-    here after its parameters, which is how copies are found (see ``copies``).
-
-    Args:
-        module: Whose hook it is; None in copies.
+    In a copy of the model, whose parameters have no masters, it has no module and does nothing. ``copy.deepcopy``
+    of a module comes by here after its parameters, which is how copies are found (see ``copies``).
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -163,9 +157,8 @@ class LoadIntoMasters:
 def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Put on a model what keeps masters and parameters together: before ``forward``, ``state_dict`` and loading.
 
-    Args:
-        model: ScriptModules in it take no such hooks, and are passed over.
-        log: Gets what removes the hooks again before any is put on.
+    ScriptModules in it take no such hooks, and are passed over. ``log`` gets what removes the hooks before any is
+    put on.
     """
     first = functools.partial(sync_first)  # told from that of another optimizer of the model
     hooked: list[tuple[weakref.ref[nn.Module], Callable[..., Any]]] = []

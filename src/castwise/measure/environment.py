@@ -17,27 +17,19 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Environment", "command_line", "environment"]
+__all__ = ["Environment", "command_line", "cpuinfo", "environment"]
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where, when and with what something was measured.
+    """Where, when, by which versions and by which command, paths cut down to their last part, something was measured.
 
     Attributes:
-        device: Name of the device, as its maker gives it.
-        device_type: ``cpu``, ``cuda``, ``xpu`` or ``mps``.
-        cores: Cores this process may use.
-        threads: Threads torch uses for one operator.
+        device: As its maker calls it.
+        cores: That this process may use.
+        threads: That torch uses for one operator.
         capability: The CPU's vector instructions or the GPU's compute capability.
-        torch: Version of torch.
-        python: Version of Python.
-        castwise: Version of castwise.
-        commit: Commit of castwise's own checkout, with ``+`` if files in it were changed, results
-            apart; None when installed.
-        system: Operating system and processor architecture.
-        command: The command, with paths cut down to their last part.
-        date: UTC, to the second, ISO 8601.
+        commit: Of castwise's own checkout, with ``+`` if files in it were changed, results apart; None when installed.
     """
 
     device: str
@@ -54,8 +46,8 @@ class Environment:
     date: str
 
 
-def environment(device: torch.device | str = "cpu", command: str | None = None) -> Environment:
-    """What this process measures on; ``command`` is by default this process's command line."""
+def environment(device: torch.device | str = "cpu") -> Environment:
+    """What this process measures on, and its command line."""
     device = torch.device(device)
     return Environment(
         device=_device_name(device),
@@ -68,7 +60,7 @@ def environment(device: torch.device | str = "cpu", command: str | None = None) 
         castwise=_version(),
         commit=_commit(),
         system=f"{platform.system()} {platform.machine()}",
-        command=command_line(sys.argv) if command is None else command,
+        command=command_line(sys.argv),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
@@ -84,14 +76,19 @@ def command_line(argv: list[str]) -> str:
     return " ".join(words)
 
 
+def cpuinfo() -> str:
+    """What Linux says of its processors; empty where nothing does."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _device_name(device: torch.device) -> str:
     if device.type in ("cuda", "xpu"):
         return str(getattr(torch, device.type).get_device_name(device))
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.MULTILINE)
-        if match:
-            return match.group(1).strip()
+    if match := re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE):
+        return match.group(1).strip()
     return platform.processor() or platform.machine()
 
 

@@ -15,87 +15,37 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from castwise.casting.trees import to_device
-from castwise.errors import WorkloadError
 from castwise.measure import stats
-from castwise.measure.rates import Loop, Variant, matmul
+from castwise.measure.rates import ROUNDS, Loop, Variant, matmul
 from castwise.measure.steps import build_model
-from castwise.measure.timing import paired, race, synchronize
-from castwise.workload import Workload, check_loss
+from castwise.measure.timing import race, speedup, synchronize
+from castwise.workload import Workload, check_loss, next_batch
 
 __all__ = [
-    "OperatorTime",
-    "Product",
-    "StepProfile",
-    "operator_class",
-    "padding_gain",
-    "product_of",
-    "profile_steps",
-]
+    "OperatorTime", "Product", "StepProfile", "operator_class", "padding_gain", "product_of", "profile_steps",
+]  # fmt: skip
 
 STEPS = 20
 PROFILED = 5
 BUDGET_S = 4.0
 """Steps are timed until there are STEPS of them or this much time has gone, but three at least."""
 
-MATRIX = frozenset([
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "addbmm",
-    "mkldnn_linear",
-    "mkldnn_linear_backward",
-    "_scaled_mm",
-    "convolution",
-    "_convolution",
-    "mkldnn_convolution",
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-    "miopen_convolution",
-    "convolution_backward",
-    "convolution_overrideable",
-    "_slow_conv2d_forward",
-    "_slow_conv2d_backward",
-    "thnn_conv2d",
-    "slow_conv3d_forward",
-    "mkldnn_rnn_layer",
-    "mkldnn_rnn_layer_backward",
-    "_cudnn_rnn",
-    "_cudnn_rnn_backward",
-    "miopen_rnn",
-    "miopen_rnn_backward",
-])
-"""Operators whose work is matrix products, without the namespace; attention is told apart by its name."""
+MATRIX = frozenset(operator.__name__ for operator in flop_registry) | {
+    "addbmm", "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "cudnn_convolution_transpose",
+    "miopen_convolution", "_slow_conv2d_backward", "thnn_conv2d", "slow_conv3d_forward", "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward",
+}  # fmt: skip
+"""Operators whose work is matrix products, without the namespace: those whose flops torch counts, and others of their kind.
+Attention is told apart by its name."""
 _ATTENTION = ("_attention_", "_dot_product_")
-_VIEWS = frozenset([
-    "as_strided",
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "_reshape_alias",
-    "alias",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "select",
-    "slice",
-    "unsqueeze",
-    "squeeze",
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "resolve_conj",
-    "resolve_neg",
-    "result_type",
-    "to",
-    "lift_fresh",
-    "is_nonzero",
-    "item",
-])
+_VIEWS = frozenset({
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
+    "is_nonzero", "item", "lift_fresh", "permute", "reshape", "resolve_conj", "resolve_neg", "result_type", "select",
+    "slice", "squeeze", "t", "to", "transpose", "unsqueeze", "view",
+})  # fmt: skip
 """Operators that compute nothing; they cost less than one that does, so they are not counted as launches."""
 
 
@@ -127,12 +77,9 @@ class Product:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """What one operator takes on one set of shapes.
+    """The calls per step of one operator on one set of shapes, and their share of the time of all operators.
 
     Attributes:
-        name: Such as ``aten::addmm``.
-        share: Of the time of all operators in a step.
-        calls: Per step.
         product: For matrix operators what they multiply, where their shapes tell.
         kind: ``matrix``, ``depthwise``, ``optimizer`` or ``other``.
     """
@@ -195,7 +142,7 @@ def profile_steps(
         optimizer = workload.optimizer(model.parameters())
         batches = iter(workload.batches(seed))
         for number in range(2):
-            batch = to_device(_next(workload, batches), device)
+            batch = to_device(next_batch(workload, batches, number), device)
             _step(workload, model, optimizer, batch, check=number == 0)
         data: list[float] = []
         taken: list[float] = []
@@ -203,7 +150,7 @@ def profile_steps(
         while len(taken) < 3 or (len(taken) < steps and time.perf_counter() - begin < budget_s):
             synchronize(device)
             start = time.perf_counter()
-            batch = _next(workload, batches)
+            batch = next_batch(workload, batches, 2 + len(taken))
             came = time.perf_counter()
             batch = to_device(batch, device)
             synchronize(device)
@@ -212,7 +159,9 @@ def profile_steps(
             synchronize(device)
             data.append(came - start)
             taken.append(time.perf_counter() - ready)
-        ready_made = [to_device(_next(workload, batches), device) for _ in range(PROFILED)]
+        ready_made = [
+            to_device(next_batch(workload, batches, 2 + len(taken) + i), device) for i in range(PROFILED)
+        ]
         with _profiled(device) as profiler:
             for batch in ready_made:
                 _step(workload, model, optimizer, batch)
@@ -224,15 +173,6 @@ def profile_steps(
     return StepProfile(
         step, stats.summarise(data), share, operators, _launches(profiler) / PROFILED, _launch_s(), busy
     )
-
-
-def _next(workload: Workload, batches: Iterator[Any]) -> Any:
-    try:
-        return next(batches)
-    except StopIteration:
-        raise WorkloadError(
-            f"workload {workload.name!r}: batches(seed) ended after a few batches; make it an endless iterator"
-        ) from None
 
 
 def _step(
@@ -395,7 +335,7 @@ def padding_gain(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    rounds: int = 9,
+    rounds: int = ROUNDS,
 ) -> stats.Ratio | None:
     """How much faster a product becomes when its sides are rounded up to the multiples, more arithmetic included.
 
@@ -411,5 +351,4 @@ def padding_gain(
     ]
     steps = max(1, min(200, round(2e7 / max(1, product.m * product.n * product.k))))
     laps = race(runners, rounds=rounds, steps=steps, device=device)
-    before, after = paired(laps["as it is"], laps["padded"])
-    return stats.paired_speedup(before, after) if before else None
+    return speedup(laps["as it is"], laps["padded"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
+
+from castwise.measure.environment import cpuinfo
+from castwise.report.words import listed
 
 __all__ = ["MatrixUnits", "cpu_flags", "cpu_units", "cuda_units", "matrix_units", "rocm_units"]
 
@@ -40,11 +42,7 @@ class MatrixUnits:
 def matrix_units(device: torch.device) -> MatrixUnits:
     """What is known of the matrix units of a device of this machine."""
     if device.type == "cpu":
-        try:
-            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            text = ""
-        return cpu_units(cpu_flags(text))
+        return cpu_units(cpu_flags(cpuinfo()))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
@@ -92,7 +90,7 @@ def cpu_units(flags: frozenset[str]) -> MatrixUnits:
     also = _vector_sentence(flags)
     if "amx_tile" in flags or "amx_bf16" in flags:
         formats = tuple(name for name in ("tf32", "bf16", "fp16") if f"amx_{name}" in flags)
-        takes = _list(formats) if formats else "whole numbers alone"
+        takes = listed(formats) if formats else "whole numbers alone"
         return MatrixUnits(
             "AMX",
             formats,
@@ -118,7 +116,7 @@ def _vector_sentence(flags: frozenset[str]) -> str:
     if not names:
         return "; no vector instructions for bf16 or fp16 arithmetic"
     plural = "are vector instructions" if len(names) > 1 else "is a set of vector instructions"
-    return f"; {_list(tuple(names))} {plural}, not matrix units"
+    return f"; {listed(names)} {plural}, not matrix units"
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ def cuda_units(capability: tuple[int, int], name: str = "") -> MatrixUnits:
                     formats,
                     ("fp16",),
                     {"m": 8, "n": 8, "k": 8},
-                    f"Tensor Cores, {generation}: {_list(formats)}",
+                    f"Tensor Cores, {generation}: {listed(formats)}",
                 )
     vector = ("fp16",) if number == 60 or number >= 70 else ()
     return MatrixUnits(
@@ -172,11 +170,7 @@ def rocm_units(architecture: str) -> MatrixUnits:
     if gfx in cdna or re.fullmatch(r"gfx1[12]\d\d", gfx):
         formats = ("bf16", "fp16") if gfx not in cdna[3:] else ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
         multiples = {"m": 16, "n": 16, "k": 16}
-        return MatrixUnits("Matrix Cores", formats, ("fp16",), multiples, f"Matrix Cores: {_list(formats)}")
+        return MatrixUnits("Matrix Cores", formats, ("fp16",), multiples, f"Matrix Cores: {listed(formats)}")
     if not gfx:
         return MatrixUnits("unknown", sentence="torch does not say which architecture this AMD GPU has")
     return MatrixUnits("none", (), ("fp16",), {}, f"no matrix units ({gfx})")
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -8,7 +8,6 @@ back is not in it. On an accelerator it is ``max_memory_allocated`` with its pea
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import gc
 import json
@@ -21,6 +20,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from castwise.workload import Workload, find_workload
 
 __all__ = ["Memory", "count_saved_bytes", "measure_here", "measure_memory", "peak_bytes"]
 
+TIMEOUT_S = 900.0
 _MARK = "castwise::peak"
 _WARMUP = 2
 """Steps before the one that is measured: optimizer state exists after the first, casts are cached after it."""
@@ -65,9 +66,8 @@ def measure_memory(
     *,
     seed: int = 0,
     inference: bool = True,
-    timeout_s: float = 900.0,
 ) -> Memory:
-    """Measure a plan's memory in a new process, which is ended after ``timeout_s`` seconds.
+    """Measure a plan's memory in a new process, which is ended after ``TIMEOUT_S`` seconds.
 
     A workload that cannot be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this
     process, where the operating system and the device allow it. A specification is one that
@@ -76,52 +76,33 @@ def measure_memory(
     Raises:
         CastwiseError: The process could not be started or failed; the message says why.
     """
-    request = {
-        "plan": plan.to_json(),
-        "device": str(device),
-        "seed": seed,
-        "inference": inference,
-        "threads": torch.get_num_threads(),
-        "path": sys.path,
-    }
     with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
         answer = Path(folder) / "memory.json"
-        if isinstance(workload, str):
-            request["spec"] = workload
-        else:
-            pickled = _pickle(workload)
-            if pickled is None:
-                _in_fork(
-                    lambda: _answer(answer, lambda: measure_here(workload, plan, device, seed, inference)),
-                    device,
-                )
-                forked = _read(answer, "")
-                return replace(forked, method=f"{forked.method}, one thread")
-            request["pickle"] = base64.b64encode(pickled).decode("ascii")
+        request = _pickle(workload, plan, device, seed, inference)
+        if request is None and isinstance(workload, Workload):
+            measure = partial(measure_here, workload, plan, device, seed, inference)
+            _in_fork(partial(_answer, answer, measure), device)
+            forked = _read(answer, "")
+            return replace(forked, method=f"{forked.method}, one thread")
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "castwise.measure", str(answer)], env=_alone(os.environ),
-                input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, check=False,
+                input=pickle.dumps((sys.path, torch.get_num_threads(), request)), capture_output=True, timeout=TIMEOUT_S,
+                check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise CastwiseError(f"memory was not measured: no answer after {timeout_s:g} s") from None
-        return _read(answer, done.stderr)
+            raise CastwiseError(f"memory was not measured: no answer after {TIMEOUT_S:g} s") from None
+        return _read(answer, done.stderr.decode(errors="replace"))
 
 
 def main(answer: str) -> None:
     """Entry point of the process: a request on standard input, the answer into a file of this path."""
-    request = json.load(sys.stdin)
-    sys.path[:] = request["path"]
+    sys.path[:], threads, request = pickle.load(sys.stdin.buffer)
 
     def measure() -> Memory:
-        torch.set_num_threads(request["threads"])
-        workload = (
-            find_workload(request["spec"])
-            if "spec" in request
-            else pickle.loads(base64.b64decode(request["pickle"]))
-        )
-        plan, device = Plan.from_json(request["plan"]), torch.device(request["device"])
-        return measure_here(workload, plan, device, request["seed"], request["inference"])
+        torch.set_num_threads(threads)
+        workload, *others = pickle.loads(request)  # imports what the workload is made of
+        return measure_here(find_workload(workload) if isinstance(workload, str) else workload, *others)
 
     _answer(Path(answer), measure)
 
@@ -130,14 +111,11 @@ def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int
     """Measure a plan's memory in this process, which should hold nothing else."""
     training = peak_bytes(lambda: TrainingRun(workload, plan, device, seed), device)
     called = peak_bytes(lambda: InferenceRun(workload, plan, device, seed), device) if inference else None
-    run = TrainingRun(workload, plan, device, seed)
-    run.before(1)
-    try:
-        with count_saved_bytes(run.model) as saved:
-            run.run(1)
-    finally:
-        run.after()
-        run.close()
+    with (
+        contextlib.closing(TrainingRun(workload, plan, device, seed)) as run,
+        count_saved_bytes(run.model) as saved,
+    ):
+        run.block(1)
     method = "bytes held by torch's allocator" if device.type == "cpu" else "max_memory_allocated"
     return Memory(training, called, saved.total_bytes, method)
 
@@ -155,17 +133,14 @@ def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.de
         before = torch.accelerator.memory_allocated(device)
     except (RuntimeError, NotImplementedError):  # MPS keeps no such statistics
         return None
-    run = build()
-    try:
-        _steps(run, _WARMUP)
+    with contextlib.closing(build()) as run:
+        run.block(_WARMUP)
         gc.collect()
         synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        _steps(run, 1)
+        run.block(1)
         synchronize(device)
         return int(torch.accelerator.max_memory_allocated(device)) - before
-    finally:
-        run.close()
 
 
 def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
@@ -173,7 +148,7 @@ def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run = build()
-        _steps(run, _WARMUP)
+        run.block(_WARMUP)
         gc.collect()
         run.before(1)
         try:
@@ -207,14 +182,6 @@ def _peak_of_marked_step(events: list[dict[str, Any]]) -> int:
     before = totals[0][1] - memory[0]["args"]["Bytes"]
     held = [total for ts, total in totals if ts < start][-1:]
     return int(max([*held, *(total for ts, total in totals if start <= ts <= end)])) - int(before)
-
-
-def _steps(run: TrainingRun | InferenceRun, steps: int) -> None:
-    try:
-        run.before(steps)
-        run.run(steps)
-    finally:
-        run.after()
 
 
 class _Saved:
@@ -261,13 +228,13 @@ def _alone(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _pickle(workload: Workload) -> bytes | None:
-    """The workload for another process, or None where it would not be found there."""
+def _pickle(workload: Workload | str, *others: object) -> bytes | None:
+    """A workload, and what goes with it, for another process; None where it would not be found there."""
     try:
-        pickled = pickle.dumps(workload)
+        pickled = pickle.dumps((workload, *others))
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
-    return None if b"__main__" in pickled else pickled
+    return None if b"__main__" in pickled and not isinstance(workload, str) else pickled
 
 
 def _in_fork(work: Callable[[], None], device: torch.device) -> None:

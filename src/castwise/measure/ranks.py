@@ -1,8 +1,8 @@
 """Ranks that measure together: the one place where the ranks of a search come to agree.
 
 Every rank runs the same code. What can differ between them (a time, a clock, what a pass gave, whether it failed) goes
-through here, so that all go on with the same numbers and take the same decisions. Outside of :func:`lockstep`, or with
-one process, nothing is exchanged and each function hands back what this process has.
+through a :class:`Lockstep`, so that all go on with the same numbers and take the same decisions. With one process nothing
+is exchanged and each method hands back what this process has.
 
 There is one kind of exchange, so ranks cannot wait for each other in different ones: each sends what it has and where it
 stands, and hears all others. It runs in a gloo group of its own on the CPU, whatever the backend of the default group:
@@ -17,7 +17,7 @@ import copy
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -25,7 +25,7 @@ from castwise.errors import StateError
 from castwise.measure.failures import cannot_run, unfit
 from castwise.ranks.group import ALONE, Ranks, first_line, running
 
-__all__ = ["alike", "count", "each", "lockstep", "now", "rank", "same", "slowest", "together", "worst"]
+__all__ = ["BY_ITSELF", "Lockstep", "lockstep"]
 
 T = TypeVar("T")
 _CURE = "give every rank the same model, batches and arguments"
@@ -35,28 +35,36 @@ class _Gone(BaseException):
     """Another rank has left. No ``Exception``: nobody may take it for the failure of a candidate and go on alone."""
 
 
-class _Meeting(Ranks):
-    """All ranks, in a group of their own, where they meet for one exchange."""
+class Lockstep(Ranks):
+    """All ranks, in a group of their own; without a caller this process alone.
 
-    def __init__(self, call: str) -> None:
+    Args:
+        call: The caller, for errors.
+
+    Raises:
+        StateError: Another rank never came.
+    """
+
+    def __init__(self, call: str | None = None) -> None:
         try:
-            super().__init__(dist.new_group(backend="gloo"))
+            super().__init__(ALONE if call is None else dist.new_group(backend="gloo"))
         except RuntimeError as error:
             raise StateError(
                 f"{call}: not all {dist.get_world_size()} ranks came ({first_line(error)}); call it on every rank of the process "
                 "group, or before init_process_group"
             ) from error
-        self._what = ""
+        self._place = ""
 
-    def at(self, what: str) -> Ranks:
-        """The same, for another exchange."""
+    def at(self, place: str) -> Self:
+        """The same ranks for one exchange, whose place has to be the same on all."""
         other = copy.copy(self)
-        other._what = what
+        other._place = place
         return other
 
     def gather(self, value: T) -> list[T]:
+        """What each of them gives, by rank; it is pickled."""
         try:
-            heard = super().gather((self._what, value))
+            heard = super().gather((self._place, value))
         except RuntimeError as error:
             raise self._absence(error) from None
         places = [place for place, _ in heard]
@@ -64,6 +72,38 @@ class _Meeting(Ranks):
             where = ", ".join(f"rank {at} at {place}" for at, place in enumerate(places))
             raise _Gone(f"the ranks went separate ways: {where}; {_CURE}")
         return [sent for _, sent in heard]
+
+    def slowest(self, seconds: Callable[[], Sequence[float]]) -> list[float]:
+        """Take times on all ranks at once; each as the slowest rank had it.
+
+        All ranks begin when the last is ready, if they come here straight from another exchange.
+        """
+        return [max(times) for times in zip(*self.every(seconds), strict=True)]
+
+    def worst(self, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
+        """Run something on every rank and go on with the result of most weight, the lowest rank's of equals."""
+        return max(self.every(work), key=weight)
+
+    def same(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        sent: list[Any] = self.gather(value if self.rank == 0 else None)
+        return sent[0]  # type: ignore[no-any-return]
+
+    def now(self) -> float:
+        """Seconds of ``time.monotonic``, of rank 0's clock on every rank."""
+        return self.at("the clock").same(time.monotonic())
+
+    def alike(self, call: str, **values: object) -> None:
+        """Refuse to go on where ranks differ in values, given by name.
+
+        Raises:
+            StateError: On every rank, naming who has what.
+        """
+        heard = self.at(f"what {call} compares").every(lambda: values)
+        for name, value in heard[0].items():
+            if any(other[name] != value for other in heard):
+                held = ", ".join(f"{other[name]} on rank {at}" for at, other in enumerate(heard))
+                raise StateError(f"{call}: {name} differs between ranks: {held}; {_CURE}")
 
     def _reason(self, failure: Exception) -> str:
         return unfit(failure)
@@ -97,119 +137,34 @@ class _Meeting(Ranks):
     def close(self) -> None:
         """Let go of the connections, which wakes whoever waits for this rank."""
         dist.destroy_process_group(self.group)
-        self.group = None
+        self.group = None  # a search that has failed may outlive this, and its ranks with it
 
 
-_meeting: _Meeting | None = None
+BY_ITSELF = Lockstep()
+"""This process alone, whatever groups it is in."""
 
 
 @contextlib.contextmanager
-def lockstep(call: str) -> Iterator[None]:
-    """Make the ranks of the process group agree on all that this module is asked inside; collective.
+def lockstep(call: str) -> Iterator[Lockstep]:
+    """The ranks of the process group, to agree on what is done inside; collective.
 
-    Nothing happens without torch.distributed, with one process, or inside of another ``lockstep``.
-
-    Args:
-        call: The caller, for errors.
+    They are this process alone without torch.distributed, or with one process.
 
     Raises:
         StateError: Another rank has left, or never came.
         KeyboardInterrupt: Another rank was interrupted.
     """
-    global _meeting
-    if _meeting is not None or not running() or dist.get_world_size() == 1:
-        yield
+    if not running() or dist.get_world_size() == 1:
+        yield BY_ITSELF
         return
-    meeting = _meeting = _Meeting(call)
+    ranks = Lockstep(call)
     try:
-        yield
-        _at("the end").gather(None)  # nobody closes while another still asks
+        yield ranks
+        ranks.at("the end").gather(None)  # nobody closes while another still asks
     except _Gone as gone:
         raise StateError(f"{call}: {gone}") from None
     except BaseException as error:
-        meeting.leave(error)
+        ranks.leave(error)
         raise
     finally:
-        _meeting = None
-        meeting.close()
-
-
-def _at(what: str) -> Ranks:
-    return Ranks(ALONE) if _meeting is None else _meeting.at(what)
-
-
-def count() -> int:
-    """How many ranks measure together; 1 outside of :func:`lockstep`."""
-    return _at("").size
-
-
-def rank() -> int:
-    """Which of them this process is; 0 outside of :func:`lockstep`."""
-    return _at("").rank
-
-
-def together(what: str, work: Callable[[], T]) -> list[T]:
-    """Run something on every rank and wait for all; what it returned, by rank. Collective.
-
-    Args:
-        what: What it is, the same on all ranks; for errors.
-        work: What to run. What it returns is pickled.
-
-    Raises:
-        RankError: It failed on some ranks; raised on all.
-        Exception: It failed on all ranks alike: this rank's own exception.
-    """
-    return _at(what).every(work)
-
-
-def each(what: str, work: Callable[[], T]) -> T:
-    """Run something on every rank, each of which keeps what it got itself; as :func:`together`."""
-    return _at(what).each(work)
-
-
-def slowest(what: str, seconds: Callable[[], Sequence[float]]) -> list[float]:
-    """Take times on all ranks at once; each as the slowest rank had it. As :func:`together`.
-
-    All ranks begin when the last is ready, if they come here straight from another exchange.
-    """
-    return [max(times) for times in zip(*together(what, seconds), strict=True)]
-
-
-def worst(what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
-    """Run something on every rank and go on with the worst result, the lowest rank's of equals; as :func:`together`.
-
-    Args:
-        what: What it is.
-        work: What to run.
-        weight: How bad a result is, in numbers that can be compared.
-    """
-    return max(together(what, work), key=weight)
-
-
-def same(what: str, value: T) -> T:
-    """Rank 0's value on every rank; collective."""
-    ranks = _at(what)
-    sent: list[Any] = ranks.gather(value if ranks.rank == 0 else None)
-    return sent[0]  # type: ignore[no-any-return]
-
-
-def now() -> float:
-    """Seconds of ``time.monotonic``, of rank 0's clock on every rank; collective."""
-    return same("the clock", time.monotonic())
-
-
-def alike(call: str, **values: object) -> None:
-    """Refuse to go on where ranks differ; collective.
-
-    Args:
-        call: The caller, for errors.
-        **values: What has to be the same, by name.
-
-    Raises:
-        StateError: On every rank, naming who has what.
-    """
-    heard = together(f"what {call} compares", lambda: values)
-    for name, value in heard[0].items():
-        if any(other[name] != value for other in heard):
-            held = ", ".join(f"{other[name]} on rank {at}" for at, other in enumerate(heard))
-            raise StateError(f"{call}: {name} differs between ranks: {held}; {_CURE}")
+        ranks.close()

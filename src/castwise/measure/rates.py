@@ -20,25 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from castwise.errors import DeviceError
 from castwise.measure import stats
-from castwise.measure.timing import Lap, paired, race, synchronize
+from castwise.measure.timing import Lap, race, speedup, synchronize
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
 from castwise.ranks.group import first_line
 
 __all__ = [
-    "Bandwidth",
-    "Judgement",
-    "Kernel",
-    "Loop",
-    "Rate",
-    "Variant",
-    "Verdict",
-    "judge",
-    "kernels",
-    "measure_bandwidth",
-    "measure_rates",
-    "variants",
-    "verdict_of",
+    "Bandwidth", "Judgement", "Kernel", "Loop", "Rate", "Variant", "Verdict", "judge", "kernels", "matmul",
+    "measure_bandwidth", "measure_rates", "variants", "verdict_of",
 ]  # fmt: skip
 
 Verdict = Literal["fast", "no gain", "avoid"]
@@ -61,7 +50,6 @@ class Variant:
 
     Attributes:
         name: ``fp32``, ``fp32 (tf32 inside)``, ``fp32 (bf16 inside)``, ``bf16`` or ``fp16``.
-        dtype: Of inputs and outputs.
         inside: For fp32 the value of a plan's ``fp32_matmul`` and ``fp32_conv``; fp32 itself is ``ieee``, so that
             the baseline is fp32 where torch defaults to TF32 too.
     """
@@ -112,10 +100,8 @@ class Kernel:
 
     Attributes:
         name: ``matmul``, ``conv3x3``, ``conv1x1`` or ``depthwise``.
-        size: In words.
         flops: Floating-point operations of one call, a multiplication and an addition counted as two.
         inputs: Shapes of its two operands.
-        call: The operator.
     """
 
     name: str
@@ -142,9 +128,7 @@ class Kernel:
 def kernels(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
     """The operators that stand for a device's rates: matrix product, 3x3, 1x1 and depthwise 3x3 convolution.
 
-    Args:
-        device_type: A CPU gets sizes that take it some 10 ms in fp32, a GPU sizes that fill it.
-        small: Sizes for a probe.
+    A CPU gets sizes that take it some 10 ms in fp32, a GPU sizes that fill it; ``small`` ones are for a probe.
     """
     cpu = device_type == "cpu"
     side = (256 if cpu else 512) if small else (1024 if cpu else 4096)
@@ -190,14 +174,9 @@ class Rate:
     """How fast one operator is in one format.
 
     Attributes:
-        kernel: Name of the operator.
-        size: In words.
-        format: Name of the variant.
-        gflops: Median rate, in 1e9 operations per second; None where it could not run.
-        gflops_low: First quartile over rounds.
-        gflops_high: Third quartile.
-        speedup: Ratio to fp32 with its interval; None for fp32 itself and where the times do not give one.
-        verdict: On this operator; None for fp32.
+        gflops: Median rate over rounds, in 1e9 operations per second, with its quartiles; None where it could not run.
+        speedup: Ratio to fp32; None for fp32 itself and where the times do not give one.
+        verdict: None for fp32.
         probe: Whether it comes from the small probe, since full size would take too long.
         error: Why it could not run; else empty.
     """
@@ -219,7 +198,6 @@ class Judgement:
     """What to do with a format on this device.
 
     Attributes:
-        format: Name of the variant.
         verdict: ``fast`` if an operator gains and, apart from those in ``avoid_in``, none loses.
         reason: The measured ratios, or why it cannot run.
         avoid_in: Operators in which an otherwise fast format loses.
@@ -300,11 +278,8 @@ def measure_rates(
 ) -> tuple[Rate, ...]:
     """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
 
-    Args:
-        device: Device to measure.
-        rounds: Interleaved rounds per operator; six or more give a 95 % interval.
-        small: Measure the probe's sizes alone: quick and rough.
-        on_kernel: Called with an operator's name, how many are done and how many there are.
+    Six interleaved rounds or more give a 95 % interval; ``small`` measures the probe's sizes alone, quick and rough;
+    ``on_kernel`` is told an operator's name, how many are done and how many there are.
     """
     can, _ = variants(device.type)
     probes = kernels(device.type, small=True)
@@ -339,11 +314,9 @@ def _probe(probe: Kernel, kernel: Kernel, can: Sequence[Variant], device: torch.
         ratio = least[can[0].name] / least[variant.name] if can[0].name in least else 1.0
         gflops = probe.flops / least[variant.name] / 1e9
         if ratio * HOPELESS < 1.0 or (ratio < 0.5 and kernel.flops / gflops / 1e9 > CALL_S):
-            # one comparison of the best times, of which no interval can be given
-            speedup = stats.Ratio(ratio, ratio, ratio, 0.0, 1)
-            out.append(
-                Rate(probe.name, probe.size, variant.name, gflops, None, None, speedup, "avoid", probe=True)
-            )
+            out.append(Rate(
+                probe.name, probe.size, variant.name, gflops, speedup=_single(ratio), verdict="avoid", probe=True
+            ))  # fmt: skip
     return out
 
 
@@ -363,30 +336,32 @@ def _least_s(loop: Loop, device: torch.device) -> float:
     lap = race([("", loop)], rounds=6, steps=1, device=device, warmup=1)[""]
     if lap.error is not None:
         raise lap.error
-    return min(seconds for seconds in lap.times_s if seconds is not None)
+    return min(lap.seconds)
 
 
 def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
     if lap.error is not None:
         return _failed(kernel, name, lap.error)
-    times = [seconds for seconds in lap.times_s if seconds is not None]
-    speedup: stats.Ratio | None = None
+    times = lap.seconds
+    ratio: stats.Ratio | None = None
     verdict: Verdict | None = None
     if lap is not baseline and baseline.error is None:
-        before, after = paired(baseline, lap)
-        if before:
-            speedup = stats.paired_speedup(before, after)
+        ratio = speedup(baseline, lap)
+        if ratio is None and lap.slowdown is not None:
+            ratio = _single(1.0 / lap.slowdown)
+            times = [stats.quantile(baseline.seconds, 0.5) * lap.slowdown] if baseline.seconds else []
+        if ratio is not None:
             # the few rounds of a hopeless format give no interval at 95 %, and need none
-            verdict = "avoid" if lap.slowdown is not None else verdict_of(speedup)
-        elif lap.slowdown is not None:
-            value = 1.0 / lap.slowdown
-            speedup, verdict = stats.Ratio(value, value, value, 0.0, 1), "avoid"
-            reference = [seconds for seconds in baseline.times_s if seconds is not None]
-            times = [stats.quantile(reference, 0.5) * lap.slowdown] if reference else []
+            verdict = "avoid" if lap.slowdown is not None else verdict_of(ratio)
     if not times:
-        return Rate(kernel.name, kernel.size, name, None, None, None, speedup, verdict)
+        return Rate(kernel.name, kernel.size, name, None, None, None, ratio, verdict)
     middle, low, high = (kernel.flops / stats.quantile(times, q) / 1e9 for q in (0.5, 0.75, 0.25))
-    return Rate(kernel.name, kernel.size, name, middle, low, high, speedup, verdict)
+    return Rate(kernel.name, kernel.size, name, middle, low, high, ratio, verdict)
+
+
+def _single(value: float) -> stats.Ratio:
+    """A ratio of one comparison, of which no interval can be given."""
+    return stats.Ratio(value, value, value, 0.0, 1)
 
 
 def _failed(kernel: Kernel, name: str, error: Exception, *, probe: bool = False) -> Rate:
@@ -398,9 +373,7 @@ class Bandwidth:
     """How fast a device moves memory.
 
     Attributes:
-        gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written.
-        gb_per_s_low: First quartile over repetitions.
-        gb_per_s_high: Third quartile.
+        gb_per_s: Median rate of a copy, in 1e9 bytes per second, bytes read plus bytes written, with its quartiles.
         copied_bytes: Size of what was copied: beyond most caches.
     """
 

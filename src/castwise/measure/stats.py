@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = ["Ratio", "Summary", "paired_speedup", "quantile", "summarise"]
 
 LEVEL = 0.95
@@ -21,14 +23,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Summary:
-    """Centre and spread of repeated times.
-
-    Attributes:
-        median_s: Median, in seconds.
-        q1_s: First quartile, in seconds.
-        q3_s: Third quartile, in seconds.
-        n: How many times there were.
-    """
+    """Median and quartiles of ``n`` repeated times, in seconds."""
 
     median_s: float
     q1_s: float
@@ -38,15 +33,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio with a confidence interval.
-
-    Attributes:
-        value: The estimate: the median of the pairs' ratios.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        level: Probability that such an interval covers the truth.
-        n: Pairs it rests on.
-    """
+    """A ratio, the median of ``n`` pairs' ratios, with the interval that covers the truth with probability ``level``."""
 
     value: float
     low: float
@@ -70,16 +57,13 @@ def quantile(values: Sequence[float], q: float) -> float:
         raise ValueError(
             f"quantile(values of length {len(values)}, q={q}): needs one value or more and 0 <= q <= 1"
         )
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    return float(np.quantile(values, q))
 
 
 def summarise(times_s: Sequence[float]) -> Summary:
     """Median and quartiles of at least one time in seconds."""
-    return Summary(quantile(times_s, 0.5), quantile(times_s, 0.25), quantile(times_s, 0.75), len(times_s))
+    median, low, high = (quantile(times_s, q) for q in (0.5, 0.25, 0.75))
+    return Summary(median, low, high, len(times_s))
 
 
 def paired_speedup(
@@ -87,7 +71,6 @@ def paired_speedup(
     candidate_s: Sequence[float],
     *,
     seed: int = 0,
-    level: float = LEVEL,
     resamples: int = RESAMPLES,
 ) -> Ratio:
     """How many times as fast as the baseline a candidate is, from times taken in the same rounds.
@@ -96,16 +79,8 @@ def paired_speedup(
     the percentile bootstrap over rounds, and the interval between order statistics that covers a median whatever
     the distribution. With a dozen rounds the bootstrap alone covers too little (about 92 % where 95 % is claimed).
 
-    Args:
-        baseline_s: Times of the baseline per round, in seconds, all > 0.
-        candidate_s: Times of the candidate in the same rounds.
-        seed: Of the resampling, so that the same times give the same interval.
-        level: Coverage asked for.
-        resamples: How many bootstrap samples.
-
-    Returns:
-        The ratio; > 1 means that the candidate is faster. With fewer than six pairs no interval reaches 95 %: the
-        one returned is the range of the pairs, and its ``level`` says how often such a range covers the truth.
+    The same times, in seconds, and seed give the same interval. With fewer than six pairs none reaches 95 %: the one
+    returned is the range of the pairs, and its ``level`` says how often such a range covers the truth.
 
     Raises:
         ValueError: No pairs, lists of different lengths, or times that are not positive and finite.
@@ -121,11 +96,11 @@ def paired_speedup(
     n = len(ratios)
     draw = random.Random(seed)
     medians = [statistics.median(draw.choices(ratios, k=n)) for _ in range(resamples)]
-    tail = (1.0 - level) / 2.0
+    tail = (1.0 - LEVEL) / 2.0
     outer = _order_statistic(n, tail)
     low = min(quantile(medians, tail), ratios[outer])
     high = max(quantile(medians, 1.0 - tail), ratios[n - 1 - outer])
-    return Ratio(statistics.median(ratios), low, high, min(level, 1.0 - 2.0 * 0.5**n), n)
+    return Ratio(statistics.median(ratios), low, high, min(LEVEL, 1.0 - 2.0 * 0.5**n), n)
 
 
 def _order_statistic(n: int, tail: float) -> int:

@@ -17,7 +17,7 @@ from castwise.process import Claim, check_device
 from castwise.ranks import ALONE
 from castwise.scaler import StepResult
 from castwise.session import Amp
-from castwise.workload import Workload, check_loss
+from castwise.workload import Workload, check_loss, next_batch
 
 __all__ = ["InferenceRun", "TrainingRun", "build_model"]
 
@@ -27,9 +27,7 @@ def build_model(
 ) -> nn.Module:
     """A fresh copy of a workload's model, with weights drawn from the seed or given as a state dict.
 
-    Returns:
-        The model, in training mode; modules that are in evaluation mode inside a training model (frozen BatchNorm)
-        stay so.
+    It is in training mode; modules that are in evaluation mode inside a training model (frozen BatchNorm) stay so.
 
     Raises:
         WorkloadError: ``workload.model()`` returned something else.
@@ -51,26 +49,20 @@ class _RandomState:
     """Torch's random numbers as one candidate sees them: dropout draws the same whatever runs in between."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self._device = device
+        self._modules: list[tuple[Any, tuple[torch.device, ...]]] = [(torch, ())]
+        if device.type != "cpu":
+            self._modules.append((torch.get_device_module(device), () if device.type == "mps" else (device,)))
         with self.in_force():
             torch.manual_seed(seed)
             self._mine = self._get()
         self._outer: list[torch.Tensor] | None = None
 
     def _get(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "mps":
-            states.append(torch.mps.get_rng_state())
-        elif self._device.type != "cpu":
-            states.append(getattr(torch, self._device.type).get_rng_state(self._device))
-        return states
+        return [module.get_rng_state(*where) for module, where in self._modules]
 
     def _set(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._device.type == "mps":
-            torch.mps.set_rng_state(states[1])
-        elif self._device.type != "cpu":
-            getattr(torch, self._device.type).set_rng_state(states[1], self._device)
+        for (module, where), state in zip(self._modules, states, strict=True):
+            module.set_rng_state(state, *where)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -112,10 +104,22 @@ class _Run:
         self._random.enter()
         self._claim.take()
 
+    def run(self, steps: int) -> None:
+        """Run a block of steps."""
+        raise NotImplementedError
+
     def after(self) -> None:
         """Give the process back as it was."""
         self._claim.close()
         self._random.leave()
+
+    def block(self, steps: int) -> None:
+        """Run a block of steps outside of a race."""
+        try:
+            self.before(steps)
+            self.run(steps)
+        finally:
+            self.after()
 
     def close(self) -> None:
         """Take the plan off the model and let go of it."""
@@ -131,8 +135,8 @@ class TrainingRun(_Run):
     Args:
         workload: Makes the model, the optimizer and the batches.
         plan: What training runs by.
-        device: Device that model and batches are moved to.
-        seed: Of the weights and of the data.
+        device: For model and batches.
+        seed: Of weights and data.
         state: Initial weights, where they must equal another run's.
         compile: Compile the prepared model by ``torch.compile``.
 
@@ -173,13 +177,9 @@ class TrainingRun(_Run):
             WorkloadError: The batches ran out.
         """
         self._random.enter()
-        try:
-            self._block = [to_device(next(self._batches), self._device) for _ in range(steps)]
-        except StopIteration:
-            raise WorkloadError(
-                f"workload {self._workload.name!r}: batches(seed) ended after {len(self.losses)} batches; "
-                "make it an endless iterator, or ask for fewer steps"
-            ) from None
+        taken = len(self.losses)
+        batches = (next_batch(self._workload, self._batches, taken + i) for i in range(steps))
+        self._block = [to_device(batch, self._device) for batch in batches]
         self._claim.take()
 
     def run(self, steps: int) -> None:
@@ -231,13 +231,6 @@ class InferenceRun(_Run):
 
     What is called is the model with the arguments that ``workload.loss`` gives it, without the loss around it;
     where the loss calls the model more than once, or not at all, the whole loss.
-
-    Args:
-        workload: Whose model.
-        plan: How to run it.
-        device: Device that model and batches are moved to.
-        seed: Of the weights and of the one batch it is called on.
-        state: Weights to run with.
 
     Raises:
         DeviceError: The device cannot run the plan.

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import torch
 
-from castwise.measure import ranks
+from castwise.measure import stats
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 
-__all__ = ["HOPELESS", "Lap", "Runner", "paired", "race", "synchronize"]
+__all__ = ["HOPELESS", "Lap", "Runner", "paired", "race", "speedup", "synchronize"]
 
 HOPELESS = 10.0
 """A candidate whose first steps take this many times the baseline's is stopped."""
@@ -56,6 +57,11 @@ class Lap:
     error: Exception | None = None
 
     @property
+    def seconds(self) -> list[float]:
+        """Its times, of the rounds that it ran."""
+        return [t for t in self.times_s if t is not None]
+
+    @property
     def done(self) -> bool:
         """Whether the candidate has left the race early."""
         return self.slowdown is not None or self.error is not None
@@ -63,13 +69,11 @@ class Lap:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what was asked of it; nothing to wait for on a CPU."""
-    if device.type == "mps":
-        torch.mps.synchronize()
-    elif device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
-def _block_s(runner: Runner, steps: int, device: torch.device) -> float:
+def _block_s(runner: Runner, steps: int, device: torch.device, ranks: Lockstep) -> float:
     def get_ready() -> None:
         runner.before(steps)
         synchronize(device)
@@ -84,11 +88,11 @@ def _block_s(runner: Runner, steps: int, device: torch.device) -> float:
             runner.after()
 
     try:
-        ranks.together("the start of a block", get_ready)  # ranks that measure together start together
+        ranks.at("the start of a block").each(get_ready)  # ranks that measure together start together
     except BaseException:
         runner.after()
         raise
-    return ranks.slowest("a block", timed)[0]
+    return ranks.at("a block").slowest(timed)[0]
 
 
 def race(
@@ -99,9 +103,9 @@ def race(
     device: torch.device,
     warmup: int = WARMUP,
     hopeless: float = HOPELESS,
-    patience_s: float = PATIENCE_S,
     sure_s: float = SURE_S,
     on_block: Callable[[str, int], None] | None = None,
+    ranks: Lockstep = BY_ITSELF,
 ) -> dict[str, Lap]:
     """Time candidates against each other.
 
@@ -111,17 +115,15 @@ def race(
         steps: Steps per block.
         device: Waited for at both ends of each block.
         warmup: Single steps before the first round, not counted.
-        hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first
-            two steps if they are long (``sure_s``), else when two rounds say so and the median of all so far does.
-        patience_s: A candidate is stopped after one step if that alone took longer than this and than
-            ``hopeless`` times the baseline's first.
+        hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first step if
+            that took longer than ``PATIENCE_S``, after two if they are long (``sure_s``), else when two rounds say so and
+            the median of all so far does.
         sure_s: Length of a step, in seconds, that cannot be the machine's noise.
         on_block: Called with a name and the steps just run, after each block.
+        ranks: Run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
 
     Returns:
-        Per name what was measured. An exception ends its candidate alone and is kept in ``error``. Ranks in lockstep
-        (:mod:`castwise.measure.ranks`) run each block at once: times are the slowest rank's, and a candidate that fails
-        on one rank fails on all.
+        Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
     """
     laps = {name: Lap() for name, _ in runners}
     reference: list[float] = []
@@ -129,14 +131,14 @@ def race(
         taken: list[float] = []
         for _ in range(warmup):
             try:
-                taken.append(_block_s(runner, 1, device))
+                taken.append(_block_s(runner, 1, device, ranks))
             except Exception as error:  # one candidate's failure is its result, not the end of the others
                 laps[name].error = error
                 break
             if on_block is not None:
                 on_block(name, 1)
             if index and reference:
-                laps[name].slowdown = _hopeless(taken, reference, hopeless, patience_s, sure_s)
+                laps[name].slowdown = _hopeless(taken, reference, hopeless, sure_s)
                 if laps[name].done:
                     break
         if index == 0 and not laps[name].done:
@@ -149,7 +151,7 @@ def race(
             seconds: float | None = None
             if not lap.done:
                 try:
-                    seconds = _block_s(runner, steps, device)
+                    seconds = _block_s(runner, steps, device, ranks)
                 except Exception as error:
                     lap.error = error
                 if on_block is not None:
@@ -169,13 +171,11 @@ def _hopeless_rounds(baseline: Lap, lap: Lap, factor: float) -> float | None:
     return slowdown if slowdown > factor else None
 
 
-def _hopeless(
-    taken: list[float], reference: list[float], factor: float, patience_s: float, sure_s: float
-) -> float | None:
+def _hopeless(taken: list[float], reference: list[float], factor: float, sure_s: float) -> float | None:
     """The slowdown that ends a candidate after the first steps ``taken``, or None to go on."""
     if len(taken) == 1:
         slowdown = taken[0] / reference[0]
-        return slowdown if slowdown > factor and taken[0] > patience_s else None
+        return slowdown if slowdown > factor and taken[0] > PATIENCE_S else None
     slowdown = min(taken) / min(reference)
     return slowdown if slowdown > factor and min(taken) > sure_s else None
 
@@ -188,3 +188,9 @@ def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
         if a is not None and b is not None
     ]
     return [a for a, _ in both], [b for _, b in both]
+
+
+def speedup(baseline: Lap, candidate: Lap) -> stats.Ratio | None:
+    """How many times as fast as the baseline a candidate is, by the rounds that both ran; None without any."""
+    before, after = paired(baseline, candidate)
+    return stats.paired_speedup(before, after) if before else None

@@ -25,17 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "ADAM_FAIL",
-    "ADAM_PASS",
-    "FAIL",
-    "PASS",
-    "Estimate",
-    "Grams",
-    "estimate",
-    "quick_estimate",
-    "severity",
-    "share",
-]
+    "ADAM_FAIL", "ADAM_PASS", "FAIL", "PASS", "Estimate", "Grams", "estimate", "quick_estimate", "severity", "share",
+]  # fmt: skip
 
 Matrix = npt.NDArray[np.float64]
 

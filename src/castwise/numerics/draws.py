@@ -7,7 +7,6 @@ torch tags as random is recorded in the reference and put in the place of the ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +17,11 @@ from castwise import _torch
 __all__ = ["Recorder", "Replayer", "Tape"]
 
 
-@dataclass
-class Tape:
-    """The random draws of one forward and backward.
+Tape = list[tuple[str, Tensor | None]]
+"""The random draws of one forward and backward: each operator, and what it drew.
 
-    Attributes:
-        draws: Operator, and what it drew; None where it cannot be replayed (attention with dropout inside a kernel).
-    """
-
-    draws: list[tuple[str, Tensor | None]] = field(default_factory=list)
+None stands for what cannot be replayed: attention with dropout inside a kernel.
+"""
 
 
 def _drawn(op: Any, out: Any) -> Tensor | None:
@@ -51,11 +46,7 @@ def _is_random(op: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
 
 
 class Recorder(_torch.OperatorMode):
-    """Writes random draws to a tape, as a context manager.
-
-    Args:
-        tape: Filled from its end.
-    """
+    """Writes random draws to the end of a tape, as a context manager."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -65,15 +56,12 @@ class Recorder(_torch.OperatorMode):
         """Run the operator and keep what it drew."""
         out = op(*args, **kwargs)
         if _is_random(op, kwargs, args):
-            self._tape.draws.append((op.overloadpacket.__name__, _drawn(op, out)))
+            self._tape.append((op.overloadpacket.__name__, _drawn(op, out)))
         return out
 
 
 class Replayer(_torch.OperatorMode):
-    """Puts the draws of a tape in the place of new ones, in their order, as a context manager.
-
-    Args:
-        tape: Of a run of the same code.
+    """Puts the draws of another run of the same code in the place of new ones, in their order, as a context manager.
 
     Attributes:
         strayed: Draws that had no counterpart on the tape and so are new ones.
@@ -81,7 +69,7 @@ class Replayer(_torch.OperatorMode):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._rest = list(tape.draws)
+        self._rest = list(tape)
         self.strayed = 0
 
     def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

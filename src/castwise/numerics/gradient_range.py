@@ -38,7 +38,6 @@ class Histogram:
     """Magnitudes of a region's gradients in fp32.
 
     Attributes:
-        pattern: The region.
         lowest: Exponent of the first bin: bin i counts gradients with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
         counts: Per bin.
         zeros: Gradients that are exactly zero.
@@ -51,9 +50,8 @@ class Histogram:
 
     def smallest(self, share: float = LOST) -> float:
         """The power of two below which lies at most ``share`` of the squared norm; 0 where all gradients are zero."""
-        energies = [count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts)]
-        rest = share * sum(energies)
-        for i, energy in enumerate(energies):
+        rest = share * self.energy
+        for i, energy in enumerate(self._energies):
             if energy > rest:
                 return 2.0 ** (self.lowest + i)
             rest -= energy
@@ -62,7 +60,11 @@ class Histogram:
     @property
     def energy(self) -> float:
         """About the sum of squares."""
-        return math.fsum(count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts))
+        return math.fsum(self._energies)
+
+    @property
+    def _energies(self) -> list[float]:
+        return [count * 4.0 ** (self.lowest + i + 0.5) for i, count in enumerate(self.counts)]
 
 
 @dataclass(frozen=True)
@@ -113,20 +115,16 @@ class GradientRange:
     @contextlib.contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
         """Watch every module in one forward and backward."""
-        handles = []
-        for path, module in model.named_modules():
+        with contextlib.ExitStack() as hooks:
+            for path, module in model.named_modules():
 
-            def hook(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad and tensor.is_floating_point():
-                        tensor.register_hook(lambda gradient: self._see(path, gradient))
+                def hook(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
+                    for tensor in tensors_in(output):
+                        if tensor.requires_grad and tensor.is_floating_point():
+                            tensor.register_hook(lambda gradient: self._see(path, gradient))
 
-            handles.append(module.register_forward_hook(hook))
-        try:
+                hooks.enter_context(module.register_forward_hook(hook))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _see(self, path: str, gradient: Tensor) -> None:
         magnitude = gradient.detach().abs().float().reshape(-1)

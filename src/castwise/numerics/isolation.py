@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["seed_all", "undisturbed", "unspoilt"]
+from castwise.errors import WorkloadError
+
+__all__ = ["copied", "seed_all", "undisturbed", "unspoilt"]
+
+
+def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
+    """A copy of a model to experiment on.
+
+    Raises:
+        WorkloadError: The model cannot be copied; it names the caller.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise WorkloadError(
+            f"{call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach "
+            "tensors that are no parameters or buffers, or give a Workload whose model() builds it"
+        ) from error
 
 
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators (0 to 2**32 - 1), so that a loss draws the same again."""
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -35,38 +52,32 @@ def undisturbed() -> Iterator[None]:
 
     What castwise's own plans set (``fp32_precision`` of the backends) is given back by the sessions that set it.
     """
-    python = random.getstate()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    cpu = torch.get_rng_state()
-    devices = [(module, module.get_rng_state_all()) for module in _accelerators()]
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-    dtype = torch.get_default_dtype()
-    threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    try:
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(False))
-            modes.enter_context(torch.enable_grad())
-            for device in ("cpu", "cuda", "xpu", "mps"):
-                if torch.is_autocast_enabled(device):
-                    modes.enter_context(torch.autocast(device, enabled=False))
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        for module, states in devices:
-            module.set_rng_state_all(states)
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
-        torch.set_default_dtype(dtype)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = benchmark
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        for module in _accelerators():
+            stack.callback(module.set_rng_state_all, module.get_rng_state_all())
+        if torch.backends.mps.is_available():
+            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(_set_threads, torch.get_num_threads())
+        stack.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )  # fmt: skip
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda", "xpu", "mps"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _set_threads(count: int) -> None:
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 @contextlib.contextmanager

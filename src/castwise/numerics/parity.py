@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from castwise.casting.context import default_device_type
-from castwise.errors import PlanError, WorkloadError
+from castwise.casting import default_device_type
+from castwise.errors import WorkloadError, check_count
 from castwise.numerics.batches import endless
 from castwise.numerics.damage import (
     ADAM_FAIL,
@@ -34,6 +34,7 @@ from castwise.numerics.damage import (
     Grams,
     estimate,
     quick_estimate,
+    severity,
     share,
 )
 from castwise.numerics.gradient_range import GradientRange
@@ -127,6 +128,11 @@ class ParityResult:
         """Whether the verdict is ``pass``."""
         return self.verdict == "pass"
 
+    @property
+    def severity(self) -> float:
+        """Damage over the line below which it passes: below 1 nothing of it shows in training."""
+        return severity(self.damage.value, None if self.adam is None else self.adam.value)
+
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
         """The modules that contribute most, the worst first."""
 
@@ -154,7 +160,6 @@ class ParityTest:
     """The test in parts, for callers that judge many plans against one reference.
 
     Attributes:
-        prober: Runs the probes.
         per_update: Microbatches per update.
         adam: Whether to ask in the units of Adam's steps too.
         range: What was seen of the reference's gradients.
@@ -349,14 +354,15 @@ def parity(
     """
     chosen = as_plan(plan)
     for name, value, least in (("accumulate", accumulate, 1), ("world_size", world_size, 1), ("microbatches", microbatches, 4)):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise PlanError(f"parity({name}={value!r}): needs a whole number >= {least}")
+        check_count("parity", name, value, least)
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
-    where = torch.device(device) if device is not None else _device_of(model)
+    where = torch.device(device) if device is not None else device_of(model)
     make = endless(batches, "parity")
     with undisturbed(), unspoilt(model):
-        prober = Prober(model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest([chosen]))
+        prober = Prober(
+            model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
+        )
         adam = optimizer is not None and is_adam(optimizer(prober.model.parameters()))
         test = ParityTest(prober, accumulate * world_size, adam)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
@@ -407,16 +413,13 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
     return dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=init))
 
 
-def coarsest(plans: Iterable[Plan]) -> str:
-    """The format with the fewest digits among those of some plans, whose last place dither is made of.
-
-    fp32 plans count as bf16, whose dither does no harm.
-    """
-    low = {name for plan in plans for name in plan.formats if name in LOW}
-    return "fp16" if low == {"fp16"} else "bf16"
+def coarsest(formats: Iterable[str]) -> str:
+    """The format with the fewest digits, whose last place dither is made of; bf16, whose dither does no harm, for fp32."""
+    return "fp16" if {name for name in formats if name in LOW} == {"fp16"} else "bf16"
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; without any the accelerator at hand, else the CPU."""
     for parameter in model.parameters():
         return parameter.device
     return torch.device(default_device_type())

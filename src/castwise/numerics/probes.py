@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +26,12 @@ from castwise.errors import NonFiniteError, WorkloadError
 from castwise.numerics.damage import Grams, Matrix
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
-from castwise.numerics.isolation import seed_all
+from castwise.numerics.isolation import copied, seed_all
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
-from castwise.workload import non_finite_parts
+from castwise.workload import about_data, check_loss
 
 __all__ = ["REFERENCE", "Micro", "Probe", "Prober"]
 
@@ -51,9 +52,7 @@ class Micro:
     Attributes:
         batch: On the device.
         seed: Of its dither and its random draws.
-        tape: Its random draws.
         gradients: fp32, one vector per parameter.
-        loss: In fp32.
     """
 
     batch: Any
@@ -68,14 +67,11 @@ class Probe:
     """The gradients of a plan on some microbatches, as errors against the reference.
 
     Attributes:
-        plan: What the model ran by.
         scale: The loss scale that gradients were taken with, None without one.
         indices: Positions of the microbatches in the prober's ``micros``.
         errors: Per microbatch and parameter d_k = h_k - g_k, fp32.
-        finite: Whether every gradient was.
         blame: Names of parameters whose gradients were not finite.
         strayed: Random draws that could not be replayed.
-        losses: Loss per microbatch.
     """
 
     plan: Plan
@@ -85,25 +81,24 @@ class Probe:
     finite: bool = True
     blame: tuple[str, ...] = ()
     strayed: int = 0
-    losses: list[float] = field(default_factory=list)
 
 
 class Prober:
     """Runs probes of one model and one loss.
 
     Args:
-        model: Copied.
+        model: In fp32; it is copied.
         loss: From the model and a batch a scalar.
-        batches: Iterator over batches on any device.
-        device: Where to run.
+        batches: On any device.
+        device: To run on.
         seed: Of dither and random draws.
         call: The caller, for errors.
-        dither: The coarsest format in question, by name.
+        dither: The coarsest format in question.
 
     Attributes:
         passes: Forward/backwards so far.
         micros: The reference's microbatches.
-        names: Names of the trained parameters, in the order of gradients.
+        names: Of the trained parameters, in the order of gradients.
         model: The prober's own copy, to look at.
     """
 
@@ -126,7 +121,7 @@ class Prober:
         self._batches = batches
         self._seed = seed
         self._eps = FORMATS[dither].eps
-        self.model = self._copy(model).to(device)
+        self.model = copied(model, call).to(device)
         low = [name for name, p in self.model.named_parameters() if p.dtype in LOW_DTYPES]
         if low:
             raise WorkloadError(
@@ -148,16 +143,6 @@ class Prober:
             if p.requires_grad
         }
         self._scales: dict[Plan, float] = {}
-
-    def _copy(self, model: nn.Module) -> nn.Module:
-        try:
-            return copy.deepcopy(model)
-        except Exception as error:
-            raise WorkloadError(
-                f"{self.call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need a copy; "
-                "give tensors that are no parameters or buffers without a graph (detach them), or a Workload whose "
-                "model() builds it"
-            ) from error
 
     def _pick(self, index: int, numel: int) -> Tensor | None:
         if numel <= MOST_ELEMENTS:
@@ -204,20 +189,12 @@ class Prober:
             for name, gradient in zip(self.names, micro.gradients, strict=True)
             if not bool(torch.isfinite(gradient).all())
         ]
-        if micro.loss != micro.loss or micro.loss in (float("inf"), float("-inf")) or bad:
-            holders = non_finite_parts(micro.batch)
-            what = (
-                f"the gradient of {', '.join(bad[:3])}"
-                if micro.loss == micro.loss and bad
-                else f"the loss ({micro.loss})"
-            )
-            why = (
-                f"its data holds NaN or infinite values, in {'; '.join(holders[:3])}"
-                if holders
-                else "from data that is finite, so look at the model's weights and its loss"
-            )
+        if bad or not math.isfinite(micro.loss):
+            sound = math.isfinite(micro.loss)
+            what = f"the gradient of {', '.join(bad[:3])}" if sound else f"the loss ({micro.loss})"
             raise NonFiniteError(
-                f"{self.call}: {what} of batch {number} is not finite in fp32 already, so no plan can be compared: {why}"
+                f"{self.call}: {what} of batch {number} is not finite in fp32 already, so no plan can be compared: "
+                f"{about_data(micro.batch)}"
             )
 
     def floor(self, indices: Sequence[int]) -> Probe:
@@ -276,7 +253,7 @@ class Prober:
                 replayer = Replayer(micro.tape)
                 emulate = self.device.type == "cpu" and "fp16" in plan.formats
                 with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
-                    loss = self._backward(model, amp, micro)
+                    self._backward(model, amp, micro)
                 gradients = self._gradients(model, amp.get_scale())
                 blame = [
                     n for n, g in zip(self.names, gradients, strict=True) if not bool(torch.isfinite(g).all())
@@ -284,7 +261,6 @@ class Prober:
                 if blame and not last:
                     return indices[at:]
                 probe.indices.append(index)
-                probe.losses.append(loss)
                 probe.errors.append([h.sub_(g) for h, g in zip(gradients, micro.gradients, strict=True)])
                 probe.strayed += replayer.strayed
                 if blame:
@@ -309,27 +285,9 @@ class Prober:
         model.zero_grad(set_to_none=True)
         seed_all(micro.seed % 2**32)
         self.passes += 1
-        loss = self._loss(model, micro.batch)
-        self._check_loss(loss)
+        loss = check_loss(self._loss(model, micro.batch), self.call)
         amp.backward(loss)
         return float(loss.detach())
-
-    def _check_loss(self, loss: Any) -> None:
-        call = f"{self.call}: loss(model, batch) returned"
-        if not isinstance(loss, Tensor):
-            raise WorkloadError(
-                f"{call} {type(loss).__name__}; it must return a floating tensor with one element"
-            )
-        if loss.numel() != 1 or not loss.is_floating_point():
-            raise WorkloadError(
-                f"{call} a tensor of shape {list(loss.shape)} and {str(loss.dtype).removeprefix('torch.')}; it must return a "
-                "floating tensor with one element. Reduce it with .mean() or .sum()"
-            )
-        if not loss.requires_grad:
-            raise WorkloadError(
-                f"{call} a tensor without a graph, so the loss is not differentiable: no gradient can reach the model; remove "
-                ".detach(), .item(), argmax or no_grad() from it"
-            )
 
     def _set(self, model: nn.Module, micro: Micro, jitter: float = 0.0) -> None:
         """Put the dithered weights and the buffers of the start into a copy of the model."""
@@ -383,16 +341,16 @@ class Prober:
             out[name] = Grams(signal * stretch, error * stretch)
         return out
 
-    def preconditioner(self, eps: float = 1e-8) -> list[Tensor]:
+    def preconditioner(self) -> list[Tensor]:
         """Per element 1 / (sqrt(mean over microbatches of g**2) + eps), which turns gradients into Adam's steps.
 
-        A hundredth of the tensor's own root mean square is added to eps, so that an element whose gradient happens to
-        be zero in these batches does not outweigh all others.
+        A hundredth of the tensor's own root mean square is added to Adam's eps, so that an element whose gradient happens
+        to be zero in these batches does not outweigh all others.
         """
         out = []
         for at in range(len(self.names)):
             square = torch.stack([micro.gradients[at] for micro in self.micros]).square().mean(0)
-            floor = eps + 1e-2 * float(square.mean().sqrt()) if square.numel() else eps
+            floor = 1e-8 + (1e-2 * float(square.mean().sqrt()) if square.numel() else 0.0)
             out.append(1.0 / (square.sqrt() + floor))
         return out
 

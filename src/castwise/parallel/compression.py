@@ -47,20 +47,10 @@ def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def compress_to_fp16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients in fp16: half the bytes of fp32 on the wire, 11 bits of each gradient.
+    """Average a bucket of gradients in fp16, as :func:`compress_to_bf16` does: 11 bits of each gradient.
 
-    What overflows fp16 arrives as infinity on all ranks alike, and under a plan with a loss scale the step is skipped
-    and the scale shrinks; what lies below 6e-8 is lost.
-
-    Args:
-        group: Process group, the first argument of ``ddp.register_comm_hook(group, hook)``; None for all ranks.
-        bucket: From DistributedDataParallel; its buffer ``[elements]`` keeps its dtype.
-
-    Returns:
-        Future of the buffer, averaged over ranks.
-
-    Source:
-        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose contract it keeps.
+    What overflows fp16 arrives as infinity on all ranks alike, and under a plan with a loss scale the step is
+    skipped and the scale shrinks; what lies below 6e-8 is lost.
     """
     return _compressed(group, bucket, torch.float16)
 

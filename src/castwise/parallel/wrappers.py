@@ -74,11 +74,8 @@ def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     for thing in gc.get_objects():
-        if not issubclass(
-            type(thing), DistributedDataParallel
-        ):  # isinstance would ask proxies, which answer with warnings
-            continue
-        inner = getattr(thing, "module", None)
+        # isinstance would ask proxies, which answer with warnings
+        inner = getattr(thing, "module", None) if issubclass(type(thing), DistributedDataParallel) else None
         if inner is not None and any(child is module for child in inner.modules()):
             found: DistributedDataParallel = thing
             return found

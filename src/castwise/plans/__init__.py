@@ -1,1 +1,1 @@
-"""The precision decision as data: formats, operator tables and rules, the plan, its parts and its line."""
+"""The precision decision as data: formats, operator tables and rules, the plan, its parts, its line, and text."""

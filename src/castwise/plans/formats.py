@@ -6,13 +6,13 @@ tests compare each with ``torch.finfo`` and with an enumeration of the format's 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from castwise.errors import UnknownNameError
+from castwise.plans.text import close_matches
 
 if TYPE_CHECKING:
     import torch
@@ -126,9 +126,7 @@ def get_format(name_or_dtype: str | torch.dtype | Format) -> Format:
     for format in FORMATS.values():
         if name in (format.name, format.torch_name):
             return format
-    close = difflib.get_close_matches(name, FORMATS, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise UnknownNameError(
-        f"get_format({name_or_dtype!r}): no such format{hint}. Allowed: {', '.join(FORMATS)}, "
+        f"get_format({name_or_dtype!r}): no such format{close_matches(name, FORMATS)}. Allowed: {', '.join(FORMATS)}, "
         "or the torch dtypes of these."
     )

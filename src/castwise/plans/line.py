@@ -20,7 +20,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from castwise.errors import PlanError, UnknownNameError
-from castwise.plans.parts import close_matches, shown
+from castwise.plans.text import close_matches, shown
 
 __all__ = ["read_line", "write_line"]
 
@@ -29,22 +29,17 @@ Values = Mapping[str, Any]
 
 _PATTERN_SAFE: Final = ".*?[]!:/-_"
 _BAD_ESCAPE: Final = re.compile("%(?![0-9A-Fa-f]{2})")
-_NUMBER: Final = re.compile(
-    r"-?[0-9.]+(e-?[0-9]+)?", re.IGNORECASE
-)  # Python reads 1_0 and other scripts' digits too
+_NUMBER: Final = re.compile("-?[0-9.]+(e-?[0-9]+)?", re.IGNORECASE)
+"""Python reads more as numbers: 1_0, and the digits of other scripts."""
 _WORDS: Final = {"none": None, "true": True, "false": False}
 
 
 def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) -> str:
     """Write a plan as the preset that it is closest to and what it has on top.
 
-    Args:
-        plan: The plan's fields, without provenance.
-        presets: The same of every preset; one of them must have no regions.
-        loss_scale: The fields of a default loss scale.
-
-    Returns:
-        The line. A plan that equals a preset is that preset's name, the first one's where several are equal.
+    Args are fields, without provenance: the plan's, those of every preset, one of which must have no regions, and
+    those of a default loss scale. A plan that equals a preset is that preset's name, the first one's where several
+    are equal.
     """
     lines = [
         [name, *_items(plan, base, loss_scale)]
@@ -56,12 +51,7 @@ def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) 
 
 
 def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
-    """Read what a line says on top of its preset.
-
-    Args:
-        text: The line.
-        base: The fields of the preset that it begins with.
-        loss_scale: The fields of a default loss scale.
+    """Read what a line says on top of its preset, whose fields are ``base``; ``loss_scale`` has those of a default one.
 
     Returns:
         All fields of the plan; values are checked for form only.

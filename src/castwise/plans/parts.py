@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
 import re
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans.formats import Format, get_format
+from castwise.plans.text import LARGEST, close_matches, shown
 
-__all__ = [
-    "FrozenMapping",
-    "LossScale",
-    "Region",
-    "close_matches",
-    "format_name",
-    "from_mapping",
-    "matches_path",
-    "nested_deeper",
-    "one_of",
-    "read_json",
-    "shown",
-    "to_json",
-]
+__all__ = ["FrozenMapping", "LossScale", "Region", "format_name", "from_mapping", "one_of", "to_json"]
 
 _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
-DEEPEST: Final = 50
-"""How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
 _LONGEST_PATTERN: Final = 1_000
 _UNWRITTEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_CONTAINERS: Final = (Mapping, list, tuple)
 _MOST_STEPS: Final = 2**63 - 1
 """What a device can count to."""
 
@@ -64,7 +45,6 @@ class Region:
     params: str | None = None
 
     def __post_init__(self) -> None:
-        """Validate every field."""
         call = f"Region({shown(self.pattern)})"
         if isinstance(self.pattern, str) and len(self.pattern) > _LONGEST_PATTERN:
             raise PlanError(
@@ -135,7 +115,6 @@ class LossScale:
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        """Validate every field."""
         for name in ("init", "growth", "backoff", "floor", "ceiling"):
             value = getattr(self, name)
             if value is None and name in ("floor", "ceiling"):
@@ -178,12 +157,8 @@ class LossScale:
 class FrozenMapping(Mapping[str, Any]):
     """A read-only, hashable mapping of JSON values; mappings and lists inside it are frozen too.
 
-    Args:
-        items: The values.
-        path: What to call the mapping in errors.
-
     Raises:
-        PlanError: A key or a value that JSON cannot hold.
+        PlanError: A key or a value that JSON cannot hold; it calls the mapping ``path``.
     """
 
     __slots__ = ("_items",)
@@ -197,23 +172,18 @@ class FrozenMapping(Mapping[str, Any]):
         self._items = {key: _freeze(value, f"{path}.{key}") for key, value in items.items()}
 
     def __getitem__(self, key: str) -> Any:
-        """Return one value; lists come as tuples."""
         return self._items[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys in the order given."""
         return iter(self._items)
 
     def __len__(self) -> int:
-        """Count the keys."""
         return len(self._items)
 
     def __hash__(self) -> int:
-        """Hash the items, whatever their order."""
         return hash(frozenset(self._items.items()))
 
     def __repr__(self) -> str:
-        """Print as the dictionary it was made of."""
         return repr(to_json(self))
 
 
@@ -227,15 +197,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_mapping(cls: Any, values: object, what: str) -> Any:
-    """Make a dataclass of a mapping, refusing keys that it does not have.
-
-    Args:
-        cls: The dataclass: Plan, Region or LossScale.
-        values: The mapping.
-        what: What to call it in errors.
-
-    Returns:
-        The instance.
+    """Make a dataclass (Plan, Region, LossScale) of a mapping, which errors call ``what``.
 
     Raises:
         UnknownNameError: A key that is no field.
@@ -284,15 +246,7 @@ def format_name(call: str, value: object, allowed: tuple[str, ...]) -> str:
     return one_of(call, value, allowed)
 
 
-def close_matches(value: object, options: Iterable[str]) -> str:
-    """Say which of the options were perhaps meant, as a clause in parentheses or nothing."""
-    text = value if isinstance(value, str) else shown(value)
-    close = difflib.get_close_matches(text, list(options), n=2) if len(text) < 100 else []
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
-
-
 def _finite(value: object) -> float | None:
-    """Return a number as a float, or None where it is not one or not finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -310,7 +264,7 @@ def _freeze(value: Any, path: str) -> Any:
     if (
         value is None
         or isinstance(value, (str, bool))
-        or (isinstance(value, int) and abs(value) < _LARGEST)
+        or (isinstance(value, int) and abs(value) < LARGEST)
         or (isinstance(value, float) and math.isfinite(value))
     ):
         return value
@@ -318,129 +272,3 @@ def _freeze(value: Any, path: str) -> Any:
         f"Plan: {path}={shown(value)} is nothing that JSON can hold. Allowed: strings, finite numbers of up to "
         "1,000 digits, True, False, None, and lists and mappings of them. Write anything else as a string."
     )
-
-
-# --- text -------------------------------------------------------------------------------------------------------
-
-
-def read_json(text: str, deepest: int = DEEPEST) -> Any:
-    """Read JSON that somebody else may have written.
-
-    Args:
-        text: The JSON.
-        deepest: How deep lists and mappings in it may be nested.
-
-    Returns:
-        What it says; NaN and the infinities are taken as Python's ``json`` takes them.
-
-    Raises:
-        ValueError: No JSON, a key given twice, numbers too long or values nested too deep; a clause says which and where.
-    """
-    try:
-        value = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep") from None
-    except (
-        ValueError
-    ) as error:  # Python's own limit, beyond which reading takes quadratic time, or a key given twice
-        said = "it has a number of too many digits" if "digits" in str(error) else str(error)
-        raise ValueError(f"not JSON that means one thing: {said}") from None
-    if nested_deeper(value, deepest):
-        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep")
-    return value
-
-
-def nested_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and mappings are nested more than so many levels deep; looks without recursion."""
-    inside = [value]
-    for _ in range(levels):
-        inside = [
-            item
-            for outer in inside
-            if isinstance(outer, _CONTAINERS)
-            for item in (outer.values() if isinstance(outer, Mapping) else outer)
-        ]
-    return any(isinstance(item, _CONTAINERS) for item in inside)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in values if keys.count(key) > 1)
-        raise ValueError(f"it gives the key {shown(twice)} twice")
-    return values
-
-
-class _Shown(reprlib.Repr):
-    """``repr`` that is short and quick whatever the value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 4
-        self.maxstring, self.maxother, self.maxlong = 120, 400, 400
-        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Python prints no number of more than 4,300 digits."""
-        return super().repr_int(x, level) if abs(x) < _LARGEST else f"a number of {x.bit_length():,} bits"
-
-
-_LARGEST: Final = 10**1000
-shown = _Shown().repr
-"""``repr`` of any value for a message: short, however long or deep the value is."""
-
-
-def matches_path(glob: str, path: str) -> bool:
-    """Whether a glob matches the whole of a module path.
-
-    Args:
-        glob: ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too.
-        path: Such as ``encoder.layers.0.norm``.
-
-    Returns:
-        The answer, after one pass over the path. A regular expression takes time that grows exponentially with the number
-        of wildcards.
-    """
-    parsed = _parse(glob)
-    if parsed.literal:
-        return glob == path
-    if not (path.startswith(parsed.head) and path.endswith(parsed.tail) and parsed.longest in path):
-        return False
-    places = 1  # bit n: what has been read so far may end before character n of the glob
-    for char in path:
-        stays = parsed.across if char == "." else parsed.across | parsed.within
-        places = (places & parsed.takes.get(char, parsed.takes["?"])) << 1 | places & stays
-        if not places:
-            return False
-    return bool(places >> parsed.size)
-
-
-class _Parsed(NamedTuple):
-    """A glob; bit n of a mask is the place before character n of it, wildcards for any characters not counted."""
-
-    literal: bool  # it has no wildcards
-    head: str  # what comes before the first one
-    tail: str  # what comes after the last one
-    longest: str  # the longest text between two
-    size: int
-    takes: dict[str, int]  # where a character is one that may come next; of other characters that of "?"
-    within: int  # where a "*" takes any but dots
-    across: int  # where a "**" takes any
-
-
-@lru_cache(maxsize=4096)
-def _parse(glob: str) -> _Parsed:
-    literals = re.split(r"\*+|\?", glob)
-    masks = dict.fromkeys({*glob, "*", "**", "?"}, 0)
-    size = 0
-    for piece in re.findall(r"\*+|[^*]", glob):
-        masks[piece[:2]] |= 1 << size
-        size += piece[0] != "*"
-    within, across, wild = masks.pop("*"), masks.pop("**"), masks["?"]
-    takes = {char: mask if char == "." else mask | wild for char, mask in masks.items()}
-    takes.setdefault(".", 0)
-    longest = max(literals, key=len)
-    return _Parsed(len(literals) == 1, literals[0], literals[-1], longest, size, takes, within, across)

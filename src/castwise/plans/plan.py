@@ -22,21 +22,9 @@ import torch
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans.formats import FORMATS, LOW, get_format
 from castwise.plans.line import read_line, write_line
-from castwise.plans.parts import (
-    DEEPEST,
-    FrozenMapping,
-    LossScale,
-    Region,
-    close_matches,
-    format_name,
-    from_mapping,
-    nested_deeper,
-    one_of,
-    read_json,
-    shown,
-    to_json,
-)
+from castwise.plans.parts import FrozenMapping, LossScale, Region, format_name, from_mapping, one_of, to_json
 from castwise.plans.rules import BASES, check_rule
+from castwise.plans.text import DEEPEST, close_matches, nested_deeper, read_json, shown
 
 __all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
 

@@ -9,13 +9,12 @@ An operator without a row is not touched: its inputs pass as they are and, where
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Final, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import torch
 
@@ -23,6 +22,7 @@ from castwise import _torch
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans import tables
 from castwise.plans.tables import Rule
+from castwise.plans.text import close_matches
 
 __all__ = [
     "BASES",
@@ -123,18 +123,11 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
         there = _torch.autocast_registrations("cuda")
         missing = {op for op in tables.CUDA_SINCE_2_12 if f"aten::{op}" not in there}
         table = {op: row for op, row in table.items() if op not in missing}
-    return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
+    return _there(table)
 
 
 def describe(base: str, device_type: str) -> tuple[Row, ...]:
-    """List the rows of a base table in reading order: by rule, then by name.
-
-    Args:
-        base: One of `BASES`.
-        device_type: One of `DEVICE_TYPES`.
-
-    Returns:
-        The rows of `base_table`, sorted.
+    """List the rows of a base table, as :func:`base_table` gives them, in reading order: by rule, then by name.
 
     Raises:
         UnknownNameError: No such base or device type.
@@ -145,10 +138,6 @@ def describe(base: str, device_type: str) -> tuple[Row, ...]:
 
 def check_rule(op: str, rule: str) -> None:
     """Refuse an override that could never work, without looking the operator up.
-
-    Args:
-        op: Operator name as in `Row`.
-        rule: Rule name.
 
     Raises:
         UnknownNameError: No such rule.
@@ -175,11 +164,7 @@ def check_rule(op: str, rule: str) -> None:
 
 
 def advice(op: str) -> str:
-    """What a plan may say of an operator in place of a ban, in words; :func:`check_rule` accepts all of it.
-
-    Args:
-        op: Operator name as in `Row`.
-    """
+    """What a plan may say of an operator in place of a ban, in words; :func:`check_rule` accepts all of it."""
     if _is_in_place(op):
         return (
             f"Call {op[:-1]!r} instead, which leaves its input as it is, or give the plan "
@@ -191,9 +176,6 @@ def advice(op: str) -> str:
 def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
     """Find the overloads that a rule for an operator governs.
 
-    Args:
-        name: Operator name as in `Row`.
-
     Returns:
         For a plain name every overload on tensors that writes to none of its arguments; for an in-place name
         the overloads that write to their first.
@@ -204,7 +186,7 @@ def operator_overloads(name: str) -> tuple[_torch.OpOverload, ...]:
             tensors.
     """
     # Custom operators come and go with their libraries, ATen's stay.
-    return _aten_overloads(name) if _namespace(name) == "aten" else _overloads(name)
+    return _aten_overloads(name) if _split(name)[0] == "aten" else _overloads(name)
 
 
 def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Mapping[str, Row]:
@@ -256,9 +238,6 @@ def meetings(device_type: str) -> Mapping[str, Row]:
     """Rows by which operators that refuse a wide tensor beside a low one take both low, and no other is cast.
 
     Factorisations and solvers, which have no low kernels or wrong ones, take and give fp32.
-
-    Args:
-        device_type: One of `DEVICE_TYPES`.
     """
     native = base_table("native", device_type)
     table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
@@ -266,7 +245,7 @@ def meetings(device_type: str) -> Mapping[str, Row]:
     table |= {op: Row(op, "lower", _MEETS, only_low=True) for op in (*low, *tables.REFUSES.split())}
     table |= {op: row for op, row in _rows(tables.STORED_LOW).items() if row.rule == "fp32"}
     table["cdist"] = Row("cdist", "widest", _MEETS)  # which has no low kernel on CPUs
-    return MappingProxyType({op: row for op, row in table.items() if _exists(op)})
+    return _there(table)
 
 
 @cache
@@ -275,15 +254,16 @@ def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
 
     Tables are made for weights in fp32. Low ones meet wide inputs, which some operators refuse: they take both in the
     wider format, as if the weights were stored in it. Others have no low kernels or wrong ones. Nothing else is cast.
-
-    Args:
-        base: One of `BASES`.
-        device_type: One of `DEVICE_TYPES`.
     """
     table = base_table(base, device_type)
     rows = _rows(tables.STORED_LOW)
     listed = {op for op, row in table.items() if row.rule != "as_is"}
-    return MappingProxyType({op: row for op, row in rows.items() if op not in listed and _exists(op)})
+    return _there({op: row for op, row in rows.items() if op not in listed})
+
+
+def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:
+    """The rows of operators that the installed torch has."""
+    return MappingProxyType({op: row for op, row in table.items() if _packet(op) is not None})
 
 
 def _differs(row: Row, native: Row | None) -> bool:
@@ -306,26 +286,25 @@ def _rows(groups: Iterable[tables.Group]) -> dict[str, Row]:
     return table
 
 
-def _namespace(op: str) -> str:
-    return op.rpartition("::")[0] or "aten"
+def _split(op: str) -> tuple[str, str]:
+    namespace, _, base = op.rpartition("::")
+    return namespace or "aten", base
 
 
-def _base_name(op: str) -> str:
-    return op.rpartition("::")[2]
+def _packet(op: str) -> Any:
+    """The overloads of an operator; None where the installed torch has none."""
+    namespace, base = _split(op)
+    return getattr(getattr(torch.ops, namespace), base, None)
 
 
 def _is_in_place(op: str) -> bool:
     return op.endswith("_") and not op.endswith("__")
 
 
-def _exists(op: str) -> bool:
-    return hasattr(getattr(torch.ops, _namespace(op)), _base_name(op))
-
-
 def _overloads(name: str) -> tuple[_torch.OpOverload, ...]:
-    if not _exists(name):
+    packet = _packet(name)
+    if packet is None:
         raise UnknownNameError(_unknown(name))
-    packet = getattr(getattr(torch.ops, _namespace(name)), _base_name(name))
     wanted = "in_place" if _is_in_place(name) else "functional"
     overloads = (getattr(packet, overload) for overload in packet.overloads())
     found = tuple(overload for overload in overloads if _torch.overload_kind(overload) == wanted)
@@ -342,12 +321,12 @@ _aten_overloads = cache(_overloads)
 
 def _unknown(name: str) -> str:
     """Say what to do about an operator that the installed torch does not have."""
-    namespace, base = _namespace(name), _base_name(name)
+    namespace, base = _split(name)
     start = f"operator {name!r}: not registered in torch {torch.__version__}"
     if namespace == "aten" and base in tables.FUNCTIONS:
         return f"{start}. torch.nn.functional.{base} runs as {tables.FUNCTIONS[base]}: name that instead."
-    known = sorted({_base_name(op).partition(".")[0] for op in _torch.operator_names(namespace)})
-    start += _close(base, known)
+    known = sorted({_split(op)[1].partition(".")[0] for op in _torch.operator_names(namespace)})
+    start += close_matches(base, known)
     if namespace == "aten":
         return (
             f"{start}. Allowed: an ATen base name such as exp or layer_norm, an in-place name such as exp_, "
@@ -362,10 +341,5 @@ def _unknown(name: str) -> str:
 def _check_name(call: str, what: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UnknownNameError(
-            f"{call}: no such {what} {value!r}{_close(value, allowed)}. Allowed: {', '.join(allowed)}."
+            f"{call}: no such {what} {value!r}{close_matches(value, allowed)}. Allowed: {', '.join(allowed)}."
         )
-
-
-def _close(name: str, options: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(options), n=3)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""

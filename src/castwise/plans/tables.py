@@ -175,11 +175,7 @@ CPU: Final = (
         """fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2
         fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft""",
     ),
-    Group(
-        "fp32",
-        _LINALG,
-        _FACTORS,
-    ),
+    Group("fp32", _LINALG, _FACTORS),
     Group("widest", _MIXED, "cat index_copy stack"),
 )
 """The CPU's native table."""

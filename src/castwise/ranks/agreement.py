@@ -30,12 +30,7 @@ __all__ = ["Agreement", "local_grad"]
 
 
 class Agreement:
-    """What the ranks of one session agree on.
-
-    Args:
-        group: Who they are, as for :class:`Ranks`.
-        params: The parameters of the session's models.
-    """
+    """What the ranks of a group, as :class:`Ranks` takes it, agree on about the parameters of one session's models."""
 
     def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self.group = group
@@ -134,12 +129,7 @@ class Agreement:
         return norm
 
     def norm(
-        self,
-        params: Iterable[Tensor],
-        norm_type: float = 2.0,
-        *,
-        joined: bool,
-        flag: Tensor | None = None,
+        self, params: Iterable[Tensor], norm_type: float = 2.0, *, joined: bool, flag: Tensor | None = None
     ) -> Tensor:
         """Norm of the gradients over whole parameters, each counted once, with a flag in the same number.
 

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from castwise.errors import CastwiseError, RankError, StateError
+from castwise.plans.text import some
 
 __all__ = ["ALONE", "Ranks", "first_line", "named", "running"]
 
@@ -174,8 +175,7 @@ def first_line(error: BaseException) -> str:
 
 def named(ranks: Sequence[int]) -> str:
     """``rank 1``, or ``ranks 2, 3``."""
-    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {few}"
+    return f"rank{'s' * (len(ranks) > 1)} {some([*map(str, ranks)], 8)}"
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:

@@ -7,8 +7,8 @@ import dataclasses
 import torch.distributed as dist
 
 from castwise.errors import PatternError, PlanError
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.text import shown
 from castwise.ranks.group import Ranks, named
 
 __all__ = ["check_patterns", "check_same_plan"]
@@ -40,10 +40,7 @@ def check_same_plan(plan: Plan, ranks: Ranks) -> None:
 def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
     """See that every region of a plan matches something on some rank; all of them must call this.
 
-    Args:
-        plan: The plan.
-        matched: Patterns of its regions that match a module of this rank.
-        ranks: Those that hold parts of the model.
+    ``matched`` has the patterns that match a module of this rank.
 
     Raises:
         PatternError: On every rank, naming the pattern.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from castwise.report import words
 from castwise.report.plots import (
@@ -43,80 +43,75 @@ def _colours(record: Record) -> dict[str, str]:
 # --- bars ---------------------------------------------------------------------------------------------------
 
 
-def _bars(
-    axes: Axes,
-    title: str,
-    names: Sequence[str],
-    values: Sequence[float | None],
-    labels: Sequence[str],
-    colours: Mapping[str, str],
-    errors: Sequence[tuple[float, float]] | None = None,
-) -> None:
-    """Horizontal bars from the top down, each labelled at its end; a missing value shows its label alone.
+class _Bar(NamedTuple):
+    """A bar and its whisker, from ``below`` to ``above`` its end; without a value its label stands alone."""
 
-    A bar longer than ``CUT`` times the baseline's, the first, is cut and marked, so that the others stay readable.
+    name: str
+    label: str
+    value: float | None = None
+    below: float = 0.0
+    above: float = 0.0
+
+
+def _bars(record: Record, panels: Sequence[tuple[str, Sequence[_Bar]]]) -> Figure | None:
+    """A figure with panels of horizontal bars one below the other, each as high as it has bars."""
+    if not panels:
+        return None
+    heights = [0.42 + 0.3 * len(bars) for _, bars in panels]
+    figure = new_figure(0.1 + sum(heights))
+    places = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, bars) in zip(places, panels, strict=True):
+        _panel(axes, title, bars, _colours(record))
+    return figure
+
+
+def _panel(axes: Axes, title: str, bars: Sequence[_Bar], colours: Mapping[str, str]) -> None:
+    """Bars from the top down.
+
+    One longer than ``CUT`` times the baseline's, the first, is cut and marked, so that the others stay readable.
     """
     import matplotlib
 
     ink = matplotlib.rcParams["text.color"]
-    known = [v for v in values if v is not None]
-    cut_at = CUT * (values[0] or max(known, default=1.0))
-    top = min(max(known, default=1.0), cut_at) or 1.0
+    longest = max((bar.value for bar in bars if bar.value is not None), default=1.0)
+    cut_at = CUT * (bars[0].value or longest)
+    top = min(longest, cut_at) or 1.0
     room = 1.2 * top
-    for index, (name, value, label) in enumerate(zip(names, values, labels, strict=True)):
+    for index, (name, label, value, below, above) in enumerate(bars):
         end = 0.0
         if value is not None:
-            below, above = errors[index] if errors is not None else (0.0, 0.0)
             axes.barh(index, min(value, cut_at), height=0.62, color=colours[name])
             if value > cut_at:
                 axes.text(
                     0.94 * cut_at, index, "//", va="center", ha="center", color="white", fontweight="bold"
                 )
-            elif errors is not None:
+            elif below or above:
                 # A whisker that would leave the figure is drawn as far as there is room for its label.
                 whisker = [[min(below, value)], [max(0.0, min(above, room - value))]]
                 axes.errorbar(value, index, xerr=whisker, color=ink, lw=1, capsize=2)
             end = cut_at if value > cut_at else min(value + above, max(room, value))
         axes.text(end + 0.015 * top, index, label, va="center", ha="left").set_in_layout(False)
     axes.set_title(title)
-    name_rows(axes, [cut(name) for name in names])
+    name_rows(axes, [cut(bar.name) for bar in bars])
     axes.set_xlim(0, top * 1.62)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
 
 
-def _panels(counts: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """A figure with panels of bars one below the other, each as high as it has bars."""
-    heights = [0.42 + 0.3 * count for count in counts]
-    figure = new_figure(0.1 + sum(heights))
-    return figure, list(figure.subplots(len(counts), 1, squeeze=False, height_ratios=heights)[:, 0])
-
-
 def _times(record: Record) -> Figure | None:
+    def bar(row: Record, stage: str) -> _Bar:
+        if not (timing := row[stage]):
+            return _Bar(row["name"], _why_not(row))
+        step, speed = timing["step"], timing["speedup"]
+        median = step["median_s"]
+        label = words.time(median) + (f", {words.factor(speed['value'])}" if speed else "")
+        return _Bar(row["name"], label, median, median - step["q1_s"], step["q3_s"] - median)
+
     # Plans without numbers are named once, beside the training times.
-    parts = {
-        "training": ("Time of a training step", record["plans"]),
-        "inference": ("Time of an inference call", [row for row in record["plans"] if row["inference"]]),
-    }
-    parts = {stage: part for stage, part in parts.items() if any(row[stage] for row in part[1])}
-    if not parts:
-        return None
-    figure, panels = _panels([len(rows) for _, rows in parts.values()])
-    for axes, (stage, (title, rows)) in zip(panels, parts.items(), strict=True):
-        values: list[float | None] = []
-        labels, errors = [], []
-        for row in rows:
-            if timing := row[stage]:
-                median, speed = timing["step"]["median_s"], timing["speedup"]
-                values.append(median)
-                errors.append((median - timing["step"]["q1_s"], timing["step"]["q3_s"] - median))
-                labels.append(words.time(median) + (f", {words.factor(speed['value'])}" if speed else ""))
-            else:
-                values.append(None)
-                errors.append((0.0, 0.0))
-                labels.append(_why_not(row))
-        _bars(axes, title, [row["name"] for row in rows], values, labels, _colours(record), errors)
-    return figure
+    rows = {"training": record["plans"], "inference": [row for row in record["plans"] if row["inference"]]}
+    titles = {"training": "Time of a training step", "inference": "Time of an inference call"}
+    timed = [stage for stage in titles if any(row[stage] for row in rows[stage])]
+    return _bars(record, [(titles[stage], [bar(row, stage) for row in rows[stage]]) for stage in timed])
 
 
 def _why_not(row: Record) -> str:
@@ -128,26 +123,23 @@ def _why_not(row: Record) -> str:
 
 
 def _memory(record: Record) -> Figure | None:
-    kinds = (
+    base = baseline(record)
+    panels = []
+    for key, title in (
         ("training_peak_bytes", "Peak memory, training"),
         ("inference_peak_bytes", "Peak memory, inference"),
         ("saved_bytes", "Kept for the backward pass"),
-    )
-    parts = [
-        (key, title, rows)
-        for key, title in kinds
-        if (rows := [row for row in record["plans"] if (row["memory"] or {}).get(key) is not None])
-    ]
-    if not parts:
-        return None
-    base = baseline(record)
-    figure, panels = _panels([len(rows) for _, _, rows in parts])
-    for axes, (key, title, rows) in zip(panels, parts, strict=True):
-        values = [row["memory"][key] for row in rows]
+    ):
+        held = [
+            (row, size) for row in record["plans"] if (size := (row["memory"] or {}).get(key)) is not None
+        ]
         reference = (base["memory"] or {}).get(key)
-        labels = [words.against(row["memory"][key], None if row is base else reference) for row in rows]
-        _bars(axes, title, [row["name"] for row in rows], values, labels, _colours(record))
-    return figure
+        bars = [
+            _Bar(row["name"], words.against(size, None if row is base else reference), size)
+            for row, size in held
+        ]
+        panels += [(title, bars)] if bars else []
+    return _bars(record, panels)
 
 
 # --- learning -----------------------------------------------------------------------------------------------

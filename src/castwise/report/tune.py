@@ -11,7 +11,7 @@ from castwise.report.grids import Columns, Grid, Line
 from castwise.report.tune_plots import PICTURES
 
 __all__ = [
-    "PICTURES", "answer", "facts", "interval_note", "lines", "plan_grid", "region_grid", "remarks", "scale_sentences",
+    "PICTURES", "facts", "interval_note", "lines", "plan_grid", "region_grid", "remarks", "scale_sentences",
     "settings", "stage_grid", "values", "verification_sentence",
 ]  # fmt: skip
 
@@ -36,7 +36,7 @@ def lines(record: Record) -> list[Grid | Line]:
     more = len(lost.rows) - _MOST
     said = verification_sentence(record)
     return [
-        Line(answer(record), "bold"),
+        Line(record["answer"], "bold"),
         Line(),
         *(grid for grid in grids if grid.rows),
         *([Line(f"and {more} more in evidence.json", "dim")] if more > 0 else ()),
@@ -51,11 +51,10 @@ def values(record: Record) -> dict[str, Any]:
     """All of it, for the page."""
     plans = plan_grid(record)
     return {
-        "answer": answer(record), "remarks": remarks(record), "facts": facts(record),
+        "answer": record["answer"], "remarks": remarks(record), "facts": facts(record),
         "kept": plans.where("rejected", False), "rejected": plans.where("rejected"),
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
         "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
-        "command": record["command"] or record["environment"]["command"],
     }  # fmt: skip
 
 
@@ -152,13 +151,6 @@ def _chosen(record: Record) -> Record | None:
 
 def _baseline(record: Record) -> Record | None:
     return next((row for row in record["candidates"] if row["status"] == "baseline"), None)
-
-
-def answer(record: Record) -> str:
-    """The result in a sentence, also where the search ended before it had one."""
-    if record["answer"]:
-        return str(record["answer"])
-    return f"The search ended before it could compare plans on {record['workload']}, so the plan is {record['plan']}."
 
 
 def remarks(record: Record) -> list[str]:

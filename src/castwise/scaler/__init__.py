@@ -1,9 +1,10 @@
 """Loss scaling: a pure rule for the scale, and the GradScaler around it.
 
-``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler. ``losses``: its records of named
-losses. ``gradients``: what it does to gradients. ``result`` and ``outcomes``: what became of a step, and of all so far.
-``window``: whose gradients there are, at which scale. ``unit``: the scaler of plans without a loss scale, which guards their
-steps. ``closure``: steps that evaluate the loss themselves. ``foreign``: state dicts of Apex and Colossal-AI.
+``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, on ``losses``, its records of named
+losses, and ``verdicts``, what it knows of gradients. ``gradients``: what it does to them. ``result`` and ``outcomes``: what
+became of a step, and of all so far. ``closure``: steps that evaluate the loss themselves. ``window``: whose gradients there
+are, at which scale. ``watch``: steps that somebody else makes. ``step_guard``: the scaler of plans without a loss scale.
+``foreign``: state dicts of Apex and Colossal-AI.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from castwise.scaler.gradients import add_up, check_and_multiply, set_aside
 from castwise.scaler.result import StepResult
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state
 from castwise.scaler.step_guard import StepGuard
+from castwise.scaler.watch import Watch
 from castwise.scaler.window import Window
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "ScaleState",
     "StepGuard",
     "StepResult",
+    "Watch",
     "Window",
     "add_up",
     "check_and_multiply",

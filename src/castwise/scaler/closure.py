@@ -66,15 +66,10 @@ def step_or_restore(
 ) -> tuple[Any, bool]:
     """Let an optimizer step by a closure, and take the step back at the first evaluation that fails the check.
 
-    Args:
-        optimizer: Called as ``optimizer.step(closure, *args, **kwargs)``.
-        closure: The user's.
-        check: Called after each evaluation; unscales the gradients and says whether they are finite.
-        args: For ``step``.
-        kwargs: For ``step``.
+    ``check`` is called after each evaluation; it unscales the gradients and says whether they are finite.
 
     Returns:
-        What ``step`` returned, None if it was taken back; and whether it was.
+        What ``optimizer.step(closure, *args, **kwargs)`` returned, None if it was taken back; and whether it was.
     """
     snapshot = Snapshot(optimizer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -15,10 +15,11 @@ from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import LossScale
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
-from castwise.scaler.losses import DEFAULT, LossState, NamedLosses
+from castwise.scaler.losses import DEFAULT, LossState
 from castwise.scaler.outcomes import Outcomes, stuck_error
 from castwise.scaler.result import StepResult, peek, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
+from castwise.scaler.verdicts import Verdicts
 
 __all__ = ["STEPPED", "GradScaler"]
 
@@ -27,7 +28,7 @@ STEPPED = StepResult(None)
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class GradScaler(NamedLosses):
+class GradScaler(Verdicts):
     """A loss scaler that by default cannot be told from ``torch.amp.GradScaler``, and can do more.
 
     Beyond torch: hysteresis, a floor and a ceiling; a scale per named loss; agreement between ranks on non-finite
@@ -93,26 +94,18 @@ class GradScaler(NamedLosses):
             )
         if reduce is not None and process_group is not None:
             raise PlanError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, limits)
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, limits,
+            reduce=reduce, process_group=process_group, allow_fp16_grads=allow_fp16_grads,
+        )  # fmt: skip
         # Torch's kernel does the update, up to bounds, unless overflows are counted or nothing moves at all.
         self._by_torch = dynamic and hysteresis == 1
         self._overridden = type(self).unscale_ is not torch.amp.GradScaler.unscale_
-        self._reduce = reduce
-        self._process_group = process_group
-        self._allow_fp16_grads = allow_fp16_grads
         self.param_names: Callable[[], Mapping[int, str]] | None = None
         # Whether a window that updates by itself was stepped in, so that the scale is what the update will make of it.
         self.is_over: Callable[[], bool] | None = None
-        self.admit: Callable[[Optimizer], bool] | None = (
-            None  # gives late parameters masters; whether there were any
-        )
-        # the window that is open
-        self._base: str | None = None  # the loss that opened it, which is the current one
-        self._flags: dict[str, torch.Tensor] = {}  # per loss, once there are two
-        self._inverse: tuple[float | None, torch.Tensor | None] = (
-            None,
-            None,
-        )  # of which scale on the host, and it
+        # The inverse scale last used, and what it is the inverse of where the host knows that.
+        self._inverse: tuple[float | None, torch.Tensor | None] = (None, None)
         self._outcomes = Outcomes(eager=floor is not None)
         self._patience = patience
 
@@ -148,10 +141,6 @@ class GradScaler(NamedLosses):
             limits.dynamic,
         )
 
-    def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
-        return self._scale_of(name or self._base or self.current.name)
-
     def get_scale(self, name: str = DEFAULT) -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
         return self._state_now()(name).scale if self.works else 1.0
@@ -170,8 +159,7 @@ class GradScaler(NamedLosses):
 
     def _outcome(self) -> dict[str, torch.Tensor]:
         """The losses whose scales :meth:`update` will move, and whether one of their gradients was not finite."""
-        states = self.optimizer_states
-        found = [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+        found = self._found()
         if not found:
             return {}
         name = self._base or self.current.name
@@ -236,21 +224,6 @@ class GradScaler(NamedLosses):
         self._put_in_front(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
         self._base = name
 
-    @property
-    def opened_by(self) -> str | None:
-        """The loss whose scale gradients of this window are at; None while there is none."""
-        return self._base
-
-    @opened_by.setter
-    def opened_by(self, name: str | None) -> None:
-        self._base = name
-        if name is not None:
-            self._put_in_front(name)
-
-    def is_first(self, name: str) -> bool:
-        """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
-        return self._base is None or (self._base == name and not self._flags)
-
     def backward(
         self,
         loss: torch.Tensor,
@@ -299,114 +272,8 @@ class GradScaler(NamedLosses):
     def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """What is known of the loss that was alone in the window so far, from gradients and from steps made."""
         home = self.scale_tensor().device
-        stepped = [
-            flag
-            for state in self.optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
         now = self._agreed(gradients.check_and_multiply(grads, None, home))
-        return gradients.largest([now, *stepped], home)
-
-    # --- unscaling ----------------------------------------------------------------------------------------
-
-    def _agreed(self, flag: torch.Tensor, groups: Sequence[Any] = ()) -> torch.Tensor:
-        """The flag as all ranks that act together see it: those of the scaler, without one those of ``groups``."""
-        if self._reduce is not None:
-            reduced = self._reduce(flag)
-            return flag if reduced is None else reduced
-        for group in groups if self._process_group is None else (self._process_group,):
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
-        return flag
-
-    def unscale_grads(
-        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        """Multiply an optimizer's gradients by ``inverse``; a flag per device, as all ranks see it."""
-        allow_fp16 = allow_fp16 or self._allow_fp16_grads
-        if gradients.unscale_plain(optimizer, inverse, flag, allow_fp16):
-            flags = {flag.device: flag}
-        elif self.admit is not None and self.admit(optimizer):
-            return self.unscale_grads(optimizer, inverse, flag, allow_fp16)
-        else:
-            flags = self._unscale_others(optimizer, inverse, flag, allow_fp16)
-        if self._reduce is None and self._process_group is None:
-            groups = gradients.mesh_groups(optimizer)
-            if not groups:
-                return flags
-        else:
-            groups = []
-        # One flag whatever the number of devices, and one also from a rank without gradients: all ranks must make
-        # the same calls.
-        joint = self._agreed(gradients.largest([*flags.values()], flag.device), groups)
-        return {device: joint.to(device) for device in flags or (flag.device,)}
-
-    def _unscale_others(
-        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        """Unscale where not all gradients are dense, real and on the scale's device."""
-        grads = gradients.held(optimizer)
-        if any(grad.is_complex() for grad in grads):  # which torch's scaler does not take
-            return {flag.device: gradients.check_and_multiply(grads, inverse, flag.device)}
-        return super().unscale_grads(optimizer, inverse, flag, allow_fp16)
-
-    def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's gradients have been unscaled in this window."""
-        if not self.works:
-            return True
-        state = self.optimizer_states.get(id(optimizer))
-        return state is not None and state["stage"] is OptState.UNSCALED
-
-    def note_unscaled(self, optimizer: Optimizer) -> None:
-        """Take an optimizer's gradients, all of them and however they came there, as unscaled; look for infinities."""
-        if not self.works:
-            return
-        state = self.optimizer_states[id(optimizer)]
-        one = gradients.number(1.0, self.scale_tensor().device)
-        fresh = self.unscale_grads(optimizer, one, torch.zeros_like(one), allow_fp16=True)
-        state["stage"] = OptState.UNSCALED
-        known = state["found_inf_per_device"]
-        for device, flag in fresh.items():
-            known[device] = torch.maximum(known[device], flag) if device in known else flag
-
-    def decide_together(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make optimizers whose gradients are unscaled step or skip together."""
-        if not self.works:
-            return
-        states = [self.optimizer_states[id(optimizer)] for optimizer in optimizers]
-        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        if flags:
-            joint = torch.stack([flag.to(flags[0].device) for flag in flags]).amax(0)
-            for state in states:
-                if state["found_inf_per_device"]:
-                    state["found_inf_per_device"] = {
-                        device: joint.to(device, copy=True) for device in state["found_inf_per_device"]
-                    }
-
-    def joint_flag(self, optimizers: Iterable[Optimizer]) -> torch.Tensor:
-        """Whether a gradient of any of these optimizers is not finite: a 0-dim fp32 tensor of its own."""
-        states = [self.optimizer_states[id(optimizer)] for optimizer in optimizers]
-        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        return gradients.largest(flags, self.scale_tensor().device).clone()
-
-    def set_flag(self, optimizers: Iterable[Optimizer], flag: torch.Tensor) -> None:
-        """Let these optimizers step or skip by a flag, as other ranks may have changed it."""
-        for optimizer in optimizers:
-            held = self.optimizer_states[id(optimizer)]["found_inf_per_device"]
-            for device in held or (flag.device,):
-                held[device] = flag.to(device, copy=True)
-
-    def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
-        """Let the norm of all gradients say whether they are finite, beside what was known of them before."""
-        if not self.works:
-            return
-        flag = (~torch.isfinite(norm.detach())).float()
-        for optimizer in optimizers:
-            state = self.optimizer_states[id(optimizer)]
-            state["stage"] = OptState.UNSCALED
-            known = state["found_inf_per_device"]
-            for device in list(known) or (flag.device,):
-                moved = flag.to(device, copy=True)
-                known[device] = torch.maximum(known[device], moved) if device in known else moved
+        return gradients.largest([now, *self._found()], home)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -441,20 +308,14 @@ class GradScaler(NamedLosses):
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
         if not self.works:
-            return (
-                optimizer.step(*args, **kwargs)
-                if closure is None
-                else optimizer.step(closure, *args, **kwargs)
-            )
+            return optimizer.step(*(() if closure is None else (closure,)), *args, **kwargs)
         if closure is not None:
             value = self._step_with_closure(optimizer, closure, args, kwargs)
         elif args or kwargs or self._overridden or _torch.takes_flag(optimizer):
             first = not optimizer.state
             value = super().step(optimizer, *args, **kwargs)
             if first:
-                gradients.forget_unwritten(
-                    optimizer, self.optimizer_states[id(optimizer)]["found_inf_per_device"]
-                )
+                gradients.forget_unwritten(optimizer, self._found((optimizer,)))
         else:
             value = self._plain_step(optimizer)
         key, outcomes = id(optimizer), self._outcomes
@@ -481,13 +342,10 @@ class GradScaler(NamedLosses):
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """:meth:`step`, and what became of it."""
-        if closure is None:
-            self.step(optimizer)
-            if not self.works:
-                return STEPPED
-        else:
-            self.step(optimizer, closure=closure)
-        return STEPPED if self._outcomes.skips.get(id(optimizer)) is False else self.result_of(optimizer)
+        self.step(optimizer, closure=closure)
+        if not self.works or self._outcomes.skips.get(id(optimizer)) is False:
+            return STEPPED
+        return self.result_of(optimizer)
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
         """Torch's step for an optimizer that does not unscale by itself, without the questions that do not arise."""
@@ -510,8 +368,7 @@ class GradScaler(NamedLosses):
         value = peek(scale)
         of, inverse = self._inverse
         if value is None or value != of or inverse is None:
-            wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
-            inverse = wide.reciprocal().float()
+            inverse = gradients.inverse(scale)
             self._inverse = value, inverse
         found = gradients.number(0.0, scale.device)
         return self.unscale_grads(optimizer, inverse, found, allow_fp16=False)
@@ -536,10 +393,7 @@ class GradScaler(NamedLosses):
 
     def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
         """Raise if a scale that overflows again and again cannot shrink any more."""
-        found = gradients.largest(
-            [*self.optimizer_states[id(optimizer)]["found_inf_per_device"].values()],
-            self.scale_tensor().device,
-        )
+        found = gradients.largest(self._found((optimizer,)), self.scale_tensor().device)
         limits = self._limits
         floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
         stuck = [
@@ -682,15 +536,6 @@ class GradScaler(NamedLosses):
             if self.is_over is not None:
                 self.forget()
 
-    def forget(self, optimizer: Optimizer | None = None) -> None:
-        """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
-        if not self.works:
-            return
-        if optimizer is None:
-            self.optimizer_states.clear()
-        else:
-            self.optimizer_states.pop(id(optimizer), None)
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         losses = {name: LossState(name, loss.numbers()) for name, loss in self._losses.items()}
@@ -702,13 +547,5 @@ class GradScaler(NamedLosses):
 
 
 # Only scale() may be traced into a graph; the rest is between graphs.
-for _name in (
-    "backward",
-    "step",
-    "update",
-    "result_of",
-    "decide_together",
-    "step_or_skip",
-    "_open_window",
-):
+for _name in ("backward", "step", "update", "result_of", "decide_together", "step_or_skip", "_open_window"):
     _torch.never_trace(getattr(GradScaler, _name))

@@ -18,6 +18,7 @@ __all__ = [
     "are_finite",
     "check_and_multiply",
     "held",
+    "inverse",
     "largest",
     "lie_on",
     "lift_low",
@@ -91,6 +92,12 @@ def number(value: float, device: torch.device | str) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """One over a scale, rounded once: 0-dim fp32 on its device."""
+    wide = scale if scale.device.type == "mps" else scale.double()  # no fp64 there
+    return wide.reciprocal().float()
+
+
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The largest of some 0-dim flags, on ``device``; zero if there are none."""
     if not flags:
@@ -130,14 +137,9 @@ def unscale_plain(
 ) -> bool:
     """Torch's unscaling for the usual case, dense gradients all on the scale's device, in fewer steps.
 
-    Of a DTensor it looks at this rank's shard alone: torch's own operator would make the ranks of the first gradient's
-    mesh agree, and no others.
-
-    Args:
-        optimizer: Whose gradients are multiplied in place.
-        inverse: 0-dim fp32 factor.
-        flag: 0-dim fp32, set to one where a gradient is not finite.
-        allow_fp16: Whether gradients may be fp16.
+    Of a DTensor it looks at this rank's shard alone: torch's own operator would make the ranks of the first
+    gradient's mesh agree, and no others. Gradients are multiplied by ``inverse`` in place, and ``flag`` is set to
+    one where one is not finite: 0-dim fp32 both.
 
     Returns:
         Whether it was that case; if not, nothing was done.
@@ -181,13 +183,13 @@ def are_finite(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Ten
     return largest(flags, device)
 
 
-def forget_unwritten(optimizer: Optimizer, flags: Mapping[torch.device, torch.Tensor]) -> None:
+def forget_unwritten(optimizer: Optimizer, flags: Iterable[torch.Tensor]) -> None:
     """After the first step of a fused kernel: if it was skipped, let SGD's momentum go.
 
     torch allocates it and leaves it to the kernel to write, which a skipped step does not (seen in torch 2.13); the next
     step would go on from whatever lay there. Waits for the device, this once.
     """
-    if isinstance(optimizer, torch.optim.SGD) and any(flag.item() for flag in flags.values()):
+    if isinstance(optimizer, torch.optim.SGD) and any(flag.item() for flag in flags):
         optimizer.state.clear()
 
 
@@ -197,11 +199,8 @@ def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
     Where torch.distributed is in use a gradient may lie in a bucket that the next backward writes to again
     (``gradient_as_bucket_view`` of DistributedDataParallel): there they are copied.
 
-    Args:
-        params: Each once.
-
     Returns:
-        Those that had a gradient, with it.
+        Of the parameters, each given once, those that had a gradient, with it.
     """
     shared = torch.distributed.is_available() and torch.distributed.is_initialized()
     aside = []
@@ -216,23 +215,22 @@ def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Put gradients back onto parameters, on top of those that have come meanwhile.
 
-    Args:
-        aside: From :func:`set_aside`; the tensors in it may be written to.
+    They are from :func:`set_aside`, and may be written to.
     """
     with torch.no_grad():
         for parameter, grad in aside:
             fresh = parameter.grad
             if fresh is not None:
-                grad = grad + fresh if grad.is_sparse or fresh.is_sparse else grad.add_(fresh)
+                if grad.is_sparse and not fresh.is_sparse:
+                    grad, fresh = fresh, grad  # torch adds sparse ones to dense ones alone
+                grad = grad.add_(fresh)
             parameter.grad = grad
 
 
 def non_finite_params(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Names of the parameters whose gradients hold an infinity or a NaN. Synchronises with the device.
 
-    Args:
-        optimizer: Where to look; its groups may have ``param_names``, as torch's named parameters give them.
-        names: Better names, by the parameters' ``id``.
+    Those in ``names``, by the parameters' ``id``, go before those that torch has in the groups as ``param_names``.
     """
     found = []
     for number, group in enumerate(optimizer.param_groups):

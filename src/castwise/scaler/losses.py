@@ -85,6 +85,9 @@ class NamedLosses(_torch.OpenGradScaler):
         self._losses = {DEFAULT: self.current}  # in order of first use, which Apex's states go by
         self._first_scale = init_scale
         self._limits = limits
+        # Of the window that is open: the loss that began it, which is the current one; a flag per loss, once there are two.
+        self._base: str | None = None
+        self._flags: dict[str, torch.Tensor] = {}
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def allocate(self, device: torch.device) -> None:
@@ -115,6 +118,25 @@ class NamedLosses(_torch.OpenGradScaler):
         scale = self._loss(name).scale
         assert scale is not None
         return scale
+
+    def scale_tensor(self, name: str | None = None) -> torch.Tensor:
+        """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
+        return self._scale_of(name or self._base or self.current.name)
+
+    @property
+    def opened_by(self) -> str | None:
+        """The loss whose scale gradients of this window are at; None while there is none."""
+        return self._base
+
+    @opened_by.setter
+    def opened_by(self, name: str | None) -> None:
+        self._base = name
+        if name is not None:
+            self._put_in_front(name)
+
+    def is_first(self, name: str) -> bool:
+        """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
+        return self._base is None or (self._base == name and not self._flags)
 
     # --- saving -------------------------------------------------------------------------------------------
 

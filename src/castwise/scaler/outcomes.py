@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from castwise.errors import LossScaleError, StateError
+from castwise.plans.text import some
 from castwise.scaler.result import StepResult
 
 __all__ = ["Outcomes", "WindowOutcomes", "stuck_error"]
@@ -17,6 +19,7 @@ _SAMPLE_PERIOD = 16
 """Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
 
 
+@dataclass(slots=True, eq=False)
 class WindowOutcomes:
     """What became of the steps of one window (of :class:`castwise.scaler.Window`), by the optimizers' ``id``.
 
@@ -26,14 +29,9 @@ class WindowOutcomes:
         results: What has been asked for.
     """
 
-    __slots__ = ("results", "skips", "states")
-
-    def __init__(
-        self, states: dict[int, dict[str, Any]], skips: dict[int, bool], results: dict[int, StepResult]
-    ) -> None:
-        self.states = states
-        self.skips = skips
-        self.results = results
+    states: dict[int, dict[str, Any]]
+    skips: dict[int, bool]
+    results: dict[int, StepResult]
 
     def flags(self, key: int) -> list[torch.Tensor]:
         """An optimizer's non-finite flags, one per device: 0-dim fp32."""
@@ -43,13 +41,10 @@ class WindowOutcomes:
 class Outcomes:
     """The window that is open, the one before, and how many skipped in a row.
 
-    On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For a
-    fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
+    On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
+    a fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
     waits. Copies cost some microseconds, so they are made only where somebody looks: an ``eager`` owner, who has a
     floor to watch, or after :attr:`previous_skipped` was read; else now and then.
-
-    Args:
-        eager: Send every outcome.
     """
 
     def __init__(self, eager: bool) -> None:
@@ -64,12 +59,7 @@ class Outcomes:
         self._windows = 0
 
     def close(self, states: dict[int, dict[str, Any]], *, restart: bool) -> None:
-        """End the window.
-
-        Args:
-            states: Torch's records of its optimizers.
-            restart: The scale was set by hand, so count skips in a row anew.
-        """
+        """End the window of these optimizers; ``restart``: the scale was set by hand, so count skips in a row anew."""
         last = self._last = WindowOutcomes(states, self.skips, self.results)
         self.skips, self.results = {}, {}
         if len(last.skips) == len(states):
@@ -106,12 +96,9 @@ class Outcomes:
     def result(
         self, states: dict[int, dict[str, Any]], keys: tuple[int, ...], grad_norm: torch.Tensor | None
     ) -> StepResult:
-        """What became of the last steps of some optimizers.
+        """What became of the last steps of some optimizers, by their ``id``.
 
-        Args:
-            states: Torch's records of the open window.
-            keys: The optimizers' ``id``.
-            grad_norm: For the result.
+        ``states`` are torch's records of the open window.
 
         Raises:
             StateError: An optimizer that was stepped neither in this window nor in the one before.
@@ -141,15 +128,9 @@ def stuck_error(
 ) -> LossScaleError:
     """The error for a scale that cannot shrink although gradients overflow again and again.
 
-    Args:
-        optimizer: Whose step was skipped last.
-        times: How often in a row.
-        names: Its parameters with non-finite gradients.
-        loss: Whose scale it is.
-        scale: That scale.
-        floor: The smallest scale; None where the scale is static.
+    ``names`` are the parameters that were not finite at the last of so many ``times``; without a ``floor`` the
+    scale is static.
     """
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     whose = "the loss scale is" if loss == "loss" else f"the loss {loss!r} has its scale"
     if floor is None:
         where, cure = f"static, {scale:g}", "Use a dynamic loss scale, or a smaller one; else"
@@ -157,7 +138,7 @@ def stuck_error(
         where, cure = f"at its floor, {floor:g}", "No smaller scale would cure this"
     return LossScaleError(
         f"step({type(optimizer).__name__}): gradients were not finite {times} times in a row, and {whose} {where}; "
-        f"first affected: {', '.join(names[:5]) or 'none any more'}{more}. {cure}: look for NaN or huge values in the "
+        f"first affected: {some(names) or 'none any more'}. {cure}: look for NaN or huge values in the "
         "data and the loss, lower the learning rate, use a bf16 plan, or keep these modules in fp32 with "
         "Region(path, compute='fp32')."
     )

@@ -85,12 +85,7 @@ class ScaleState:
 
 
 def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> ScaleState:
-    """The state after one update.
-
-    Args:
-        state: Before it.
-        found_inf: Whether a gradient of the update was not finite.
-        policy: The rule's constants.
+    """The state after one update, in which a gradient was not finite or all were.
 
     Returns:
         The state that the device would hold, bit for bit: products are rounded to fp32.

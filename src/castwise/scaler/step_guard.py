@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.errors import NonFiniteError
+from castwise.plans.text import some
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
@@ -199,7 +200,7 @@ class StepGuard(GradScaler):
         finally:
             take_back(optimizer)
         if first:
-            gradients.forget_unwritten(optimizer, flags)
+            gradients.forget_unwritten(optimizer, flags.values())
         result = StepResult(list(flags.values()))
         self._on_their_way.append((weakref.ref(optimizer), result))
         return result
@@ -229,9 +230,8 @@ class StepGuard(GradScaler):
         if not self._refuse and times < self._patience:
             return
         names = self.non_finite_params(optimizer)
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         whose = (
-            f"those of {', '.join(names[:5])}{more}"
+            f"those of {some(names)}"
             if names
             else "those of another rank, or cleared since, or finite ones whose norm is not"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,16 +15,15 @@ from castwise.errors import LossScaleError, NonFiniteError, StateError
 from castwise.scaler import gradients
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.losses import DEFAULT
-from castwise.scaler.result import StepResult, read_on_host
-from castwise.scaler.step_guard import StepGuard, hand_over, take_back
+from castwise.scaler.result import StepResult
+from castwise.scaler.step_guard import take_back
 
 __all__ = ["Window"]
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Marks = tuple[
-    list[int], list[int]
-]  # by parameter: its gradient's id, and how often that had been written to
-_Ends = tuple[TensorWeakRef, TensorWeakRef]  # the first gradient and the last
+_Marks = tuple[list[int], list[int]]
+"""By parameter: its gradient's id, and how often that had been written to."""
+_Ends = tuple[TensorWeakRef, TensorWeakRef]
+"""The first gradient and the last."""
 
 
 class Window:
@@ -51,26 +49,30 @@ class Window:
         self.scaler = scaler
         self._optimizers = optimizers
         self._strays = strays
-        self._stray: list[TensorWeakRef] = []  # gradients with the scale in them that are no optimizer's here
-        self._scales = scaler.is_enabled()
+        self._stray: list[TensorWeakRef] = []
+        """Gradients with the scale in them that are no optimizer's here."""
+        self.scales = scaler.is_enabled()
         self._owners: dict[int, tuple[_Marks, _Ends]] = {}
-        self._lent = False  # a backward from a scaled loss that was handed out has begun, and goes anywhere
-        self._task = -1  # that backward
-        self.settled = not self._scales
+        self._lent = False
+        """Whether a backward from a scaled loss that was handed out has begun, and goes anywhere."""
+        self._task = -1
+        """That backward."""
+        self.settled = not self.scales
         """Whether gradients may be added: all that are held are at the scale of the window, which is not over."""
         self.in_backward = False
         """Whether the session's own backward runs, so that gradients are scaled before it has ended."""
-        self._stepped = False
-        scaler.is_over = lambda: self._stepped
-        # Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
-        # parameters may join, before the step.
+        self.stepped = False
+        """Whether the window is over: its scale moves when the next one opens."""
+        scaler.is_over = lambda: self.stepped
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
-        self._stepping: set[int] = set()  # optimizers whose step goes through here
-        self._hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._looked_after: set[int] = (
-            set()
-        )  # optimizers with a hook behind the step, put on when it is needed
-        self._skipped = 0
+        """Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
+        parameters may join, before the step."""
+        self.stepping: set[int] = set()
+        """Optimizers whose step goes through here."""
+        self.hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By optimizer, parameters and what a step that somebody else makes must not see on them."""
+        self.skips = 0
+        """Steps that the host knows to have been skipped."""
         self._unread: torch.Tensor | None = None
 
     # --- opening ----------------------------------------------------------------------------------------------
@@ -78,14 +80,13 @@ class Window:
     def open(self, name: str = DEFAULT, *, lend: bool = False) -> None:
         """Before gradients are added: move the scale if there was a step, and bring what is held to it.
 
-        Args:
-            name: The loss whose scale the window will have if it is a new one.
-            lend: The scaled loss is handed out, so that whoever holds gradients later may have them from it.
+        A new window has the scale of the loss called ``name``. ``lend``: the scaled loss is handed out, so that
+        whoever holds gradients later may have them from it.
         """
         if not self.settled or self._holds_plain():
             self._by_hand.clear()
-            self._hidden.clear()  # of steps that raised: who goes on to a backward is done with them
-            if self._scales:
+            self.hidden.clear()  # of steps that raised: who goes on to a backward is done with them
+            if self.scales:
                 self._settle(name)
             else:
                 self.scaler.forget()
@@ -95,8 +96,8 @@ class Window:
 
     def _holds_plain(self) -> bool:
         """Whether somebody's gradients came from a backward without the scale since the window was opened."""
-        return self._scales and any(
-            not self._is_scaled(optimizer) and gradients.lie_on(optimizer) for optimizer in self._optimizers()
+        return self.scales and any(
+            not self.is_scaled(optimizer) and gradients.lie_on(optimizer) for optimizer in self._optimizers()
         )
 
     def _settle(self, name: str) -> None:
@@ -106,9 +107,9 @@ class Window:
         for optimizer in self._optimizers():
             grads = gradients.held(optimizer)
             if grads:
-                of = scaled if self._is_scaled(optimizer) else plain
+                of = scaled if self.is_scaled(optimizer) else plain
                 of.update((id(grad), grad) for grad in grads)
-        if self._stepped:
+        if self.stepped:
             old = scaler.scale_tensor().clone() if scaled else None
             if scaler.optimizer_states:  # none where a state was loaded into the scaler since
                 scaler.update()
@@ -116,7 +117,7 @@ class Window:
         else:
             old = None
             scaler.forget()
-        self._stepped = self._lent = False
+        self.stepped = self._lent = False
         if plain or old is not None:
             if scaler.opened_by is None:
                 scaler.opened_by = name
@@ -144,7 +145,7 @@ class Window:
 
         Without a graph it is the scale that is asked for, to be brought in by hand, so from now on.
         """
-        if self._scales:
+        if self.scales:
             if scaled.requires_grad and not torch.compiler.is_compiling():
                 scaled.register_hook(self._begin)
             else:
@@ -171,7 +172,8 @@ class Window:
         marks, ends = self._owners.get(key, (None, ()))
         return marks if any(end() is not None for end in ends) else None
 
-    def _is_scaled(self, optimizer: Optimizer) -> bool:
+    def is_scaled(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients of one of the window's optimizers hold its scale."""
         key = id(optimizer)
         if self._marks_of(key) is not None or self._runs():
             return True
@@ -182,16 +184,14 @@ class Window:
     def unscale_(self, optimizer: Optimizer, *, by_hand: bool = False) -> None:
         """Bring an optimizer's gradients to a scale of one and look for infinities; nothing where both was done.
 
-        Args:
-            optimizer: Whose gradients.
-            by_hand: They may be changed before the step, which is to look at them again.
+        ``by_hand``: they may be changed before the step, which is to look at them again.
 
         Raises:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
-        if (self._scales and self._check(optimizer, "unscale_ by hand" if by_hand else "unscale_")) or (
-            not self._scales and not scaler.is_unscaled(optimizer)
+        if (self.scales and self._check(optimizer, "unscale_ by hand" if by_hand else "unscale_")) or (
+            not self.scales and not scaler.is_unscaled(optimizer)
         ):
             self.settled = False
             scaler.unscale_(optimizer)
@@ -236,7 +236,7 @@ class Window:
             return False  # unscaled already, and stepped perhaps
         marks = self._marks_of(id(optimizer))
         replaced = marks is None and id(optimizer) in self._owners and gradients.lie_on(optimizer)
-        if marks is None and not runs and not replaced and not self._is_scaled(optimizer):
+        if marks is None and not runs and not replaced and not self.is_scaled(optimizer):
             if gradients.lie_on(optimizer):
                 raise StateError(
                     f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
@@ -259,9 +259,7 @@ class Window:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Unscale where that was not done, then step, or skip where a gradient is not finite.
 
-        Args:
-            optimizer: Whose step.
-            closure: As for :meth:`GradScaler.step`, with the session's own backward inside.
+        A closure is as for :meth:`GradScaler.step`, with the session's own backward inside.
 
         Raises:
             StateError: Gradients that no scaled loss gave, or that were changed while they were scaled.
@@ -270,33 +268,33 @@ class Window:
         if closure is not None:
             self.open()
             closure = self._wrap(optimizer, closure)
-        elif self._scales:
+        elif self.scales:
             self._get_ready(optimizer)
         elif self._by_hand:
             self._look_again(optimizer)
-        self._stepping.add(id(optimizer))
+        self.stepping.add(id(optimizer))
         try:
             result = self.scaler.take(optimizer, closure)
-            if self._scales:
+            if self.scales:
                 self._owners.pop(id(optimizer), None)
-                self._stepped = True
+                self.stepped = True
         except BaseException as error:
-            if self._scales and closure is None:
+            if self.scales and closure is None:
                 self._take_back(optimizer, owned)
-            self._skipped += isinstance(error, (LossScaleError, NonFiniteError))
+            self.skips += isinstance(error, (LossScaleError, NonFiniteError))
             raise
         finally:
-            self._stepping.discard(id(optimizer))
-            if self._scales:
+            self.stepping.discard(id(optimizer))
+            if self.scales:
                 self.settled = False
         if result is not STEPPED:
-            self._count(result)
+            self.count(result)
         return result
 
     def give_up(self, optimizers: Iterable[Optimizer]) -> None:
         """After a step of several that failed: what was found in gradients holds for these gradients alone."""
         for optimizer in optimizers:
-            if not self._scales:
+            if not self.scales:
                 self.scaler.forget(optimizer)
             elif self.scaler.is_unscaled(optimizer):
                 self._look_at_step(optimizer)
@@ -321,19 +319,17 @@ class Window:
         known, ends = self._by_hand.pop(id(optimizer))
         if ends is not None and all(end() is None for end in ends):  # others lie there, or none
             self.scaler.optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
-        if self._scales:
+        if self.scales:
             if self.scaler.admit is not None:
                 self.scaler.admit(optimizer)
             params = [
                 p for group in optimizer.param_groups for p in group["params"] if id(_stored(p)) not in known
             ]
-            inverse = self.scaler.scale_tensor().double().reciprocal().float()
-            late = [parameter.grad for parameter in params if parameter.grad is not None]
-            gradients.check_and_multiply(late, inverse, inverse.device)
+            self._divide([parameter.grad for parameter in params if parameter.grad is not None])
         self.scaler.note_unscaled(optimizer)
 
     def _wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        if not self._scales:
+        if not self.scales:
             return closure
 
         def evaluate() -> Any:
@@ -348,9 +344,10 @@ class Window:
 
         return evaluate
 
-    def _count(self, result: StepResult) -> None:
+    def count(self, result: StepResult) -> None:
+        """Take note of a step, for :attr:`skipped_steps`."""
         if result.known:
-            self._skipped += result.skipped
+            self.skips += result.skipped
         else:
             flag = result.found_inf
             self._unread = flag if self._unread is None else self._unread + flag
@@ -358,175 +355,38 @@ class Window:
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped so far. Waits for the device where a fused optimizer on it decided."""
-        return self._skipped + (0 if self._unread is None else int(self._unread.item()))
+        return self.skips + (0 if self._unread is None else int(self._unread.item()))
 
-    # --- steps that somebody else makes -----------------------------------------------------------------------
+    # --- what steps of others must not find -------------------------------------------------------------------
 
-    def check_alone(self, optimizer: Optimizer) -> None:
-        """See that no other window scales an optimizer's gradients.
-
-        Raises:
-            StateError: One does.
-        """
-        other = _scaling.get(optimizer)
-        if self._scales and other is not None and other is not self:
-            raise StateError(
-                f"prepare: this {type(optimizer).__name__} is already prepared by another Amp with a loss scale, and one optimizer "
-                "cannot step by two scales. Prepare both models by one Amp, or close() the other first"
-            )
-
-    def watch(self, optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> None:
-        """Look after steps of an optimizer that do not come from here.
-
-        On gradients that are still scaled such a step raises. Where a gradient is not finite the step sees none: torch's
-        optimizers pass over parameters without one.
-
-        Args:
-            optimizer: Whose steps.
-            log: Gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
-                whoever goes on without castwise reads them.
-        """
-        alive, key = weakref.ref(optimizer), id(optimizer)
-
-        def end() -> None:
-            target = alive()
-            if target is not None:
-                _torch.remove_hooks(target, self._before_step, self._after_step)
-            self._looked_after.discard(key)
-            if target is None:
-                return
-            if self._scales:
-                _scaling.pop(target, None)
-                if self._is_scaled(target):
-                    inverse = self.scaler.scale_tensor().double().reciprocal().float()
-                    gradients.check_and_multiply(gradients.held(target), inverse, inverse.device)
-                    self._owners.pop(key, None)
-
-        log(end)
-        if self._scales:
-            _scaling[optimizer] = self
-        optimizer.register_step_pre_hook(self._before_step)
-
-    def look_at_strangers(self, log: Callable[[Callable[[], None]], object]) -> None:
-        """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
-
-        Args:
-            log: Gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
-        """
-        alive = weakref.ref(self)
-
-        def look(optimizer: Optimizer) -> None:
-            window = alive()
-            if window is not None and not window._stepping:
-                window._refuse_stranger(optimizer)
-
-        def end() -> None:
-            _torch.forget_every_step(look)
-            stray, self._stray = self._stray, []
-            grads = [grad for reference in stray if (grad := reference()) is not None]
-            if grads:
-                inverse = self.scaler.scale_tensor().double().reciprocal().float()
-                gradients.check_and_multiply(grads, inverse, inverse.device)
-
-        log(end)
-        _torch.watch_every_step(look)
-
-    def _refuse_stranger(self, optimizer: Optimizer) -> None:
+    def scales_strange(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer that is none of the window's has gradients that hold its scale."""
         if any(known is optimizer for known in self._optimizers()):
-            return
+            return False
         marks = [found for key in self._owners if (found := self._marks_of(key)) is not None]
         scaled = {key for ids, versions in marks for key, v in zip(ids, versions, strict=True) if v >= 0}
         scaled |= {id(grad) for reference in self._stray if (grad := reference()) is not None}
         strays = {id(parameter) for parameter in self._strays()} if self._runs() else ()
-        if any(id(grad) in scaled for grad in gradients.on_each(optimizer)) or any(
+        return any(id(grad) in scaled for grad in gradients.on_each(optimizer)) or any(
             id(p) in strays and p.grad is not None
             for group in optimizer.param_groups
             for p in group["params"]
-        ):
-            raise StateError(
-                f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
-                "this optimizer was not prepared, so that its update would be too large by the scale. Call "
-                "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer)"
-            )
+        )
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
-        if id(optimizer) in self._stepping:
-            return None
-        self._unhide(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            self._guard(optimizer)
-            return None
-
-        def evaluate() -> Any:
-            value = closure()
-            self._guard(optimizer)
-            return value
-
-        if len(args) > 1:
-            return (args[0], evaluate, *args[2:]), kwargs
-        return args, {**kwargs, "closure": evaluate}
-
-    def _guard(self, optimizer: Optimizer) -> None:
-        scaler, key, unscaled = self.scaler, id(optimizer), False
-        if self._scales:
-            if self._is_scaled(optimizer) and gradients.lie_on(optimizer):
-                raise StateError(
-                    f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
-                    "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
-                )
-            scaler.scale_tensor()
-            unscaled = key in scaler.optimizer_states
-            scaler.note_unscaled(optimizer)
-            flags = scaler.optimizer_states[key]["found_inf_per_device"]
-            if unscaled:
-                scaler.optimizer_states[key]["stage"] = OptState.STEPPED
-                self.settled, self._stepped = False, True
-            else:
-                scaler.forget(optimizer)
-        elif isinstance(scaler, StepGuard):
-            flags = scaler.look(optimizer)
+    def let_go(self, optimizer: Optimizer | None = None) -> None:
+        """Bring gradients that hold the scale to a scale of one: an optimizer's, or those that are no optimizer's here."""
+        if optimizer is not None:
+            held = gradients.held(optimizer) if self.is_scaled(optimizer) else []
+            self._owners.pop(id(optimizer), None)
         else:
-            return
-        bad = read_on_host(flags.values())
-        if bad is None and _torch.takes_flag(optimizer):
-            if self._scales and unscaled:
-                scaler.note_outcome(optimizer, None)
-            hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
-            self._look_after(optimizer)
-            self._count(StepResult(list(flags.values()), send=False))
-            return
-        bad = any(flag.item() for flag in flags.values()) if bad is None else bad
-        self._skipped += bad
-        if isinstance(scaler, StepGuard):
-            scaler.count(optimizer, bad)
-        elif unscaled:
-            scaler.note_outcome(optimizer, bad)
-        if bad:
-            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._hidden[key] = [(parameter, parameter.grad) for parameter in params]
-            self.settled = False
-            self._look_after(optimizer)
-            for parameter in params:
-                parameter.grad = None
+            held = [grad for reference in self._stray if (grad := reference()) is not None]
+            self._stray = []
+        if held:
+            self._divide(held)
 
-    def _look_after(self, optimizer: Optimizer) -> None:
-        """Put things back when the step that is about to be made has ended."""
-        if id(optimizer) not in self._looked_after:
-            optimizer.register_step_post_hook(self._after_step)
-            self._looked_after.add(id(optimizer))
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if id(optimizer) not in self._stepping:
-            self._unhide(optimizer)
-            take_back(optimizer)
-
-    def _unhide(self, optimizer: Optimizer) -> None:
-        for parameter, grad in self._hidden.pop(id(optimizer), ()):
-            if parameter.grad is None:
-                parameter.grad = grad
+    def _divide(self, grads: list[torch.Tensor]) -> None:
+        inverse = gradients.inverse(self.scaler.scale_tensor())
+        gradients.check_and_multiply(grads, inverse, inverse.device)
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -540,7 +400,7 @@ class Window:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved scaler's state; gradients that are held keep their meaning."""
-        if not self._scales:
+        if not self.scales:
             return
         self.open()
         self.fed()
@@ -552,10 +412,6 @@ class Window:
             scaler.opened_by = name
             factor = scaler.scale_tensor() / old
             gradients.check_and_multiply(list(held.values()), factor, factor.device)
-
-
-_scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
-"""By optimizer, the window whose loss scale its gradients may hold."""
 
 
 def _marks(grads: list[torch.Tensor | None]) -> _Marks:
@@ -589,5 +445,5 @@ def _stored(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "stored", parameter)
 
 
-for _name in ("open", "fed", "unscale_", "note_norm", "step", "_before_step"):
+for _name in ("open", "fed", "unscale_", "note_norm", "step"):
     _torch.never_trace(getattr(Window, _name))

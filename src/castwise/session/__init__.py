@@ -8,10 +8,6 @@
         amp.step(optimizer, max_norm=1.0)
         optimizer.zero_grad()
 
-Gradients between two updates form a *window* with one scale per named loss. ``step(a)`` and then ``step(b)`` belong
-to the same window; the scale moves once, when the next window opens, at the first ``scale`` or ``backward`` after a
-step. Each optimizer decides to skip by its own gradients; ``step(a, b)`` decides for both together.
-
 ``amp``: the session itself, on one page. ``checks``: what ``prepare`` refuses. ``apply`` and ``storage``: what it changes, through
 ``undo``, the undo log. ``members``: what was prepared. ``guard``: the scaler of a plan. ``wrapping``: what parallel
 wrappers ask of it.

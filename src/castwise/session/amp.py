@@ -15,17 +15,16 @@ from torch.optim import Optimizer
 
 from castwise import _torch, borders, masters, process
 from castwise.canary import check_torch
-from castwise.casting import autocast, frames
-from castwise.casting.context import DEVICE_TYPES, default_device_type
-from castwise.casting.frames import mark_boundary
-from castwise.errors import CheckpointError, DeviceError, PlanError, StateError
+from castwise.casting import autocast, default_device_type, frames
+from castwise.casting.backward import mark_boundary
+from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.parallel import fsdp, wrappers
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
 from castwise.ranks import Agreement
 from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
-from castwise.scaler import GradScaler, StepResult, Window
+from castwise.scaler import GradScaler, StepResult, Watch, Window, gradients
 from castwise.session import storage
 from castwise.session.apply import apply
 from castwise.session.checks import (
@@ -88,19 +87,16 @@ class Amp:
         self._wrapping = Wrapping(members, self._agreement)
         self.plan = as_plan(plan)
         self.device_type = process.device_type_of(device) if device is not None else default_device_type()
-        if self.device_type not in DEVICE_TYPES:
-            raise DeviceError(
-                f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}"
-            )
         process.check_device(self.plan, self.device_type)
         self.scaler = scaler_for(self.plan, self.device_type, self._agreement.agree, nonfinite, patience)
         self.scaler.param_names = self._members.names
         self.scaler.admit = functools.partial(give_late_masters, self.plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
+        self._watch = Watch(self._window)
         self._claim = process.Claim(self.plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
-        self._region: autocast | None = None
+        self._block: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
 
@@ -157,7 +153,7 @@ class Amp:
             )
         for optimizer in optimizers:
             check_optimizer(optimizer, target, self.plan)
-            self._window.check_alone(optimizer)
+            self._watch.check_alone(optimizer)
         check_parameters(target, self.plan)
         check_masters(target, optimizers, self._members)
         if self.scaler.is_enabled():
@@ -175,20 +171,20 @@ class Amp:
                 self._claim.take()
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
             if self.scaler.is_enabled() and not self._members.models:
-                self._window.look_at_strangers(log.callback)
+                self._watch.refuse_strangers(log.callback)
             for optimizer in optimizers:
                 if not self._members.holds(optimizer):
-                    log.callback(_drop, self._members.remove_optimizer, weakref.ref(optimizer))
+                    log.on(optimizer, self._members.remove_optimizer)
                     self._members.add_optimizer(optimizer)
                     if _torch.has_step_hooks(optimizer):
-                        self._window.watch(optimizer, log.callback)
-            log.callback(_drop, self._members.remove, weakref.ref(target))
+                        self._watch.follow(optimizer, log.callback)
+            log.on(target, self._members.remove)
             self._members.add(target, root)
-            log.callback(_forget_model, weakref.ref(target))
+            log.on(target, _prepared.pop, None)
             _prepared[target] = self
             wrappers.on_ddp(_meet_ddp)
             self._wrapping.note(target, resolution.plan)
-            log.callback(_reset_root, weakref.ref(self), self._root)
+            log.on(self, setattr, "_root", self._root)
             self._root = self._root or root
             prepared = (model, *optimizers) if optimizers else model
             if self.plan.keeps_masters and not inference:
@@ -213,16 +209,16 @@ class Amp:
         return resolve(self.plan, model, self.device_type, part=part, inference=inference)
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
-        """The plan's casting as a region, for code outside a prepared module: a loss, a function.
+        """The plan's casting as a block, for code outside a prepared module: a loss, a function.
 
         Args:
             enabled: False for an fp32 island.
             cache_enabled: As in :class:`castwise.autocast`.
         """
         if enabled and cache_enabled is None:
-            if self._region is None:
-                self._region = autocast(self.plan, device_type=self.device_type)
-            return self._region
+            if self._block is None:
+                self._block = autocast(self.plan, device_type=self.device_type)
+            return self._block
         return autocast(self.plan, enabled=enabled, cache_enabled=cache_enabled, device_type=self.device_type)
 
     # --- losses -------------------------------------------------------------------------------------------
@@ -308,7 +304,7 @@ class Amp:
         self._window.open()
         scale = self.scaler.scale_tensor()
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
-        inverse = scale.double().reciprocal().float()
+        inverse = gradients.inverse(scale)
         return tuple(g if g is None else (g.float() if g.dtype in LOW_DTYPES else g) * inverse for g in grads)
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -362,19 +358,13 @@ class Amp:
         if look:
             wanted = {id(parameter) for parameter in params}
             for optimizer in self._members.optimizers:
-                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-                held |= {
-                    id(masters.model_param_of(p)) for group in optimizer.param_groups for p in group["params"]
-                }
-                if wanted & held:
+                held = [p for group in optimizer.param_groups for p in group["params"]]
+                if wanted & {id(p) for own in held for p in (own, masters.model_param_of(own))}:
                     self._window.unscale_(optimizer, by_hand=True)
         return params
 
     def step(
-        self,
-        *optimizers: Optimizer,
-        max_norm: float | None = None,
-        closure: Callable[[], Any] | None = None,
+        self, *optimizers: Optimizer, max_norm: float | None = None, closure: Callable[[], Any] | None = None
     ) -> StepResult:
         """Unscale, agree, clip, then step, or skip where a gradient is not finite.
 
@@ -563,7 +553,7 @@ class Amp:
         and process-wide settings. What an entry of the undo log fails at does not keep the others from being undone.
         """
         self._undo.close()
-        self._region = self._root = None
+        self._block = self._root = None
         self._wrapping.forget()
 
     def __reduce__(self) -> NoReturn:
@@ -584,27 +574,9 @@ class Amp:
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
 
 
-def _drop(remove: Callable[[Any], None], reference: weakref.ref[Any]) -> None:
-    target = reference()
-    if target is not None:
-        remove(target)
-
-
-def _reset_root(reference: weakref.ref[Amp], root: borders.Border | None) -> None:
-    amp = reference()
-    if amp is not None:
-        amp._root = root
-
-
-def _forget_model(reference: weakref.ref[nn.Module]) -> None:
-    model = reference()
-    if model is not None:
-        _prepared.pop(model, None)
-
-
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
     for inner in module.modules():
         amp = _prepared.get(inner)
         if amp is not None:
-            amp._undo.callback(_drop, amp._wrapping.leave_ddp, weakref.ref(module))
+            amp._undo.on(module, amp._wrapping.leave_ddp)
             amp._wrapping.join_ddp(ddp, module)

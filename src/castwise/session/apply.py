@@ -42,39 +42,35 @@ def apply(
 ) -> Border:
     """Put borders on a model, store its tensors, and give its optimizers masters and fused kernels.
 
-    Args:
-        model: What was resolved and checked.
-        optimizers: Those that update it, checked.
-        resolution: Of the plan for the model.
-        dtypes: Of the tensors that are to be stored otherwise.
-        device_type: Where the model runs.
-        methods: Names of methods that run by the plan too.
-        inference: Nothing is trained.
-        log: Gets what undoes each change.
+    Model, optimizers and ``methods`` have been checked, and ``dtypes`` has the tensors that are to be stored
+    otherwise. Under ``inference`` nothing is trained. The log gets what undoes each change.
 
     Returns:
         The border around the model.
     """
     plan = resolution.plan
     alive = weakref.ref(model)
-    held = [weakref.ref(optimizer) for optimizer in optimizers]
     # a copy of a prepared model brings the original's borders along
     borders.strip(model, log.callback)
     tracing.get_ready_for_compile()
     _torch.forget_compiled(model)
-    root, _ = borders.install(model, resolution, device_type, methods, sync, log.callback)
-    restrided = held if plan.memory_format == "channels_last" else []
-    log.callback(_restride, restrided)
+    root = borders.install(model, resolution, device_type, methods, sync, log.callback)
+    restrided = optimizers if plan.memory_format == "channels_last" else ()
+    for optimizer in restrided:
+        log.on(optimizer, masters.restride_state)
     changed = [
         weakref.ref(parameter)
         for parameter in model.parameters()
         if parameter in dtypes and not (plan.keeps_masters and parameter.requires_grad)
     ]
-    log.callback(storage.follow_state, held, changed)
+    for optimizer in optimizers:
+        log.on(optimizer, storage.follow_state, changed)
     storage.store(model, plan, dtypes, log)
-    storage.follow_state(held, changed)
-    _restride(restrided)
-    log.callback(_detach, alive, held)
+    for optimizer in optimizers:
+        storage.follow_state(optimizer, changed)
+    for optimizer in restrided:
+        masters.restride_state(optimizer)
+    log.callback(_detach, alive, [weakref.ref(optimizer) for optimizer in optimizers])
     for optimizer in optimizers:
         if plan.keeps_masters:
             _kept.setdefault(model, []).append(masters.attach(optimizer, model))
@@ -100,13 +96,6 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
             attachment.leave(model)
     if model is not None:
         _kept.pop(model, None)
-
-
-def _restride(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-    for reference in optimizers:
-        optimizer = reference()
-        if optimizer is not None:
-            masters.restride_state(optimizer)
 
 
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer) -> None:

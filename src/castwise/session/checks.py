@@ -14,8 +14,8 @@ from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
 from castwise.plans.formats import LOW_DTYPES
-from castwise.plans.parts import shown
 from castwise.plans.plan import Plan
+from castwise.plans.text import shown, some
 from castwise.ranks import ALONE
 from castwise.session.members import Members
 
@@ -160,9 +160,8 @@ def check_parameters(model: nn.Module, plan: Plan) -> None:
     for dtype, names in low.items():
         short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
         instead = f"{short}-master" if dtype is torch.bfloat16 or plan.compute == "fp16" else "bf16-master"
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise PlanError(
-            f"prepare: the plan {plan} keeps parameters in fp32, but {', '.join(names[:3])}{more} are stored in "
+            f"prepare: the plan {plan} keeps parameters in fp32, but {some(names, 3)} are stored in "
             f"{short}: their updates and gradients would be {short}. Use the plan {instead!r} (fp32 masters in the "
             "optimizer), or call model.float() before the optimizer is made."
         )

@@ -20,14 +20,7 @@ _ALLOWED = ("skip", "raise", "allow")
 def scaler_for(
     plan: Plan, device_type: str, agree: Callable[[torch.Tensor], torch.Tensor], nonfinite: str, patience: int
 ) -> GradScaler:
-    """The scaler for a plan.
-
-    Args:
-        plan: Whose loss scale.
-        device_type: Of the gradients.
-        agree: Makes a flag that of all ranks.
-        nonfinite: As for :class:`castwise.Amp`.
-        patience: As for :class:`castwise.Amp`.
+    """The scaler for a plan; ``agree`` makes a flag that of all ranks, the rest is as for :class:`castwise.Amp`.
 
     Raises:
         PlanError: A value that is not allowed, or not with this plan.
@@ -59,10 +52,6 @@ def scaler_for(
 
 def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
     """Give masters to parameters that were added or unfrozen since the last step, before their gradients are unscaled.
-
-    Args:
-        plan: Of the session.
-        optimizer: Whose parameters.
 
     Returns:
         Whether there were any.

@@ -19,23 +19,20 @@ class Members:
     """Models and optimizers of one session, in the order in which they were prepared."""
 
     def __init__(self) -> None:
-        self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self.roots: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
-        """The border around each model."""
+        """The models, and the border around each."""
         self._strays: list[torch.Tensor] | None = None
 
     def add(self, model: nn.Module, root: Border) -> None:
         """Take a model in."""
-        self._models.append(weakref.ref(model))
-        self._strays = None
         self.roots[model] = root
+        self._strays = None
 
     def remove(self, model: nn.Module) -> None:
         """Let a model go."""
-        self._models = [known for known in self._models if known() is not model]
-        self._strays = None
         self.roots.pop(model, None)
+        self._strays = None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer in."""
@@ -55,7 +52,7 @@ class Members:
     @property
     def models(self) -> list[nn.Module]:
         """Those that are alive."""
-        return [model for known in self._models if (model := known()) is not None]
+        return list(self.roots)
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -84,20 +84,16 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
 def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog) -> None:
     """Store tensors in the given dtypes and in the plan's memory format, in place: every reference to them stays good.
 
-    What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it.
-
-    Args:
-        model: Whose tensors they are.
-        plan: Says the memory format.
-        dtypes: Of those that change.
-        log: Gets what undoes each change.
+    What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it. The log gets
+    what undoes each change.
     """
     for _, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
         strides = plan.memory_format == "channels_last" and tensor.dim() == 4
         if dtype is tensor.dtype and not strides:
             continue
-        log.callback(_as_before(tensor))
+        grad_dtype = tensor.grad_dtype if tensor.is_leaf else None
+        log.on(tensor, _as_before, tensor.dtype, tensor.stride(), grad_dtype)
         if dtype is not tensor.dtype:
             masters.store(tensor, dtype)
         if strides and not hasattr(tensor, "device_mesh"):
@@ -105,13 +101,10 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
 
 
 def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
-    """Let memory go that remembered values take under a plan without masters.
+    """Let memory go that remembered values of these tensors take under a plan without masters.
 
-    Those of trained parameters go for good. What stays as it is comes back whole by ``close``; its values wait on the host.
-
-    Args:
-        tensors: What was stored otherwise.
-        inference: Nothing is trained.
+    Those of trained parameters go for good. What stays as it is, under ``inference`` all, comes back whole by
+    ``close``; its values wait on the host.
     """
     for tensor in tensors:
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and not inference
@@ -121,34 +114,22 @@ def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
             masters.remember_original(tensor, values.cpu())
 
 
-def _as_before(tensor: Tensor) -> Callable[[], None]:
-    """What gives a tensor the dtype and the strides back that it has now, and what it held as far as that is known."""
-    alive = weakref.ref(tensor)
-    dtype, stride, grad_dtype = tensor.dtype, tensor.stride(), tensor.grad_dtype if tensor.is_leaf else None
-
-    def restore() -> None:
-        target = alive()
-        if target is None:
-            return
-        masters.restore(target)
-        if target.dtype is not dtype:
-            masters.store(target, dtype)
-            masters.forget_original(target)
-        if target.stride() != stride and not hasattr(target, "device_mesh") and target.dim() == len(stride):
-            data = torch.empty_strided(target.shape, stride, dtype=dtype, device=target.device)
-            target.data = data.copy_(target.data)
-        if target.is_leaf:
-            masters.fit_grad(target, grad_dtype)
-
-    return restore
-
-
-def follow_state(
-    optimizers: Iterable[weakref.ref[Optimizer]], params: Iterable[weakref.ref[nn.Parameter]]
+def _as_before(
+    tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...], grad_dtype: torch.dtype | None
 ) -> None:
+    """Give a tensor the dtype and the strides back that it had, and what it held as far as that is known."""
+    masters.restore(tensor)
+    if tensor.dtype is not dtype:
+        masters.store(tensor, dtype)
+        masters.forget_original(tensor)
+    if tensor.stride() != stride and not hasattr(tensor, "device_mesh") and tensor.dim() == len(stride):
+        data = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
+        tensor.data = data.copy_(tensor.data)
+    if tensor.is_leaf:
+        masters.fit_grad(tensor, grad_dtype)
+
+
+def follow_state(optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]) -> None:
     """Give the optimizer state of parameters without masters their dtype, as the kernels of optimizers want it."""
     alive = [parameter for ref in params if (parameter := ref()) is not None]
-    for reference in optimizers:
-        optimizer = reference()
-        if optimizer is not None:
-            masters.move_state(optimizer, dict(zip(alive, alive, strict=True)))
+    masters.move_state(optimizer, dict(zip(alive, alive, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,10 @@ class UndoLog:
     def callback(self, function: Callable[..., object], /, *args: Any) -> None:
         """Have ``function(*args)`` called when the log is replayed."""
         self._entries.append(functools.partial(function, *args))
+
+    def on(self, target: object, function: Callable[..., object], /, *args: Any) -> None:
+        """Have ``function(target, *args)`` called when the log is replayed, if there still is a target: it is not held."""
+        self._entries.append(functools.partial(_on, weakref.ref(target), function, args))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[UndoLog]:
@@ -68,3 +73,9 @@ class UndoLog:
                 interrupted = entry
         if failed is not None:
             raise failed
+
+
+def _on(reference: weakref.ref[object], function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    target = reference()
+    if target is not None:
+        function(target, *args)

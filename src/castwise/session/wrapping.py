@@ -22,12 +22,7 @@ __all__ = ["Wrapping"]
 
 
 class Wrapping:
-    """What the models of one session are wrapped in.
-
-    Args:
-        members: What the session has prepared.
-        agreement: Its ranks.
-    """
+    """What the models of one session are wrapped in."""
 
     def __init__(self, members: Members, agreement: Agreement) -> None:
         self._members, self._agreement = members, agreement

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from castwise.errors import DeviceError, PlanError
 from castwise.fused import can_fuse
@@ -21,48 +20,41 @@ from castwise.plans.rules import UNFUSED, base_table
 from castwise.process import check_device
 
 __all__ = [
-    "FORMATS",
-    "check_formats",
-    "name_of",
-    "numerics_of",
-    "simplicity",
-    "whole_step_plans",
-    "with_operators_as_is",
-]
+    "FORMATS", "check_formats", "name_of", "numerics_of", "simplicity", "whole_step_plans", "with_operators_as_is",
+]  # fmt: skip
 
 FORMATS = ("fp32", "tf32", *LOW)
 """Formats that a search may choose from, the simplest first."""
 
 
-def check_formats(formats: Iterable[str], goal: str, call: str = "tune") -> tuple[str, ...]:
+def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
     """The formats that a user allows, without repetition, in the order of ``FORMATS``.
 
     fp32 is always among them but for ``goal="numerics"``, which takes one low format.
 
     Raises:
-        PlanError: A name that is none, or not one low format for ``numerics``; it names the caller.
+        PlanError: A name that is none, or not one low format for ``numerics``.
     """
     given = (formats,) if isinstance(formats, str) else tuple(formats)
     for name in given:
         if name not in FORMATS:
-            raise PlanError(f"{call}(formats={given!r}): {name!r} is not one of {', '.join(FORMATS)}")
+            raise PlanError(f"tune(formats={given!r}): {name!r} is not one of {', '.join(FORMATS)}")
     if goal == "numerics":
         low = [name for name in dict.fromkeys(given) if name in LOW]
         if len(low) != 1:
             raise PlanError(
-                f"{call}(goal='numerics', formats={given!r}): give the one low format that the model is to run in, "
+                f"tune(goal='numerics', formats={given!r}): give the one low format that the model is to run in, "
                 "formats=('bf16',) or ('fp16',)"
             )
         return tuple(low)
     if not given:
-        raise PlanError(f"{call}(formats=()): give at least one of {', '.join(FORMATS)}")
+        raise PlanError(f"tune(formats=()): give at least one of {', '.join(FORMATS)}")
     return tuple(name for name in FORMATS if name in given or name == "fp32")
 
 
 def whole_step_plans(
     formats: Sequence[str],
     device: torch.device,
-    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     has_images: bool,
@@ -73,8 +65,7 @@ def whole_step_plans(
 
     Args:
         formats: As :func:`check_formats` returns them.
-        device: Where the model is to run.
-        model: Whose parameters they are.
+        device: That the model is to run on.
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
         goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
@@ -112,17 +103,13 @@ def whole_step_plans(
     ]
     if unfused:
         numerics += [dataclasses.replace(p, ops=(*p.ops, *unfused)) for p in numerics if p.autocasts]
-    layouts = ("as_is", "channels_last") if has_images and _has_convolution(model) else ("as_is",)
+    layouts = ("as_is", "channels_last") if has_images else ("as_is",)
     steps = ("as_given", "fused") if can_fuse(optimizer) and not _is_fused(optimizer) else ("as_given",)
     plans = [
         dataclasses.replace(plan, memory_format=layout, optimizer=step)
         for plan, layout, step in itertools.product(numerics, layouts, steps)
     ]
     return sorted(plans, key=simplicity), dropped
-
-
-def _has_convolution(model: nn.Module) -> bool:
-    return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,10 +16,11 @@ from typing import Self
 
 import torch
 
-from castwise.measure import ranks, stats
+from castwise.measure import stats
 from castwise.measure.failures import unfit
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
-from castwise.measure.timing import Lap, paired, race
+from castwise.measure.timing import Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.axes import simplicity
 from castwise.workload import Workload
@@ -49,22 +50,25 @@ class Entry:
         plan: What it trains by.
         times_s: Seconds per step, per round; None in rounds without it.
         reason: Why it left, empty while it is in.
+        behind: Whether it left since another was faster, and nothing else speaks against it.
         losses: Of the steps it trained.
     """
 
     plan: Plan
     times_s: list[float | None] = field(default_factory=list)
     reason: str = ""
+    behind: bool = False
     losses: list[float] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
         """Rounds it was timed in."""
-        return sum(t is not None for t in self.times_s)
+        return len(self.lap.seconds)
 
-    def seconds(self) -> list[float]:
-        """Its times."""
-        return [t for t in self.times_s if t is not None]
+    @property
+    def lap(self) -> Lap:
+        """Its times, to be paired with another's."""
+        return Lap(self.times_s)
 
 
 class Contest:
@@ -76,6 +80,7 @@ class Contest:
         seed: Of weights and data.
         compile: Whether models are compiled, as they will be deployed.
         deadline: Clock time (``ranks.now``) after which no further round starts.
+        ranks: Who race together.
         on_progress: Called with what is being done, how much of it is done and how much there is.
 
     Attributes:
@@ -92,6 +97,7 @@ class Contest:
         compile: bool = False,
         deadline: float = math.inf,
         on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+        ranks: Lockstep = BY_ITSELF,
     ) -> None:
         self._workload = workload
         self._device = device
@@ -99,9 +105,9 @@ class Contest:
         self._compile = compile
         self._deadline = deadline
         self._say = on_progress
+        self._ranks = ranks
         self._runs: dict[Plan, TrainingRun] = {}
         self._initial: Mapping[str, torch.Tensor] | None = None
-        self._rounds = 0
         self._block = 0
         self.entries: dict[Plan, Entry] = {BASELINE: Entry(BASELINE)}
         self.steps = 0
@@ -120,10 +126,8 @@ class Contest:
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3) -> list[Plan]:
         """Race plans in heats, fp32 with them, and let go of those that are clearly behind.
 
-        Args:
-            plans: The candidates.
-            keep: Go on until no more than this many are left, or no more can be told apart.
-            rounds: Interleaved rounds in the first heat; each later one has two more.
+        Heats go on until no more than ``keep`` plans are left, or no more can be told apart; the first has so many
+        interleaved ``rounds``, each later one two more.
 
         Returns:
             Those left, the fastest first, fp32 among them if it is.
@@ -136,7 +140,7 @@ class Contest:
             left = self._survivors(field_)
             gone = len(field_) - len(left)
             field_ = left
-            if len(field_) <= keep or (heat and not gone) or ranks.now() > self._deadline:
+            if len(field_) <= keep or (heat and not gone) or self._ranks.now() > self._deadline:
                 break
             for plan in list(self._runs):
                 if plan not in field_ and plan != BASELINE:
@@ -150,7 +154,7 @@ class Contest:
             if plan in (leader, BASELINE) or self._best(plan, leader) * LEAVES > 1.0:
                 left.append(plan)
             else:
-                self.entries[plan].reason = self._not_faster(plan, leader)
+                self.entries[plan].reason, self.entries[plan].behind = self._not_faster(plan, leader), True
         return left
 
     def _best(self, plan: Plan, leader: Plan) -> float:
@@ -168,8 +172,8 @@ class Contest:
 
     def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
         """Race the last plans for longer, with others beside them, if they can run, though they have left."""
-        known = {p: self.entries[p].reason for p in beside if p not in plans and p in self.entries}
-        reasons = {p: why for p, why in known.items() if not why or why.startswith("not faster: takes")}
+        again = [self.entries[p] for p in beside if p not in plans and p in self.entries]
+        reasons = {entry.plan: entry.reason for entry in again if entry.behind or not entry.reason}
         for plan in reasons:
             self.entries[plan].reason = ""
         for plan in [p for p in self._runs if p not in (BASELINE, *plans, *reasons)]:
@@ -181,18 +185,15 @@ class Contest:
     def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1, *, admit_late: bool = True) -> None:
         """Run interleaved rounds, in each of which every plan, and fp32, runs one block of steps.
 
-        Args:
-            plans: Who takes part.
-            rounds: How many.
-            longer: How many times as long as usual blocks are.
-            admit_late: Whether plans that have not run yet may still join after the deadline.
+        Blocks are ``longer`` than usual by this factor; with ``admit_late`` plans that have not run yet may still join after
+        the deadline.
 
         Raises:
             Exception: What fp32 raised: without it there is nothing to compare with.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
-            self.entries.setdefault(plan, Entry(plan))
+            self.entries.setdefault(plan, Entry(plan, [None] * len(self.entries[BASELINE].times_s)))
         new = [plan for plan in field_ if plan not in self._runs and not self.entries[plan].reason]
         for number, plan in enumerate(new):
             if self._too_late(plan, admit_late):
@@ -203,12 +204,12 @@ class Contest:
         racing = [plan for plan in field_ if plan in self._runs]
         block = self._block * longer
         for number in range(rounds):
-            if number and ranks.now() > self._deadline:
+            if number and self._ranks.now() > self._deadline:
                 break
             self._say(f"{len(racing)} plans, {block} steps each", number, rounds)
             laps = race(
                 [(str(i), self._runs[plan]) for i, plan in enumerate(racing)],
-                rounds=1, steps=block, device=self._device, warmup=0, hopeless=math.inf,
+                rounds=1, steps=block, device=self._device, warmup=0, hopeless=math.inf, ranks=self._ranks,
             )  # fmt: skip
             self._book({plan: laps[str(i)] for i, plan in enumerate(racing)})
             self.steps += block * len(racing)
@@ -221,7 +222,7 @@ class Contest:
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
         """Whether a plan stays out for want of time; fp32 never does, nor one that was timed before."""
         entry = self.entries[plan]
-        late = not admit_late and plan != BASELINE and not entry.rounds and ranks.now() > self._deadline
+        late = not admit_late and plan != BASELINE and not entry.rounds and self._ranks.now() > self._deadline
         if late:
             entry.reason = "not tried: the time was spent"
             self._close(plan)
@@ -245,7 +246,8 @@ class Contest:
             self._say(f"first steps of {plan}", number, len(plans))
             base = self._runs[BASELINE]
             others = [(str(plan), self._runs[plan])] if plan != BASELINE else []
-            laps = race([("", base), *others], rounds=1 if others else 2, steps=1, device=self._device)
+            rounds = 1 if others else 2
+            laps = race([("", base), *others], rounds=rounds, steps=1, device=self._device, ranks=self._ranks)
             self.steps += 3 * (1 + len(others))
             lap = laps[str(plan) if others else ""]
             if lap.error is not None:
@@ -257,7 +259,7 @@ class Contest:
             if plan == BASELINE:
                 if lap.error is not None:
                     raise lap.error
-                self._block = max(1, min(16, round(BLOCK_S / min(t for t in lap.times_s if t is not None))))
+                self._block = max(1, min(16, round(BLOCK_S / min(lap.seconds))))
 
     def _open(self, plan: Plan) -> None:
         def build() -> None:  # a run that another rank could not build is closed with the others
@@ -266,7 +268,7 @@ class Contest:
             self._initial = self._initial or run.weights()
 
         try:
-            ranks.together(f"building {plan}", build)
+            self._ranks.at(f"building {plan}").each(build)
         except Exception as error:
             if plan == BASELINE:
                 raise
@@ -301,23 +303,16 @@ class Contest:
 
     # --- comparing ----------------------------------------------------------------------------------------
 
-    def _pairs(self, before: Plan, after: Plan) -> tuple[list[float], list[float]]:
-        a, b = self.entries[before].times_s, self.entries[after].times_s
-        length = max(len(a), len(b))
-
-        def padded(times: list[float | None]) -> Lap:
-            return Lap([*[None] * (length - len(times)), *times])
-
-        return paired(padded(a), padded(b))
-
     def _ratios(self, plan: Plan, over: Plan = BASELINE) -> list[float]:
         """How many times as fast as another a plan was, in each round that both ran."""
-        return [a / b for a, b in zip(*self._pairs(over, plan), strict=True)]
+        both = paired(self.entries[over].lap, self.entries[plan].lap)
+        return [before / after for before, after in zip(*both, strict=True)]
 
     def ratio(self, plan: Plan, over: Plan = BASELINE) -> stats.Ratio | None:
         """How many times as fast as another a plan is, by the rounds that both ran; None without any."""
-        before, after = self._pairs(over, plan) if plan in self.entries and over in self.entries else ([], [])
-        return stats.paired_speedup(before, after) if before else None
+        if plan not in self.entries or over not in self.entries:
+            return None
+        return speedup(self.entries[over].lap, self.entries[plan].lap)
 
     def order(self, plans: Sequence[Plan]) -> list[Plan]:
         """Plans by speed over fp32, the fastest first."""

@@ -13,20 +13,13 @@ from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
 from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
 from castwise.numerics.gradient_range import Histogram, ScaleRange
+from castwise.numerics.parity import Verdict
 
 __all__ = [
-    "Candidate",
-    "Damage",
-    "Evidence",
-    "Histogram",
-    "RegionEvidence",
-    "ScaleRange",
-    "Stage",
-    "Verification",
-]
+    "Candidate", "Damage", "Evidence", "Histogram", "RegionEvidence", "ScaleRange", "Stage", "Verification",
+]  # fmt: skip
 
 Status = Literal["baseline", "chosen", "sound", "rejected"]
-Verdict = Literal["pass", "fail", "undecided"]
 LINES = {"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_FAIL}
 
 
@@ -37,9 +30,7 @@ class Damage:
     Attributes:
         verdict: Judged against the lines of the parity test.
         value: (bias + noise / m) / (signal + data noise / m), with m microbatches per update; infinite where a
-            gradient was not finite.
-        low: Lower end of the bootstrap interval.
-        high: Upper end.
+            gradient was not finite. ``low`` and ``high`` are its bootstrap interval.
         bias: The part of ``value`` that is the same in every batch.
         noise: The part that averages out over batches.
         reason: In a clause, what made the verdict.
@@ -93,16 +84,13 @@ class RegionEvidence:
     Attributes:
         pattern: As a plan's region names it, such as ``blocks.*.norm``.
         kind: Class name of its modules.
-        modules: How many modules it covers.
         parameters: Elements in their parameters.
         format: Format it runs in under the chosen plan.
         reason: Why that, where it is not the plan's own format.
         time_fp32_s: Forward and backward of all its modules in fp32, None where it was not timed alone.
         time_low_s: The same in the plan's compute format, casts at its border included.
         damage: Its share of the damage to the update when it alone runs low, or None where it was not probed alone.
-        share: Its parameters' share of the whole model's damage under the chosen plan: bias and noise together.
-        bias: Bias part of ``share``.
-        noise: Noise part of ``share``.
+        share: Its parameters' share of the whole model's damage under the chosen plan: ``bias`` and ``noise`` together.
         data_noise: Variance of its gradient over batches in the same unit (share of signal + data noise / m).
         grad_largest: Largest magnitude in its output's gradients, unscaled.
         grad_smallest: Magnitude below which lies at most a thousandth of the squared norm of these.
@@ -130,8 +118,7 @@ class Stage:
     """A stage of the search and what it cost.
 
     Attributes:
-        name: ``checks``, ``costs``, ``race``, ``reference``, ``floor``, ``all low``, ``regions``, ``verification``...
-        time_s: Seconds it took.
+        name: Such as ``reference``, ``costs`` or ``race``.
         passes: Forward/backwards spent on numerics; steps of races are not among them.
         steps: Training steps spent on timing.
     """
@@ -147,8 +134,6 @@ class Verification:
     """Short training runs of the chosen plan against fp32, paired by seed.
 
     Attributes:
-        steps: Steps of each run.
-        seeds: How many pairs.
         difference: Mean over pairs of the loss under the plan minus that in fp32, over the last steps.
         upper: Upper 95 % confidence bound of it.
         margin: What it had to stay below.
@@ -170,18 +155,14 @@ class Evidence:
     """All that a search measured.
 
     Attributes:
-        workload: Its name.
-        description: One sentence on it.
         command: What repeats the search.
         goal: ``time``, ``memory`` or ``numerics``.
         formats: Formats that were allowed.
         plan: The chosen plan's line.
-        digest: Its digest.
         compute: The format that it computes in, apart from its regions.
         answer: The result in one sentence.
         complete: False where the search was interrupted or ran out of its budget.
         settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and such.
-        environment: Machine, versions, commit.
         world_size: Ranks that measured together, 1 for a process alone. Every time is the slowest rank's, every peak the
             largest, and every damage the worst.
         candidates: The plans considered, the chosen one first, then by time.

@@ -14,11 +14,7 @@ ATTEMPTS = 3
 
 
 def find_exemptions(search: SearchState) -> None:
-    """Find the regions and settle the plan.
-
-    Args:
-        search: With its reference; ``settings.formats`` names the one low format.
-    """
+    """Find the regions and settle the plan; ``settings.formats`` names the one low format."""
     assert search.numerics is not None
     (low,) = search.settings.formats
     plan = search.scaled(PRESETS[f"{low}-mixed"])

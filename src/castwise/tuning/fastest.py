@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
-from castwise.measure import ranks
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
@@ -20,11 +20,9 @@ from castwise.tuning.axes import (
 )
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Verification
-from castwise.tuning.exempt import MOST_PASSES
 from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
-from castwise.tuning.peaks import measure_peaks, peak_and_simplicity
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
 __all__ = ["find_fastest"]
@@ -43,8 +41,8 @@ def find_fastest(search: SearchState) -> None:
     """Find the plan and settle it."""
     settings, model = search.settings, search.model
     assert model is not None
-    plans, dropped = ranks.same("the candidates", whole_step_plans(
-        settings.formats, search.device, model, search.workload.optimizer(model.parameters()),
+    plans, dropped = search.ranks.at("the candidates").same(whole_step_plans(
+        settings.formats, search.device, search.workload.optimizer(model.parameters()),
         has_images=search.images, goal=settings.goal, used=search.used,
     ))  # fmt: skip
     for name, reason in dropped.items():
@@ -55,7 +53,7 @@ def find_fastest(search: SearchState) -> None:
     deadline = search.start + (RACE_SHARE if settings.goal == "time" else 1.2) * settings.budget_s
     contest = Contest(
         search.workload, search.device, seed=settings.seed, compile=settings.compile, deadline=deadline,
-        on_progress=lambda what, done, total: search.say(search.now, what, done, total),
+        on_progress=lambda what, done, total: search.say(search.now, what, done, total), ranks=search.ranks,
     )  # fmt: skip
     with contest:
         search.contest = contest
@@ -77,13 +75,17 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
-        measure_peaks(search, plans)
-    left = sorted((p for p in plans if p in search.peaks), key=lambda p: peak_and_simplicity(search, p)) or [
-        FP32
-    ]
+        search.measure_peaks(plans)
+
+    def lightness(plan: Plan) -> tuple[float, int]:
+        """Peak memory to within a hundredth, then simplicity; a plan that was not measured comes last."""
+        peak = search.peaks.get(plan)
+        return (math.inf if peak is None else round(math.log(peak) * 100), simplicity(plan))
+
+    left = sorted((p for p in plans if p in search.peaks), key=lightness) or [FP32]
     with search.stage("parity"):
         sound, _ = _sound(search, left)
-    order = sorted(sound, key=lambda p: peak_and_simplicity(search, p))
+    order = sorted(sound, key=lightness)
     _choose(search, order)
     with search.stage("race"):
         contest.run(list(dict.fromkeys([search.chosen, *order[:2]])), FINAL_ROUNDS // 2)
@@ -96,13 +98,12 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     """Drop formats that are faster nowhere, and add candidates with the losing parts in fp32."""
     settings, test = search.settings, search.test
     assert test is not None
-    # a batch may be 4-D, an attention mask for one, where no candidate is channels_last
-    channels_last = any(plan.memory_format == "channels_last" for plan in plans)
-    layout = "channels_last" if channels_last else "as_is"
+    layout = "channels_last" if search.images else "as_is"
     low = [name for name in settings.formats if name in LOW]
     search.costs = measure_costs(
         test.prober.model, search.workload.loss, test.prober.micros[0].batch, search.parts, low, search.device,
-        channels_last=channels_last, budget_s=min(COSTS_S, COSTS_SHARE * settings.budget_s), on_progress=search.tell,
+        channels_last=search.images, budget_s=min(COSTS_S, COSTS_SHARE * settings.budget_s), on_progress=search.tell,
+        ranks=search.ranks,
     )  # fmt: skip
     out = list(plans)
     for name in low:
@@ -112,20 +113,13 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
             reason = f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}"
         if reason:
             search.notes.append(f"{name} was dropped before the race: {reason}.")
-            for plan in out:
-                if plan.compute == name and plan != AUTOCAST:
-                    search.reasons[search.scaled(plan)] = f"not faster: {reason}"
-            out = [plan for plan in out if plan.compute != name or plan == AUTOCAST]
+            out = _without(search, out, name, reason, but=AUTOCAST)
             continue
         if settings.goal == "memory":
             continue
         losers = losing_parts(name, search.costs)
         if hopeless:  # no whole step of it is ever run
-            for plan in out:
-                if plan.compute == name:
-                    why = f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}"
-                    search.reasons[search.scaled(plan)] = f"not faster: {why}"
-            out = [plan for plan in out if plan.compute != name]
+            out = _without(search, out, name, f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}")
         sets = {tuple(losers), tuple(losers[: max(len(hopeless), len(losers) // 2)])} - {()}
         out += [
             exempt(plan, search.parts, patterns)
@@ -137,6 +131,16 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
         # the fused kernel never holds more than the loop it replaces
         out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
     return [search.scaled(plan) for plan in sorted(out, key=simplicity)]
+
+
+def _without(
+    search: SearchState, plans: Sequence[Plan], low: str, why: str, but: Plan | None = None
+) -> list[Plan]:
+    """The plans that compute in another format, or are the one to keep; of the rest it is noted why they are gone."""
+    gone = [plan for plan in plans if plan.compute == low and plan != but]
+    for plan in gone:
+        search.passed_over[search.scaled(plan)] = f"not faster: {why}"
+    return [plan for plan in plans if plan not in gone]
 
 
 def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> list[Plan]:
@@ -168,9 +172,9 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         if plan == FP32:
             sound.append(plan)
             continue
-        left = MOST_PASSES - search.numerics.passes
+        left = search.numerics.left()
         if left < 3 * MICROBATCHES and numerics_of(plan) not in search.findings:
-            search.reasons[plan] = "not tested: the passes for numerics were spent on faster plans"
+            search.passed_over[plan] = "not tested: the passes for numerics were spent on faster plans"
             continue
         found = search.find(plan)
         if found is not None and found.verdict == "pass":
@@ -227,7 +231,7 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
     """Pairs of training runs of a plan and fp32; None without the time for them."""
     settings, contest = search.settings, search.contest
     assert contest is not None
-    a_pair_s = sum(statistics.median(contest.entries[p].seconds()) for p in (FP32, plan))
+    a_pair_s = sum(statistics.median(contest.entries[p].lap.seconds) for p in (FP32, plan))
     room_s = min(TRAINING_SHARE * settings.budget_s, search.left_s())
     steps = settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
     if not steps:
@@ -239,6 +243,7 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
     with search.stage("training runs"):
         return train_pairs(
             search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
+            ranks=search.ranks,
             on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
         )  # fmt: skip
 
@@ -259,5 +264,5 @@ def _lost(search: SearchState, plan: Plan) -> float | None:
         batches = iter(workload.batches(seed))
         return lost_updates(model, workload.loss, batches, workload.optimizer, plan, search.device, seed)
 
-    lost: float | None = ranks.worst("lost updates", share, lambda found: found or 0.0)
+    lost: float | None = search.ranks.at("lost updates").worst(share, lambda found: found or 0.0)
     return lost

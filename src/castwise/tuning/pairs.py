@@ -7,6 +7,7 @@ it. A run never shows that two plans are equal, so what it could have shown is r
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,9 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from castwise.errors import PlanError
-from castwise.measure import ranks
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
-from castwise.numerics.damage import severity
 from castwise.numerics.parity import COMPARABLE, ParityResult
 from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.evidence import Verification
@@ -50,17 +50,11 @@ def train_pairs(
     seeds: int,
     first_seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ranks: Lockstep = BY_ITSELF,
 ) -> Verification:
     """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
 
-    Args:
-        workload: What they train.
-        plan: What one run of each pair trains by.
-        device: Device that both run on.
-        steps: Optimizer steps of each run.
-        seeds: How many pairs, at least 2.
-        first_seed: They count up from here.
-        on_progress: Called with pairs done and pairs in all.
+    ``seeds`` is how many pairs there are, from ``first_seed`` on; ``on_progress`` is told pairs done and pairs in all.
 
     Raises:
         PlanError: Fewer than 5 steps or 2 seeds.
@@ -73,20 +67,13 @@ def train_pairs(
     for number in range(seeds):
         on_progress(number, seeds)
         for one, ends in ((PRESETS["fp32"], reference), (plan, candidate)):
-            run = TrainingRun(workload, one, device, first_seed + number)
-            try:
-                run.before(steps)
-                try:
-                    run.run(steps)
-                finally:
-                    run.after()
+            with contextlib.closing(TrainingRun(workload, one, device, first_seed + number)) as run:
+                run.block(steps)
                 ends.append(statistics.fmean(run.losses[-last:]))
-            finally:
-                run.close()
     on_progress(seeds, seeds)
     verdicts = ("not worse", "not shown", "worse")
-    return ranks.worst(
-        "the losses of training runs", lambda: judge_losses(reference, candidate, steps),
+    return ranks.at("the losses of training runs").worst(
+        lambda: judge_losses(reference, candidate, steps),
         lambda found: (verdicts.index(found.verdict), found.upper),
     )  # fmt: skip
 
@@ -97,8 +84,7 @@ def is_doubtful(found: ParityResult) -> bool:
     The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
     """
     own = max(found.floor, found.repeat)
-    worst = severity(found.damage.value, None if found.adam is None else found.adam.value)
-    return worst <= DOUBT and own <= COMPARABLE * found.damage.value and not found.strayed
+    return found.severity <= DOUBT and own <= COMPARABLE * found.damage.value and not found.strayed
 
 
 def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from castwise.casting import autocast
 from castwise.casting.trees import cast_floating, map_tensors, tensors_in
-from castwise.measure import ranks
 from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.timing import synchronize
 from castwise.numerics.isolation import unspoilt
 from castwise.plans.formats import FORMATS
@@ -86,19 +86,21 @@ def measure_costs(
     channels_last: bool = False,
     budget_s: float = 12.0,
     on_progress: Callable[[str], None] = lambda _what: None,
+    ranks: Lockstep = BY_ITSELF,
 ) -> dict[str, Cost]:
     """Time every part that has no other inside, what has most to do first.
 
     Args:
         model: In fp32, on the device; its modules are copied.
         loss: Called with the model and the batch, to see with which inputs each module is called.
-        batch: One of the workload's, on the device.
+        batch: On the device.
         parts: As :func:`~castwise.tuning.parts.find_parts` gives them.
-        formats: Low formats to time beside fp32.
-        device: That the model is on.
+        formats: Low ones to time beside fp32.
+        device: Of model and batch.
         channels_last: Time modules over images in this memory format.
         budget_s: Once it is spent, remaining modules go without.
         on_progress: Told what is timed.
+        ranks: Who measure together.
 
     Returns:
         Costs by the part's pattern; parts with a module that does not run by itself are missing.
@@ -114,7 +116,7 @@ def measure_costs(
         cost = None
         if ranks.now() - start <= budget_s:
             on_progress(f"{type(call.module).__name__} in {', '.join(call.counts)}")
-            cost = _time(call, formats, device, channels_last)
+            cost = _time(call, formats, device, channels_last, ranks)
         if cost is None:
             without.update(call.counts)
             continue
@@ -154,25 +156,19 @@ def _calls(
     """One call per unique module and input, with how often each part makes it."""
     modules = dict(model.named_modules())
     found: dict[str, _Call] = {}
-    handles = []
-    for part in parts:
-        for path in part.paths:
+    with ExitStack() as hooks, unspoilt(model):
+        for path, pattern in [(path, part.pattern) for part in parts for path in part.paths]:
 
             def hook(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = part.pattern
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pattern: str = pattern
             ) -> None:
                 key = _key(module, args, kwargs)
                 if key not in found:
                     found[key] = _Call(module, *map_tensors(_copy, (args, kwargs)))
                 found[key].counts[pattern] += 1
 
-            handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        with unspoilt(model):
-            loss(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+        loss(model, batch)
     return list(found.values())
 
 
@@ -189,7 +185,9 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> str:
 # --- timing one module ---------------------------------------------------------------------------------------
 
 
-def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool) -> Cost | None:
+def _time(
+    call: _Call, formats: Sequence[str], device: torch.device, channels_last: bool, ranks: Lockstep
+) -> Cost | None:
     """What one call costs in each format; None for a module that does not run by itself."""
 
     def alone() -> tuple[nn.Module, Any, Any, Callable[[], None]]:
@@ -206,24 +204,24 @@ def _time(call: _Call, formats: Sequence[str], device: torch.device, channels_la
         return module, *given, run
 
     try:
-        module, args, kwargs, in_fp32 = ranks.each("a module by itself", alone)
+        module, args, kwargs, in_fp32 = ranks.at("a module by itself").each(alone)
     except Exception:  # it ran within its model: what it needs from there, or cannot be copied, is missing
         return None
     ways: dict[tuple[str, bool], Callable[[], None]] = {("fp32", False): in_fp32}
     reasons: dict[str, str] = {}
     for name in formats:
         try:
-            slowdown = _slowdown_on_a_piece(module, args, kwargs, name, device)
+            slowdown = _slowdown_on_a_piece(module, args, kwargs, name, device, ranks)
             if slowdown > HOPELESS:
                 reasons[name] = f"takes {slowdown:.0f} times as long as fp32"
                 continue
             run = functools.partial(_both, module, args, kwargs, name, device)
-            ways[name, False], ways[name, True] = ranks.each(f"a module in {name}", run)
+            ways[name, False], ways[name, True] = ranks.at(f"a module in {name}").each(run)
         except Exception as error:
             if not cannot_run(error):
                 raise
             reasons[name] = unfit(error)
-    seconds = _interleaved(ways, device)
+    seconds = _interleaved(ways, device, ranks)
     return Cost(
         {name: best for (name, bordered), best in seconds.items() if not bordered},
         {name: best for (name, bordered), best in seconds.items() if bordered},
@@ -248,7 +246,7 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 
 
 def _interleaved(
-    ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device
+    ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device, ranks: Lockstep
 ) -> dict[tuple[str, bool], float]:
     def a_round() -> list[float]:
         seconds = []
@@ -260,7 +258,7 @@ def _interleaved(
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    rounds = [ranks.slowest("a round of a module", a_round) for _ in range(ROUNDS)]
+    rounds = [ranks.at("a round of a module").slowest(a_round) for _ in range(ROUNDS)]
     return {way: min(times) for way, times in zip(ways, zip(*rounds, strict=True), strict=True)}
 
 
@@ -298,7 +296,9 @@ def _as_leaves(cast: Any, original: Any) -> Any:
     return map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point() and trained), cast)
 
 
-def _slowdown_on_a_piece(module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device) -> float:
+def _slowdown_on_a_piece(
+    module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device, ranks: Lockstep
+) -> float:
     """How many times fp32's time a format takes on a small piece of the input; 1 where none can be cut."""
     if low != "fp16" or device.type != "cpu":
         return 1.0
@@ -306,14 +306,14 @@ def _slowdown_on_a_piece(module: nn.Module, args: Any, kwargs: Any, low: str, de
         cut = map_tensors(functools.partial(_piece, features_first=features_first), args)
         plain, reduced = (_runner(module, cut, kwargs, name, False, device) for name in (None, low))
         try:
-            ranks.together("a module on a piece", plain)
+            ranks.at("a module on a piece").each(plain)
         except Exception:  # the module does not take such a piece
             continue
         break
     else:
         return 1.0
-    ranks.together(f"a module on a piece in {low}", reduced)
-    seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device)
+    ranks.at(f"a module on a piece in {low}").each(reduced)
+    seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device, ranks)
     return seconds[low, False] / max(seconds["fp32", False], 2e-5)  # dispatch alone says nothing
 
 

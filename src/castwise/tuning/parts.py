@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,17 +62,19 @@ class Part:
 
 
 class _Attribution(_torch.OperatorMode):
-    """Notes which modules run operators of their own on floating tensors."""
+    """Notes which operators run, and which modules run some of their own on floating tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.running: list[str] = []
+        self.names: set[str] = set()
         self.computes: set[str] = set()
         self.called: set[str] = set()
 
     def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = op(*args, **kwargs)
-        if self.running and op.overloadpacket.__name__ not in _TRIVIAL:
+        out, name = op(*args, **kwargs), op.overloadpacket.__name__
+        self.names.add(name)
+        if self.running and name not in _TRIVIAL:
             results = out if isinstance(out, (tuple, list)) else (out,)
             if any(isinstance(r, Tensor) and r.is_floating_point() for r in results):
                 self.computes.add(self.running[-1])
@@ -79,26 +82,20 @@ class _Attribution(_torch.OperatorMode):
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        for path, module in model.named_modules():
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self.running.pop()
 
-            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-                self.running.append(path)
-                self.called.add(path)
+        with contextlib.ExitStack() as hooks:
+            for path, module in model.named_modules():
 
-            def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-                self.running.pop()
+                def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                    self.running.append(path)
+                    self.called.add(path)
 
-            handles += [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-        try:
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             with self:
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def find_parts(model: nn.Module, forward: Callable[[], Any]) -> tuple[Part, ...]:
@@ -133,7 +130,7 @@ def operators_used(forward: Callable[[], Any]) -> frozenset[str]:
 
     Attention is named as it is called too: with dropout on a CPU it is nothing but its parts.
     """
-    seen, called = _Names(), _Called()
+    seen, called = _Attribution(), _Called()
     with torch.no_grad(), seen, called:
         forward()
     return frozenset(seen.names | called.names)
@@ -150,16 +147,6 @@ class _Called(TorchFunctionMode):
         if getattr(func, "__name__", "") in UNFUSED:
             self.names.add(func.__name__)
         return func(*args, **(kwargs or {}))
-
-
-class _Names(_torch.OperatorMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def handle(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.names.add(op.overloadpacket.__name__)
-        return op(*args, **kwargs)
 
 
 def _numberless(pattern: str) -> str:
@@ -187,21 +174,15 @@ def _structure(module: nn.Module) -> str:
 def _keys(model: nn.Module) -> dict[str, str]:
     """Path -> pattern in which the numbers of structurally equal siblings are a ``*``."""
     keys = {"": f"type:{type(model).__name__}"}
-    patterns = {"": ""}
 
     def walk(module: nn.Module, path: str) -> None:
         children = dict(module.named_children())
-        alike: dict[str, int] = {}
-        for child in children.values():
-            structure = _structure(child)
-            alike[structure] = alike.get(structure, 0) + 1
+        alike = Counter(map(_structure, children.values()))
         for name, child in children.items():
             repeated = name.isdigit() and alike[_structure(child)] == len(children) > 1
             at = f"{path}.{name}" if path else name
-            before = patterns[path]
             step = "*" if repeated else name
-            patterns[at] = f"{before}.{step}" if before else step
-            keys[at] = patterns[at]
+            keys[at] = f"{keys[path]}.{step}" if path else step
             walk(child, at)
 
     walk(model, "")
@@ -218,12 +199,12 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 # --- plans from parts ---------------------------------------------------------------------------------------
 
 
-def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str], compute: str = "fp32") -> Plan:
-    """A plan with regions that keep parts of these patterns in a wider format.
+def exempt(plan: Plan, parts: Sequence[Part], kept: Iterable[str]) -> Plan:
+    """A plan with regions that keep parts of these patterns in fp32.
 
     Where a part has others inside that are not kept, these are given back to the plan's own format.
     """
-    regions = _nested(parts, set(kept), compute, plan.compute)
+    regions = _nested(parts, set(kept), "fp32", plan.compute)
     return dataclasses.replace(plan, regions=(*plan.regions, *regions))
 
 

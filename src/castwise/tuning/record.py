@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping
 
-from castwise.measure import ranks, stats
+from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.numerics.parity import ParityResult
 from castwise.plans.parts import Region
@@ -25,13 +25,14 @@ LAST = 5
 _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "rejected")
 
 
-def evidence(search: Search, command: str) -> Evidence:
-    """All that a search, ended or interrupted, has found so far; ``command`` repeats it."""
+def evidence(search: Search) -> Evidence:
+    """All that a search, ended or interrupted, has found so far."""
     asked, test, plan = dataclasses.asdict(search.settings), search.test, search.chosen
+    where = environment(search.device)
     return Evidence(
         workload=search.workload.name,
         description=search.workload.description,
-        command=command,
+        command=where.command,
         goal=asked.pop("goal"),
         formats=asked.pop("formats"),
         plan=str(plan),
@@ -40,8 +41,8 @@ def evidence(search: Search, command: str) -> Evidence:
         answer=answer(search),
         complete=search.complete,
         settings=asked,
-        environment=environment(search.device, command),
-        world_size=ranks.count(),
+        environment=where,
+        world_size=search.ranks.size,
         candidates=_candidates(search),
         regions=_regions(search),
         histograms=_histograms(search),
@@ -93,11 +94,9 @@ def answer(search: Search) -> str:
 
 
 def _why_fp32(search: Search) -> str:
-    unsound = [
-        plan for plan in search.reasons if not search.reasons[plan].startswith(("not faster", "not tested"))
-    ]
-    if unsound:
-        return f"nothing faster passed ({name_of(unsound[0])}: {search.reasons[unsound[0]]})"
+    if search.reasons:
+        plan, reason = next(iter(search.reasons.items()))
+        return f"nothing faster passed ({name_of(plan)}: {reason})"
     return "no plan was faster by more than the measurement can tell"
 
 
@@ -118,7 +117,8 @@ def _finding(search: Search, plan: Plan) -> ParityResult | None:
 def _candidates(search: Search) -> tuple[Candidate, ...]:
     entries = search.contest.entries if search.contest is not None else {}
     rows = [
-        _candidate(search, plan) for plan in dict.fromkeys([FP32, *entries, *search.reasons, search.chosen])
+        _candidate(search, plan)
+        for plan in dict.fromkeys([FP32, *entries, *search.passed_over, *search.reasons, search.chosen])
     ]
 
     def rank(row: Candidate) -> tuple[int, float]:
@@ -132,7 +132,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
     contest, chosen = search.contest, search.chosen
     entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
     found = _finding(search, plan)
-    why = search.reasons.get(plan) or entry.reason
+    why = search.reasons.get(plan) or search.passed_over.get(plan) or entry.reason
     status: Status = "sound" if not why and found is not None and found.verdict == "pass" else "rejected"
     if plan == chosen:
         status, why = "chosen", "the fastest sound plan" if search.settings.goal == "time" else "chosen"
@@ -140,7 +140,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
         why = contest.reason(plan, chosen)
     if plan == FP32:
         status = "baseline"
-    times, losses = entry.seconds(), entry.losses[-LAST:]
+    times, losses = entry.lap.seconds, entry.losses[-LAST:]
     return Candidate(
         name=name_of(plan), plan=str(plan), status=status, reason=why, rounds=len(times),
         time=stats.summarise(times) if times else None, speedup=_ratio(search, plan, FP32),

@@ -22,23 +22,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from castwise.casting.trees import tensors_in, to_device
+from castwise.casting.trees import to_device
 from castwise.errors import StateError
-from castwise.measure import ranks
 from castwise.measure.steps import build_model
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
-from castwise.numerics.parity import ParityTest, is_adam
+from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
-from castwise.plans.formats import LOW
 from castwise.tuning.axes import name_of, numerics_of
-from castwise.tuning.exempt import NumericsSearch
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
-from castwise.tuning.peaks import measure_peaks
+from castwise.tuning.repair import NumericsSearch
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
 
 __all__ = ["Search", "Settings"]
@@ -60,9 +58,9 @@ class Search(SearchState):
             CastwiseError: The workload cannot be tuned: it fails in fp32, or there is no time.
         """
         settings = self.settings
-        if ranks.count() > 1:
+        if self.ranks.size > 1:
             self.notes.append(
-                f"Measured on {ranks.count()} ranks at once, each with the same weights and batches: times and peak memory "
+                f"Measured on {self.ranks.size} ranks at once, each with the same weights and batches: times and peak memory "
                 "are the slowest and largest rank's, and gradients the worst rank's. What gradients cost on their way "
                 "between ranks is not in the times."
             )
@@ -86,18 +84,17 @@ class Search(SearchState):
                     self._train()
             if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
                 with self.stage("memory"):
-                    measure_peaks(self, list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+                    self.measure_peaks(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
         self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
 
     def _refer(self) -> None:
         """Run fp32 on a few batches, and look at the model."""
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
-        adam = ranks.same("the optimizer", is_adam(workload.optimizer(model.parameters())))
-        low = [name for name in settings.formats if name in LOW]
+        adam = self.ranks.at("the optimizer").same(is_adam(workload.optimizer(model.parameters())))
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
-            call=f"tune({workload.name!r})", dither="fp16" if low == ["fp16"] else "bf16",
+            call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
         )  # fmt: skip
         self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam)
         self.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
@@ -118,12 +115,11 @@ class Search(SearchState):
             return workload.loss(prober.model, micros[0].batch)
 
         seed_all(settings.seed)
-        self.parts = ranks.same("the regions", find_parts(prober.model, step))
-        self.used = ranks.same("the operators", frozenset(operators_used(step)))
-        self.numerics = NumericsSearch(self.test, self.parts, self.tell)
-        self.images = ranks.same(
-            "images", any(t.dim() == 4 and t.is_floating_point() for t in tensors_in(micros[0].batch))
-        ) or any(part.kind.startswith(("Conv2d", "ConvTranspose2d")) for part in self.parts)
+        self.parts = self.ranks.at("the regions").same(find_parts(prober.model, step))
+        self.used = self.ranks.at("the operators").same(operators_used(step))
+        self.numerics = NumericsSearch(self.test, self.parts, self.tell, self.ranks)
+        used = [prober.model.get_submodule(path) for part in self.parts for path in part.paths]
+        self.images = any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in used)
 
     def _second_look(self) -> None:
         """Test the chosen plan once more after some fp32 steps: trained weights differ from fresh ones."""
@@ -145,7 +141,7 @@ class Search(SearchState):
         )
         warm = ParityTest(prober, self.test.per_update, self.test.adam)
         warm.reference(MICROBATCHES)
-        search = NumericsSearch(warm, self.parts, self.tell)
+        search = NumericsSearch(warm, self.parts, self.tell, self.ranks)
         result = search.find(self.chosen)
         trained = self.verification is not None and is_doubtful(result)  # that it trains has been seen
         if result.verdict != "pass" and not trained:
@@ -164,7 +160,7 @@ class Search(SearchState):
         settings = self.settings
         self.verification = train_pairs(
             self.workload, self.chosen, self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
-            first_seed=settings.seed,
+            first_seed=settings.seed, ranks=self.ranks,
             on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
         )  # fmt: skip
         if self.verification.verdict == "worse":

@@ -4,52 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
-from castwise.measure import ranks
+from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.memory import measure_memory
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
-from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.axes import check_formats, name_of, numerics_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
-from castwise.tuning.exempt import NumericsSearch, Repair
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import Part
+from castwise.tuning.repair import NumericsSearch, Repair
 from castwise.workload import Workload
 
 __all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
 
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
+GOALS = ("time", "memory", "numerics")
 MICROBATCHES = 8
+PEAK_S = 8.0
+"""With less time left than this no further process is started that measures peak memory."""
 
 Say = Callable[[str, str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks of a search.
+    """What a user asks of a search: arguments of :func:`castwise.tune`, formats as ``axes.check_formats`` returns them.
 
-    Attributes:
-        formats: Allowed ones, as ``axes.check_formats`` returns them.
-        goal: ``time``, ``memory`` or ``numerics``.
-        accumulate: Microbatches accumulated per update.
-        world_size: Data-parallel ranks.
-        compile: Whether the model will be compiled.
-        warmup_steps: fp32 steps before the second look at the numerics; 0 for none.
-        verify_steps: Steps of the training runs at the end; 0 for none.
-        verify_seeds: How many pairs of them.
-        budget_s: Seconds it may take; what takes part in the race adapts to it.
-        memory: Whether to measure peak memory, a process per plan.
-        seed: Of everything.
+    Raises:
+        PlanError: One out of its range.
     """
 
-    formats: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    formats: Sequence[str] = ("fp32", "bf16", "fp16")
     goal: str = "time"
     accumulate: int = 1
     world_size: int = 1
@@ -61,6 +57,19 @@ class Settings:
     memory: bool = True
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise PlanError(f"tune(goal={self.goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
+        object.__setattr__(self, "formats", check_formats(self.formats, self.goal))
+        for name, least in (
+            ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
+        ):  # fmt: skip
+            check_count("tune", name, getattr(self, name), least)
+        if 0 < self.verify_steps < 5:
+            raise PlanError(f"tune(verify_steps={self.verify_steps}): needs 0, or 5 steps at least")
+        if not self.budget_s > 0:
+            raise PlanError(f"tune(budget_s={self.budget_s!r}): needs a positive number of seconds")
+
 
 @dataclass
 class SearchState:
@@ -69,19 +78,19 @@ class SearchState:
     Attributes:
         workload: What is tuned.
         spec: How another process finds it, where it can.
-        device: Device that everything is measured on.
-        settings: What was asked for.
+        ranks: Who search together.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model in fp32, as the search found it; set by the first stage, as are the next four.
+        model: The model in fp32, as the search found it; set by the first stage, as are the next five.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
         parts: The model's regions.
         used: ATen operators that a training step's forward runs.
-        images: Whether a memory format means anything.
-        costs: Of them, by pattern.
+        images: Whether a memory format means anything: the model convolves over images.
+        costs: Of the parts, by pattern.
         contest: The race; None for ``goal="numerics"``.
         findings: Parity per plan's numerics.
-        reasons: Why a plan was rejected, where the race does not say.
+        reasons: What speaks against a plan, where the race does not say.
+        passed_over: Why a plan was not tried, of which nothing else is known.
         kept: Why the chosen plan keeps parts in fp32.
         peaks: Peak bytes per plan.
         stages: What was done.
@@ -97,6 +106,7 @@ class SearchState:
     device: torch.device
     settings: Settings
     spec: str | None = None
+    ranks: Lockstep = BY_ITSELF
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
     parts: tuple[Part, ...] = ()
@@ -108,6 +118,7 @@ class SearchState:
     numerics: NumericsSearch | None = None
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
     reasons: dict[Plan, str] = field(default_factory=dict)
+    passed_over: dict[Plan, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     peaks: dict[Plan, int] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
@@ -120,11 +131,11 @@ class SearchState:
 
     def __post_init__(self) -> None:
         """Start the clock."""
-        self.start = ranks.now()
+        self.start = self.ranks.now()
 
     def left_s(self) -> float:
         """Seconds of the budget that are left, by rank 0's clock; collective."""
-        return self.settings.budget_s - (ranks.now() - self.start)
+        return self.settings.budget_s - (self.ranks.now() - self.start)
 
     def left_here_s(self) -> float:
         """The same by this process's clock: for progress, which rank 0 alone shows."""
@@ -144,7 +155,7 @@ class SearchState:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Note what is done inside as a stage of the search."""
-        start, passes, ended = ranks.now(), self.passes(), False
+        start, passes, ended = self.ranks.now(), self.passes(), False
         steps = self.contest.steps if self.contest is not None else 0
         self.now = name
         self.say(name, "", 0, 1)
@@ -153,7 +164,7 @@ class SearchState:
             ended = True
         finally:
             after = self.contest.steps if self.contest is not None else 0
-            end = ranks.now() if ended else time.monotonic()  # a rank that fails may be alone in it
+            end = self.ranks.now() if ended else time.monotonic()  # a rank that fails may be alone in it
             self.stages.append(Stage(name, end - start, self.passes() - passes, after - steps))
             self.say(name, "", 1, 1)
 
@@ -168,7 +179,7 @@ class SearchState:
     def scaled(self, plan: Plan) -> Plan:
         """Start a plan's loss scale where the gradients that were seen want it."""
         assert self.test is not None
-        return ranks.same("a loss scale", with_measured_scale(plan, self.test.range))
+        return self.ranks.at("a loss scale").same(with_measured_scale(plan, self.test.range))
 
     def find(self, plan: Plan) -> ParityResult | None:
         """Test a plan on the search's microbatches, once per numerics; None, and a reason, where it cannot run.
@@ -205,6 +216,31 @@ class SearchState:
         if repair.result is not None:
             self.findings[repair.plan] = repair.result
         return repair.plan
+
+    def measure_peaks(self, plans: Sequence[Plan]) -> None:
+        """Measure peak memory of plans that have not been measured yet, each in a process of its own."""
+
+        def measure(plan: Plan) -> int | None:
+            what, seed = self.spec or self.workload, self.settings.seed
+            return measure_memory(what, plan, self.device, seed=seed, inference=False).training_peak_bytes
+
+        for number, plan in enumerate(plans):
+            if plan in self.peaks:
+                continue
+            if self.left_s() < PEAK_S:
+                self.notes.append(
+                    f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                )
+                break
+            self.say(self.now, name_of(plan), number, len(plans))
+            try:
+                here = self.ranks.at(f"the memory of {plan}")
+                peak = here.worst(partial(measure, plan), lambda found: found or 0)
+            except (CastwiseError, OSError) as error:
+                self.notes.append(f"{name_of(plan)}: {error}")
+                continue
+            if peak is not None:
+                self.peaks[plan] = peak
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
         """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""

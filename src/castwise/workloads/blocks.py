@@ -1,9 +1,10 @@
-"""A pre-norm transformer block, shared by the workloads."""
+"""Transformers of pre-norm blocks, which the workloads share, and how they are cut."""
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,7 +14,7 @@ from castwise.errors import WorkloadError
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Attention", "Block", "cut", "inputs", "shards", "target"]
+__all__ = ["Attention", "Block", "Transformer", "cut", "inputs", "shards", "target"]
 
 
 class Attention(nn.Module):
@@ -74,6 +75,53 @@ class Block(nn.Module):
         return out
 
 
+class Transformer(nn.Module):
+    """A model that embeds its input, runs blocks on it and predicts from the last.
+
+    Attributes:
+        BEFORE: Names of what :meth:`embed` uses.
+        AFTER: Names of what :meth:`predict` uses.
+    """
+
+    BEFORE: ClassVar[tuple[str, ...]]
+    AFTER: ClassVar[tuple[str, ...]] = ("norm", "head")
+    blocks: nn.Sequential
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Features ``[batch, length, width]`` of an input."""
+        raise NotImplementedError
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Logits from the features of the last block."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of an input."""
+        return self.predict(self.blocks(self.embed(x)))
+
+
+class _Stage(nn.Module):
+    """Some of a transformer's blocks, with what it does before the first and after the last."""
+
+    def __init__(self, model: Transformer, blocks: nn.Module, first: bool, last: bool) -> None:
+        super().__init__()
+        for name in model.BEFORE if first else ():
+            setattr(self, name, getattr(model, name))
+        self.blocks = blocks
+        for name in model.AFTER if last else ():
+            setattr(self, name, getattr(model, name))
+        kind = type(model)
+        self._embed: Callable[..., Tensor] | None = kind.embed if first else None
+        self._predict: Callable[..., Tensor] | None = kind.predict if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The model's input at the first stage, logits out of the last, features between them."""
+        if self._embed is not None:
+            x = self._embed(self, x)  # which finds by their names in the model what this stage has of it
+        x = self.blocks(x)
+        return x if self._predict is None else self._predict(self, x)
+
+
 def shards(_model: nn.Module) -> dict[str, ParallelStyle]:
     """How tensor parallelism cuts the blocks of a model that calls them ``blocks``: by heads and by hidden features."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -86,26 +134,23 @@ def shards(_model: nn.Module) -> dict[str, ParallelStyle]:
     }
 
 
-def cut(blocks: nn.Sequential, stages: int) -> list[nn.Sequential]:
-    """Cut a model's blocks into the stages of a pipeline, each of which has as many as the others or one less.
-
-    Returns:
-        The blocks of each stage, under their own names.
+def cut(model: nn.Module, stages: int) -> list[nn.Module]:
+    """Cut a transformer into the stages of a pipeline, each of which has as many blocks as the others or one less.
 
     Raises:
         WorkloadError: Fewer blocks than stages.
     """
+    assert isinstance(model, Transformer)
+    blocks = model.blocks
     if len(blocks) < stages:
         raise WorkloadError(
             f"a model of {len(blocks)} blocks cannot be cut into {stages} stages; use more layers or fewer stages"
         )
     borders = [-(-len(blocks) * stage // stages) for stage in range(stages + 1)]
-    parts: list[nn.Sequential] = []
-    for start, stop in itertools.pairwise(borders):
-        part = blocks[start:stop]
-        assert isinstance(part, nn.Sequential)
-        parts.append(part)
-    return parts
+    return [
+        _Stage(model, blocks[start:stop], start == 0, stop == len(blocks))
+        for start, stop in itertools.pairwise(borders)
+    ]
 
 
 def inputs(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:

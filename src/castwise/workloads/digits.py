@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from castwise.errors import WorkloadError
 from castwise.workload import Pipeline, Workload
-from castwise.workloads.blocks import Block, cut, inputs, shards, target
+from castwise.workloads.blocks import Block, Transformer, cut, inputs, shards, target
 
 __all__ = ["DigitsNet", "DigitsViT", "digits", "split"]
 
@@ -23,11 +23,9 @@ HELD_OUT = 360
 
 @functools.cache
 def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The images and their labels, shuffled once and for all.
+    """Training images fp32 ``[1437, 1, 8, 8]`` with mean 0 and variance 1, their labels int64 ``[1437]``, and 360 held out.
 
-    Returns:
-        Training images fp32 ``[1437, 1, 8, 8]`` with mean 0 and variance 1, training labels int64 ``[1437]``, and the
-        same of the 360 held-out images.
+    They are shuffled once and for all.
 
     Raises:
         WorkloadError: scikit-learn is not installed.
@@ -69,13 +67,15 @@ class DigitsNet(nn.Module):
         return logits
 
 
-class DigitsViT(nn.Module):
+class DigitsViT(Transformer):
     """Vision transformer on patches of 2x2 pixels, averaged over positions.
 
     Args:
         width: Features.
         layers: Blocks.
     """
+
+    BEFORE = ("patches", "position")
 
     def __init__(self, width: int = 64, layers: int = 3) -> None:
         super().__init__()
@@ -86,36 +86,15 @@ class DigitsViT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[batch, 10]`` of images ``[batch, 1, 8, 8]``."""
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.position
-        logits: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+    def embed(self, x: Tensor) -> Tensor:
+        """Features of images ``[batch, 1, 8, 8]``."""
+        features: Tensor = self.patches(x).flatten(2).transpose(1, 2) + self.position
+        return features
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Logits ``[batch, 10]``."""
+        logits: Tensor = self.head(self.norm(x).mean(1))
         return logits
-
-
-class _Stage(nn.Module):
-    """Some of the transformer's blocks, with the patches before the first and the head after the last."""
-
-    def __init__(self, model: DigitsViT, blocks: nn.Sequential, first: bool, last: bool) -> None:
-        super().__init__()
-        self.patches = model.patches if first else None
-        self.position = model.position if first else None
-        self.blocks = blocks
-        self.norm = model.norm if last else None
-        self.head = model.head if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images in at the first stage, logits out of the last, features between them."""
-        if self.patches is not None and self.position is not None:
-            x = self.patches(x).flatten(2).transpose(1, 2) + self.position
-        x = self.blocks(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x).mean(1))
-
-
-def _split(model: nn.Module, stages: int) -> list[nn.Module]:
-    assert isinstance(model, DigitsViT)
-    parts = cut(model.blocks, stages)
-    return [_Stage(model, part, part is parts[0], part is parts[-1]) for part in parts]
 
 
 def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -154,9 +133,6 @@ def digits(model: Literal["conv", "vit"] = "conv", width: int | None = None, bat
         width: Channels of the convolutional network (32) or features of the transformer (64).
         batch: Images per batch, at most 1,437.
 
-    Returns:
-        The workload.
-
     Raises:
         WorkloadError: An option out of range.
     """
@@ -175,5 +151,5 @@ def digits(model: Literal["conv", "vit"] = "conv", width: int | None = None, bat
         evaluate=_evaluate,
         description=f"small {kind} (width {width}) on scikit-learn's 8x8 images of digits, {batch} at a time",
         shards=shards if model == "vit" else None,
-        pipeline=Pipeline(_split, inputs, target, functional.cross_entropy) if model == "vit" else None,
+        pipeline=Pipeline(cut, inputs, target, functional.cross_entropy) if model == "vit" else None,
     )

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from castwise.errors import WorkloadError
 from castwise.workload import Pipeline, Workload
-from castwise.workloads.blocks import Block, cut, inputs, shards, target
+from castwise.workloads.blocks import Block, Transformer, cut, inputs, shards, target
 
 __all__ = ["CharGPT", "corpus", "decode", "gpt"]
 
@@ -24,10 +24,7 @@ _VOCABULARY_MULTIPLE = 64
 
 @functools.cache
 def corpus() -> tuple[Tensor, str]:
-    """The text and its alphabet.
-
-    Returns:
-        The characters as int64 indices ``[characters]``, and the alphabet they index, sorted.
+    """The text's characters as int64 indices ``[characters]``, and the alphabet that they index, sorted.
 
     Raises:
         WorkloadError: This Python was built without its documentation.
@@ -57,7 +54,7 @@ def _texts() -> tuple[Tensor, Tensor]:
     return tokens[:border], tokens[border:]
 
 
-class CharGPT(nn.Module):
+class CharGPT(Transformer):
     """Decoder-only transformer with pre-norm blocks and one matrix for embedding and output.
 
     Args:
@@ -67,6 +64,8 @@ class CharGPT(nn.Module):
         heads: Attention heads.
         context: Longest input.
     """
+
+    BEFORE = ("embedding", "position")
 
     def __init__(self, vocabulary: int, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -84,44 +83,15 @@ class CharGPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Predict the next character at every position.
+    def embed(self, x: Tensor) -> Tensor:
+        """Features of characters, int64 ``[batch, length]`` with ``length <= context``."""
+        features: Tensor = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        return features
 
-        Args:
-            tokens: int64 ``[batch, length]``, ``length <= context``.
-
-        Returns:
-            Logits ``[batch, length, vocabulary]``.
-        """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.position(positions)
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
+    def predict(self, x: Tensor) -> Tensor:
+        """Logits ``[batch, length, vocabulary]`` of the next character at every position."""
+        logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-class _Stage(nn.Module):
-    """Some of the blocks, with the embedding before the first and the output after the last."""
-
-    def __init__(self, model: CharGPT, blocks: nn.Sequential, first: bool, last: bool) -> None:
-        super().__init__()
-        self.embedding = model.embedding if first else None
-        self.position = model.position if first else None
-        self.blocks = blocks
-        self.norm = model.norm if last else None
-        self.head = model.head if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Characters in at the first stage, logits out of the last, features between them."""
-        if self.embedding is not None and self.position is not None:
-            x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
-        x = self.blocks(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
-
-
-def _split(model: nn.Module, stages: int) -> list[nn.Module]:
-    assert isinstance(model, CharGPT)
-    parts = cut(model.blocks, stages)
-    return [_Stage(model, part, part is parts[0], part is parts[-1]) for part in parts]
 
 
 def _model(layers: int, width: int, heads: int, context: int) -> CharGPT:
@@ -192,9 +162,6 @@ def gpt(
         batch: Windows per batch.
         lr: Learning rate of AdamW.
 
-    Returns:
-        The workload.
-
     Raises:
         WorkloadError: An option out of range.
     """
@@ -224,5 +191,5 @@ def gpt(
         f"pydoc_data.topics, {batch} windows of {context} characters",
         shards=shards,
         blocks=_blocks,
-        pipeline=Pipeline(_split, inputs, target, _cross_entropy),
+        pipeline=Pipeline(cut, inputs, target, _cross_entropy),
     )

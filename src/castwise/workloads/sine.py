@@ -29,11 +29,7 @@ FREQUENCY = (4.0, 2.0)
 
 
 def grid(size: int) -> Tensor:
-    """Coordinates of pixels, at least 2 per side.
-
-    Returns:
-        fp32 of shape ``[2, size, size]``: x (along the last axis) and y, from 0 to 1 inclusive.
-    """
+    """Coordinates of pixels, at least 2 per side: fp32 ``[2, size, size]``, x (along the last axis) and y, from 0 to 1."""
     line = torch.linspace(0.0, 1.0, size, dtype=torch.float64)
     y, x = torch.meshgrid(line, line, indexing="ij")
     return torch.stack((x, y)).float()
@@ -42,13 +38,7 @@ def grid(size: int) -> Tensor:
 def quantised_wave(size: int, bins: int = 4, frequency: tuple[float, float] = FREQUENCY) -> Tensor:
     """The sum of a cosine along x and one along y, cut into ``bins`` equally wide levels from 0 to 1.
 
-    Args:
-        size: Pixels per side.
-        bins: How many distinct values there are.
-        frequency: Periods along x and along y.
-
-    Returns:
-        fp32 of shape ``[size, size]``.
+    It is fp32 ``[size, size]``; ``frequency`` has periods along x and along y.
     """
     line = torch.linspace(0.0, 1.0, size, dtype=torch.float64)
     across, down = (torch.cos(2.0 * math.pi * f * line) for f in frequency)
@@ -125,9 +115,6 @@ def sine(size: int | None = None, hidden: int = 256, layers: int = 2, bins: int 
         hidden: Channels of the hidden layers.
         layers: Hidden layers after the first convolution.
         bins: Levels of the target, at least 2.
-
-    Returns:
-        The workload.
 
     Raises:
         WorkloadError: An option out of range.

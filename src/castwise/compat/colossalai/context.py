@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from castwise.compat.devices import default_device_type
+from castwise.casting import default_device_type
 from castwise.errors import PlanError, StateError
 
 __all__ = ["Config", "ConfigException", "ParallelContext", "ParallelMode"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from castwise import Amp
+from castwise.casting import default_device_type
 from castwise.compat.colossalai.amp import prepare
 from castwise.compat.colossalai.context import ConfigException, ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
@@ -27,7 +28,6 @@ from castwise.compat.colossalai.logging import get_dist_logger
 from castwise.compat.colossalai.plans import Recipe, fp32_recipe, recipe_of
 from castwise.compat.colossalai.sharding import shard, zero_recipe
 from castwise.compat.colossalai.utils import broadcast_from_first, get_current_device, is_using_ddp
-from castwise.compat.devices import default_device_type
 from castwise.errors import StateError
 
 __all__ = [

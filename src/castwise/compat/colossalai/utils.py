@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from castwise import Amp
+from castwise.casting import default_device_type
 from castwise.checkpoint import load, newest, save
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.coverage import missing_attribute
-from castwise.compat.devices import default_device_type
 from castwise.errors import StateError
 
 __all__ = [

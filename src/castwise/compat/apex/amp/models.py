@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from castwise import Amp, Plan, Region
+from castwise.casting import default_device_type
 from castwise.compat.apex.amp._amp_state import master_params, warn_or_err
 from castwise.compat.apex.amp.ambient import FORMATS
-from castwise.compat.devices import default_device_type
 from castwise.masters import master_of, model_param_of, refresh_master
 
 __all__ = [

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from castwise.measure import ranks
 from castwise.measure.failures import cannot_run, unfit
+from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.damage import severity
 from castwise.numerics.parity import ParityResult, ParityTest
 from castwise.numerics.probes import Probe
@@ -72,11 +72,7 @@ class Repair:
 class NumericsSearch:
     """Judges plans against one reference, and repairs them.
 
-    Args:
-        test: Whose reference has run.
-        parts: The model's parts.
-        on_progress: Told what is being tried.
-        most_passes: Passes in all, those of the reference included.
+    The test's reference has run; ``on_progress`` is told what is being tried; the ranks go by the worst that one finds.
 
     Attributes:
         alone: What is known of single parts that ran low alone, by pattern.
@@ -87,23 +83,19 @@ class NumericsSearch:
         test: ParityTest,
         parts: Sequence[Part],
         on_progress: Callable[[str], None] = lambda _what: None,
-        most_passes: int = MOST_PASSES,
+        ranks: Lockstep = BY_ITSELF,
     ) -> None:
         self._test = test
         self._parts = list(parts)
         self._say = on_progress
-        self._most = most_passes
+        self._ranks = ranks
         self._first = len(test.prober.micros)
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self.alone: dict[str, Blame] = {}
 
-    @property
-    def passes(self) -> int:
-        """Forward/backwards so far."""
-        return self._test.prober.passes
-
-    def _left(self) -> int:
-        return self._most - self.passes
+    def left(self) -> int:
+        """Forward/backwards that it may still take."""
+        return MOST_PASSES - self._test.prober.passes
 
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan on the microbatches of the search.
@@ -120,7 +112,7 @@ class NumericsSearch:
         start = self._first
         if len(prober.micros) < start + self._first:
             self._say("fresh batches in fp32")
-            ranks.together("fresh batches in fp32", lambda: prober.extend(self._first))
+            self._ranks.at("fresh batches in fp32").each(lambda: prober.extend(self._first))
         self._say("fresh batches under the plan")
         return self._judged(plan, range(start, start + self._first))
 
@@ -134,27 +126,21 @@ class NumericsSearch:
         """The worst that ranks in lockstep find; the passes it took are counted alike on all."""
         prober = self._test.prober
         try:
-            found = ranks.worst(what, work, weight)
+            found = self._ranks.at(what).worst(work, weight)
         except Exception:
-            prober.passes = ranks.worst("passes", lambda: prober.passes, int)
+            prober.passes = self._ranks.at("passes").worst(lambda: prober.passes, int)
             raise
-        prober.passes = ranks.worst("passes", lambda: prober.passes, int)
+        prober.passes = self._ranks.at("passes").worst(lambda: prober.passes, int)
         return found
 
     def _badness(self, found: ParityResult) -> tuple[int, float]:
-        size = self._severity_of(found)
+        size = found.severity
         return ("pass", "undecided", "fail").index(found.verdict), math.inf if math.isnan(size) else size
 
     def repair(self, plan: Plan, found: ParityResult | None = None, reserve: int = 0) -> Repair:
-        """Keep as few parts in fp32 as make a plan pass.
+        """Keep as few parts in fp32 as make a plan pass that failed, or, without a finding, could not run.
 
-        Args:
-            plan: One that failed, or cannot run.
-            found: Its finding, None where it could not run.
-            reserve: Passes to leave for what comes after.
-
-        Returns:
-            The repaired plan; its ``result`` says whether it passes.
+        The ``result`` of the repair says whether it passes. So many passes as ``reserve`` are left for what comes after.
 
         Raises:
             Exception: What a part raised in a low format, unless it says that the part cannot run there.
@@ -162,13 +148,13 @@ class NumericsSearch:
         patterns = [part.pattern for part in self._parts]
         kept: dict[str, str] = {}
         order = itertools.count()
-        start = math.inf if found is None else self._severity_of(found)
+        start = math.inf if found is None else found.severity
         queue: list[tuple[float, int, tuple[str, ...]]] = [(-start, next(order), tuple(patterns))]
         result: ParityResult | None = None
         while queue:
             while queue and -sum(weight for weight, _, _ in queue) > SPENT:
                 _, _, group = heapq.heappop(queue)
-                if len(group) == 1 or self._left() < reserve + JOINT + 2 * QUICK:
+                if len(group) == 1 or self.left() < reserve + JOINT + 2 * QUICK:
                     blame = self.alone.get(group[0])
                     for pattern in group:
                         kept[pattern] = _because(blame)
@@ -177,10 +163,10 @@ class NumericsSearch:
                     blame = self._probe(plan, half)
                     heapq.heappush(queue, (-blame.severity, next(order), half))
             repaired = exempt(plan, self._parts, kept)
-            if self._left() < reserve + JOINT and result is not None:
+            if self.left() < reserve + JOINT and result is not None:
                 break
             result = self._joint(repaired)
-            if result is not None and self._severity_of(result) < 1.0:
+            if result is not None and result.severity < 1.0:
                 return self._pruned(plan, kept, result, reserve)
             if not queue:
                 break
@@ -193,11 +179,11 @@ class NumericsSearch:
     def _pruned(self, plan: Plan, kept: dict[str, str], result: ParityResult, reserve: int) -> Repair:
         """Give back what need not be kept, the least suspicious first."""
         for pattern in sorted(kept, key=lambda p: self.alone[p].severity if p in self.alone else 0.0)[:-1]:
-            if self._left() < reserve + JOINT:
+            if self.left() < reserve + JOINT:
                 break
             fewer = {p: why for p, why in kept.items() if p != pattern}
             tried = self._joint(exempt(plan, self._parts, fewer))
-            if tried is not None and self._severity_of(tried) < SPENT:
+            if tried is not None and tried.severity < SPENT:
                 kept, result = fewer, tried
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
@@ -209,9 +195,6 @@ class NumericsSearch:
             if not cannot_run(error):
                 raise
             return None  # more has to be kept
-
-    def _severity_of(self, found: ParityResult) -> float:
-        return severity(found.damage.value, None if found.adam is None else found.adam.value)
 
     def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
         """Run some parts low and the rest in fp32."""

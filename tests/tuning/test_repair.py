@@ -12,8 +12,8 @@ from torch.nn import functional
 from castwise import Plan
 from castwise.numerics.parity import ParityTest
 from castwise.numerics.probes import Prober
-from castwise.tuning.exempt import NumericsSearch
 from castwise.tuning.parts import find_parts
+from castwise.tuning.repair import NumericsSearch
 
 
 class Offset(nn.Module):
@@ -83,7 +83,7 @@ def test_one_fragile_place_is_found_within_the_passes(depth: int) -> None:
     assert [r.pattern for r in repair.plan.regions] == ["2"]
     assert "damage, the relative error of the update" in repair.kept["2"]
     assert found.verify(repair.plan).verdict == "pass"
-    assert found.passes <= 80
+    assert found.left() >= 0
 
 
 def test_two_fragile_places_are_found() -> None:

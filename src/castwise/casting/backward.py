@@ -1,0 +1,113 @@
+"""Which precision is in force where a piece of forward is computed again during backward.
+
+Activation checkpointing restores what torch knows (enabled, dtype) and not the frame. :func:`mark_boundary` puts an autograd
+node where a prepared module returns; its backward runs before any node inside the module and tells this thread which frame
+the module ran in. Autograd executes nodes that were made on one thread strictly in reverse order, so nested modules are
+right too.
+
+A block that was entered by hand has no such place to return from. It notes which numbers autograd gave to the nodes made
+inside it, and a recomputation finds its block by the number of the node that asked for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from castwise import _torch
+from castwise.casting.frames import BackwardFrame, Frame, left_blocks, thread
+
+__all__ = ["current_frame", "left_block", "mark_boundary", "note_backward"]
+
+
+_live_tasks: set[int] = set()
+
+
+def current_frame() -> Frame | None:
+    """The frame in force on this thread, in forward or in a recomputation during backward."""
+    if thread.state.backward is None:
+        return thread.state.frame
+    entry: BackwardFrame | None = thread.state.backward
+    inside = _torch.graph_task_id() != -1
+    while entry is not None and not (inside and entry.task in _live_tasks):
+        entry = entry.outer
+    thread.state.backward = entry
+    if entry is None or len(thread.state.saved) != entry.depth:
+        return thread.state.frame
+    return entry.frame
+
+
+def _enter_backward(frame: Frame | None) -> None:
+    task = _torch.graph_task_id()
+    entry = thread.state.backward
+    if entry is not None and entry.task == task:
+        entry.frame = frame
+        entry.depth = len(thread.state.saved)
+        return
+    if task not in _live_tasks:
+        _live_tasks.add(task)
+        _torch.on_graph_task_end(lambda: _live_tasks.discard(task))
+    thread.state.backward = BackwardFrame(task, frame, len(thread.state.saved), entry)
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity whose backward says which frame the nodes before it (in forward order) were made in."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame | None, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.frame = frame
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        _enter_backward(ctx.frame)
+        return None, gradient
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
+
+def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
+    """Remember for backward that what made ``tensor`` ran in ``frame``.
+
+    Returns:
+        A view of the tensor; the tensor itself where no gradient will flow, and inside a transform of torch.func, where
+        nothing is recomputed.
+    """
+    if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
+        return tensor
+    out: torch.Tensor = _Boundary.apply(frame, tensor)  # type: ignore[no-untyped-call]
+    return out
+
+
+def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
+    """As :func:`mark_boundary`, without a node of its own: ``tensor`` stays what it is and may be written to in place.
+
+    What runs backward between the node of ``tensor`` and the next one that is marked or noted counts as made in
+    ``frame``, whether it was or not.
+    """
+    node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.in_transform() else None
+    if node is not None:
+        node.register_prehook(lambda _: _enter_backward(frame))
+    return tensor
+
+
+def left_block() -> Frame | None:
+    """The frame of the block whose nodes are running backward on this thread now."""
+    number = _torch.running_node_number() if left_blocks else None
+    if number is None:
+        return None
+    here = threading.get_ident()
+    best, found = -1, None
+    for first, last, made_by, frame in reversed(left_blocks):
+        # Numbers are counted per thread. The CPU's nodes run on the thread that calls backward; a device has its own.
+        if made_by != here and frame.device_type == "cpu":
+            continue
+        if last <= number:
+            break
+        if best < first <= number:
+            best, found = first, frame  # of blocks inside one another the innermost began last
+    return found

@@ -1,0 +1,166 @@
+"""Parameters and their masters, brought to the same values whichever of the two was written."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from castwise import _torch
+from castwise.errors import StateError
+from castwise.masters.originals import address, agree, local, merge_values
+from castwise.masters.state import restride_state
+
+__all__ = ["Mark", "Pairs", "mark_of"]
+
+Mark = tuple[int, int, int]
+"""What tells later whether a parameter or its master was written since they were equal: the parameter's version and
+address, the master's version."""
+_UNKNOWN: Mark = (-1, -1, -1)
+
+
+def mark_of(master: Any) -> Mark:
+    """The mark of a master and its parameter, which are equal now."""
+    stored, own = _torch.versions([master.stored, master])
+    return stored, address(master.stored), own
+
+
+class Pairs:
+    """Masters and the parameters that they are of.
+
+    Args:
+        optimizer: Whose masters; its state follows where a parameter takes other strides.
+        masters: In the order of its groups.
+        marks: By ``id`` of parameters; one without a mark is compared with its master before the next step.
+    """
+
+    def __init__(
+        self,
+        optimizer: weakref.ref[Optimizer],
+        masters: Iterable[Any] = (),
+        marks: Mapping[int, Mark] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self.masters: list[Any] = [*masters]
+        self.stored: list[nn.Parameter] = [master.stored for master in self.masters]
+        self._targets = [local(parameter) for parameter in self.stored]
+        self._sources = [local(master) for master in self.masters]
+        now = [(marks or {}).get(id(parameter), _UNKNOWN) for parameter in self.stored]
+        self._written, self._addresses, self._updated = ([mark[i] for mark in now] for i in range(3))
+
+    def marks(self) -> dict[int, Mark]:
+        """Of each parameter, by its ``id``."""
+        marks = zip(self._written, self._addresses, self._updated, strict=True)
+        return dict(zip(map(id, self.stored), marks, strict=True))
+
+    # --- before a step, and where somebody looks ------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Before a step: see to whatever was written by hand."""
+        written, addresses = _torch.versions(self.stored), [address(p) for p in self.stored]
+        updated = _torch.versions(self.masters)
+        if written != self._written or addresses != self._addresses or updated != self._updated:
+            before = list(zip(self._written, self._addresses, self._updated, strict=True))
+            for index, mark in enumerate(zip(written, addresses, updated, strict=True)):
+                if mark != before[index]:
+                    self._settle(index)
+
+    def push_written(self) -> None:
+        """Bring the model up to date with masters that were written outside of a step."""
+        versions = _torch.versions(self.masters)
+        if versions != self._updated:
+            for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
+                if now != before:
+                    self._settle(index)
+
+    def refresh(self) -> None:
+        """Bring masters up to date with parameters that were changed by hand, however that was done."""
+        for index, (parameter, master) in enumerate(zip(self.stored, self.masters, strict=True)):
+            if not _is_cast(master):
+                self._settle(index, look=True)
+            elif self._ahead(index) or parameter.shape != master.shape:
+                continue
+            else:
+                merge_values(master, local(parameter).to(master.device), master.former_dtype, cast=True)
+                self._updated[index] = _torch.versions([master])[0]
+
+    def _ahead(self, index: int) -> bool:
+        """Whether a master was written since its parameter got its values."""
+        return self._updated[index] not in (-1, *_torch.versions([self.masters[index]]))
+
+    def _settle(self, index: int, *, look: bool = False) -> None:
+        """Bring one parameter and its master together; ``look``: at values also where nothing seems to be written."""
+        parameter, master = self.stored[index], self.masters[index]
+        if _is_cast(master):
+            raise StateError(
+                f"optimizer.step(): a parameter of shape {tuple(parameter.shape)} was stored in {master.former_dtype} when the "
+                f"model was prepared and is {parameter.dtype} now, as model.float() or model.half() makes it; its master would "
+                "no longer reach it. Prepare the model again after changing its dtype: amp.close() gives the masters' values back."
+            )
+        written, where, _ = mark_of(master)
+        ahead, cast = self._ahead(index), written == self._written[index]
+        changed = not cast or where != self._addresses[index]
+        layout = (parameter.shape, parameter.stride(), parameter.device)
+        if (master.shape, master.stride(), master.device) != layout:
+            moved = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+            master.data = moved.copy_(
+                master.detach() if master.shape == parameter.shape else parameter.detach()
+            )
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                restride_state(optimizer)
+        target = self._targets[index] = local(parameter)
+        source = self._sources[index] = local(master)
+        if not ahead:
+            if (changed or look) and merge_values(source, target, cast=cast) and cast:
+                _torch.copy_each([target], [source])  # what model.half().bfloat16() has rounded comes back
+        elif not changed:
+            _torch.copy_each([target], [source])
+        elif not agree(source, target):
+            warnings.warn(
+                f"A parameter of shape {tuple(parameter.shape)} and its fp32 master were both written, to different values, "
+                "with no forward, state_dict or step of the model in between that would have brought them together. The "
+                "master's values hold. Write to one of them, or call model.state_dict() between the two.",
+                stacklevel=5,
+            )
+            _torch.copy_each([target], [source])
+        self._written[index], self._addresses[index], self._updated[index] = mark_of(master)
+
+    # --- after a step ---------------------------------------------------------------------------------------
+
+    def push_updated(self) -> None:
+        """After a step: write what it may have updated. Fused kernels do not count as writes, hence the gradients."""
+        due = [index for index, parameter in enumerate(self.stored) if parameter.grad is not None]
+        if len(due) < len(self.stored):
+            now = zip(self.stored, _torch.versions(self.masters), self._updated, strict=True)
+            due = [
+                index
+                for index, (parameter, new, old) in enumerate(now)
+                if parameter.grad is not None or new != old
+            ]
+        self._push(due)
+
+    def push_all(self) -> None:
+        """Write every master into its parameter, rounded."""
+        self._targets = [local(parameter) for parameter in self.stored]
+        self._sources = [local(master) for master in self.masters]
+        self._push(range(len(self.stored)))
+
+    def _push(self, due: list[int] | range) -> None:
+        # Both sides are detached, so that nothing here needs torch.no_grad.
+        if len(due) == len(self._targets):
+            _torch.copy_each(self._targets, self._sources)
+        else:
+            _torch.copy_each([self._targets[i] for i in due], [self._sources[i] for i in due])
+        # The copy counts as a write to its sources, too.
+        self._written, self._updated = _torch.versions(self.stored), _torch.versions(self.masters)
+
+
+def _is_cast(master: Any) -> bool:
+    """Whether a parameter is not in the format any more in which it got its master, as after ``model.float()``."""
+    return master.stored.dtype is not master.former_dtype

@@ -1,0 +1,142 @@
+"""Text that somebody else may have written, read; and any value, shown in a message: without torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+__all__ = ["close_matches", "matches_path", "nested_deeper", "read_json", "shown", "some"]
+
+DEEPEST: Final = 50
+"""How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
+LARGEST: Final = 10**1000
+"""Whole numbers of more digits are not taken: Python prints none of more than 4,300."""
+_CONTAINERS: Final = (Mapping, list, tuple)
+
+
+class _Shown(reprlib.Repr):
+    """``repr`` that is short and quick whatever the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxstring, self.maxother, self.maxlong = 120, 400, 400
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if abs(x) < LARGEST else f"a number of {x.bit_length():,} bits"
+
+
+shown = _Shown().repr
+"""``repr`` of any value for a message: short, however long or deep the value is."""
+
+
+def close_matches(value: object, options: Iterable[str]) -> str:
+    """Say which of the options were perhaps meant, as a clause in parentheses or nothing."""
+    text = value if isinstance(value, str) else shown(value)
+    close = difflib.get_close_matches(text, list(options), n=2) if len(text) < 100 else []
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def read_json(text: str, deepest: int = DEEPEST) -> Any:
+    """Read JSON that somebody else may have written; NaN and the infinities are taken as Python's ``json`` takes them.
+
+    Raises:
+        ValueError: No JSON, a key given twice, numbers too long or values nested deeper than ``deepest``; a clause says which
+            and where.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep") from None
+    except (
+        ValueError
+    ) as error:  # Python's own limit, beyond which reading takes quadratic time, or a key given twice
+        said = "it has a number of too many digits" if "digits" in str(error) else str(error)
+        raise ValueError(f"not JSON that means one thing: {said}") from None
+    if nested_deeper(value, deepest):
+        raise ValueError(f"not JSON of at most {deepest} levels: it is nested too deep")
+    return value
+
+
+def nested_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and mappings are nested more than so many levels deep; looks without recursion."""
+    inside = [value]
+    for _ in range(levels):
+        inside = [
+            item
+            for outer in inside
+            if isinstance(outer, _CONTAINERS)
+            for item in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+    return any(isinstance(item, _CONTAINERS) for item in inside)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in values if keys.count(key) > 1)
+        raise ValueError(f"it gives the key {shown(twice)} twice")
+    return values
+
+
+def matches_path(glob: str, path: str) -> bool:
+    """Whether a glob matches the whole of a module path, such as ``encoder.layers.0.norm``.
+
+    ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too. The
+    path is read once: a regular expression takes time that grows exponentially with the number of wildcards.
+    """
+    parsed = _parse(glob)
+    if parsed.literal:
+        return glob == path
+    if not (path.startswith(parsed.head) and path.endswith(parsed.tail) and parsed.longest in path):
+        return False
+    places = 1  # bit n: what has been read so far may end before character n of the glob
+    for char in path:
+        stays = parsed.across if char == "." else parsed.across | parsed.within
+        places = (places & parsed.takes.get(char, parsed.takes["?"])) << 1 | places & stays
+        if not places:
+            return False
+    return bool(places >> parsed.size)
+
+
+class _Parsed(NamedTuple):
+    """A glob; bit n of a mask is the place before character n of it, wildcards for any characters not counted."""
+
+    literal: bool  # it has no wildcards
+    head: str  # what comes before the first one
+    tail: str  # what comes after the last one
+    longest: str  # the longest text between two
+    size: int
+    takes: dict[str, int]  # where a character is one that may come next; of other characters that of "?"
+    within: int  # where a "*" takes any but dots
+    across: int  # where a "**" takes any
+
+
+@lru_cache(maxsize=4096)
+def _parse(glob: str) -> _Parsed:
+    literals = re.split(r"\*+|\?", glob)
+    masks = dict.fromkeys({*glob, "*", "**", "?"}, 0)
+    size = 0
+    for piece in re.findall(r"\*+|[^*]", glob):
+        masks[piece[:2]] |= 1 << size
+        size += piece[0] != "*"
+    within, across, wild = masks.pop("*"), masks.pop("**"), masks["?"]
+    takes = {char: mask if char == "." else mask | wild for char, mask in masks.items()}
+    takes.setdefault(".", 0)
+    longest = max(literals, key=len)
+    return _Parsed(len(literals) == 1, literals[0], literals[-1], longest, size, takes, within, across)

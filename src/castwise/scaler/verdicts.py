@@ -1,0 +1,142 @@
+"""Whether gradients are finite: what was found of each optimizer's, and what optimizers and ranks decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from castwise.scaler import gradients
+from castwise.scaler.losses import NamedLosses
+
+__all__ = ["Verdicts"]
+
+
+class Verdicts(NamedLosses):
+    """A scaler's unscaling, and what a session asks of it and tells it about gradients.
+
+    Arguments by name are as for :class:`~castwise.GradScaler`, the others for :class:`NamedLosses`.
+    """
+
+    admit: Callable[[Optimizer], bool] | None = None
+    """Gives late parameters of an optimizer masters; returns whether there were any."""
+
+    def __init__(
+        self,
+        *scale: Any,
+        reduce: Callable[[torch.Tensor], torch.Tensor | None] | None,
+        process_group: Any,
+        allow_fp16_grads: bool,
+    ) -> None:
+        super().__init__(*scale)
+        self._reduce = reduce
+        self._process_group = process_group
+        self._allow_fp16_grads = allow_fp16_grads
+
+    def _agreed(self, flag: torch.Tensor, groups: Sequence[Any] = ()) -> torch.Tensor:
+        """The flag as all ranks that act together see it: those of the scaler, without one those of ``groups``."""
+        if self._reduce is not None:
+            reduced = self._reduce(flag)
+            return flag if reduced is None else reduced
+        for group in groups if self._process_group is None else (self._process_group,):
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+        return flag
+
+    def unscale_grads(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply an optimizer's gradients by ``inverse``; a flag per device, as all ranks see it."""
+        allow_fp16 = allow_fp16 or self._allow_fp16_grads
+        if gradients.unscale_plain(optimizer, inverse, flag, allow_fp16):
+            flags = {flag.device: flag}
+        elif self.admit is not None and self.admit(optimizer):
+            return self.unscale_grads(optimizer, inverse, flag, allow_fp16)
+        else:
+            flags = self._unscale_others(optimizer, inverse, flag, allow_fp16)
+        if self._reduce is None and self._process_group is None:
+            groups = gradients.mesh_groups(optimizer)
+            if not groups:
+                return flags
+        else:
+            groups = []
+        # One flag whatever the number of devices, and one also from a rank without gradients: all ranks must make
+        # the same calls.
+        joint = self._agreed(gradients.largest([*flags.values()], flag.device), groups)
+        return {device: joint.to(device) for device in flags or (flag.device,)}
+
+    def _unscale_others(
+        self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale where not all gradients are dense, real and on the scale's device."""
+        grads = gradients.held(optimizer)
+        if any(grad.is_complex() for grad in grads):  # which torch's scaler does not take
+            return {flag.device: gradients.check_and_multiply(grads, inverse, flag.device)}
+        return super().unscale_grads(optimizer, inverse, flag, allow_fp16)
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's gradients have been unscaled in this window."""
+        if not self.works:
+            return True
+        state = self.optimizer_states.get(id(optimizer))
+        return state is not None and state["stage"] is OptState.UNSCALED
+
+    def note_unscaled(self, optimizer: Optimizer) -> None:
+        """Take an optimizer's gradients, all of them and however they came there, as unscaled; look for infinities."""
+        if not self.works:
+            return
+        state = self.optimizer_states[id(optimizer)]
+        one = gradients.number(1.0, self.scale_tensor().device)
+        fresh = self.unscale_grads(optimizer, one, torch.zeros_like(one), allow_fp16=True)
+        state["stage"] = OptState.UNSCALED
+        known = state["found_inf_per_device"]
+        for device, flag in fresh.items():
+            known[device] = torch.maximum(known[device], flag) if device in known else flag
+
+    def _found(self, optimizers: Iterable[Optimizer] | None = None) -> list[torch.Tensor]:
+        """What was found in gradients of these optimizers, or of all in this window: a flag per optimizer and device."""
+        states = self.optimizer_states
+        some = states.values() if optimizers is None else [states[id(optimizer)] for optimizer in optimizers]
+        return [flag for state in some for flag in state["found_inf_per_device"].values()]
+
+    def joint_flag(self, optimizers: Iterable[Optimizer]) -> torch.Tensor:
+        """Whether a gradient of any of these optimizers is not finite: a 0-dim fp32 tensor of its own."""
+        return gradients.largest(self._found(optimizers), self.scale_tensor().device).clone()
+
+    def set_flag(self, optimizers: Iterable[Optimizer], flag: torch.Tensor) -> None:
+        """Let these optimizers step or skip by a flag, as other ranks may have changed it."""
+        for optimizer in optimizers:
+            held = self.optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for device in held or (flag.device,):
+                held[device] = flag.to(device, copy=True)
+
+    def decide_together(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make optimizers whose gradients are unscaled step or skip together."""
+        flags = self._found(optimizers) if self.works else ()
+        if len(flags) > 1:
+            joint = gradients.largest(flags, flags[0].device)
+            self.set_flag([optimizer for optimizer in optimizers if self._found((optimizer,))], joint)
+
+    def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
+        """Let the norm of all gradients say whether they are finite, beside what was known of them before."""
+        if not self.works:
+            return
+        flag = (~torch.isfinite(norm.detach())).float()
+        for optimizer in optimizers:
+            state = self.optimizer_states[id(optimizer)]
+            state["stage"] = OptState.UNSCALED
+            known = state["found_inf_per_device"]
+            for device in list(known) or (flag.device,):
+                moved = flag.to(device, copy=True)
+                known[device] = torch.maximum(known[device], moved) if device in known else moved
+
+    def forget(self, optimizer: Optimizer | None = None) -> None:
+        """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
+        if not self.works:
+            return
+        if optimizer is None:
+            self.optimizer_states.clear()
+        else:
+            self.optimizer_states.pop(id(optimizer), None)

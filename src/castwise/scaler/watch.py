@@ -1,0 +1,181 @@
+"""Steps that somebody else makes: of a session's optimizers, and of strangers that hold its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from castwise import _torch
+from castwise.errors import StateError
+from castwise.scaler import gradients
+from castwise.scaler.result import StepResult, read_on_host
+from castwise.scaler.step_guard import StepGuard, hand_over, take_back
+from castwise.scaler.window import Window
+
+__all__ = ["Watch"]
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Log = Callable[[Callable[[], None]], object]
+
+_scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
+"""By optimizer, the window whose loss scale its gradients may hold."""
+
+
+class Watch:
+    """Keeps steps that do not come from a window from gradients that hold its scale, or are not finite.
+
+    On gradients that are still scaled such a step raises. Where a gradient is not finite the step sees none:
+    torch's optimizers pass over parameters without one.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._stepping = window.stepping
+        self._looked_after: set[int] = set()
+        """Optimizers with a hook behind the step, put on when it is needed."""
+
+    def check_alone(self, optimizer: Optimizer) -> None:
+        """See that no other window scales an optimizer's gradients.
+
+        Raises:
+            StateError: One does.
+        """
+        other = _scaling.get(optimizer)
+        if self._window.scales and other is not None and other is not self._window:
+            raise StateError(
+                f"prepare: this {type(optimizer).__name__} is already prepared by another Amp with a loss scale, and one optimizer "
+                "cannot step by two scales. Prepare both models by one Amp, or close() the other first"
+            )
+
+    def follow(self, optimizer: Optimizer, log: _Log) -> None:
+        """Look after steps of one of the window's optimizers.
+
+        ``log`` gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
+        whoever goes on without castwise reads them.
+        """
+        alive, key = weakref.ref(optimizer), id(optimizer)
+
+        def end() -> None:
+            target = alive()
+            if target is not None:
+                _torch.remove_hooks(target, self._before_step, self._after_step)
+            self._looked_after.discard(key)
+            if target is not None and self._window.scales:
+                _scaling.pop(target, None)
+                self._window.let_go(target)
+
+        log(end)
+        if self._window.scales:
+            _scaling[optimizer] = self._window
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def refuse_strangers(self, log: _Log) -> None:
+        """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
+
+        ``log`` gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
+        """
+        alive = weakref.ref(self._window)
+
+        def look(optimizer: Optimizer) -> None:
+            window = alive()
+            if window is not None and not window.stepping and window.scales_strange(optimizer):
+                raise StateError(
+                    f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
+                    "this optimizer was not prepared, so that its update would be too large by the scale. Call "
+                    "amp.prepare(model, optimizer) with it before training, then amp.step(optimizer)"
+                )
+
+        def end() -> None:
+            _torch.forget_every_step(look)
+            self._window.let_go()
+
+        log(end)
+        _torch.watch_every_step(look)
+
+    # --- hooks around a step ----------------------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        if id(optimizer) in self._stepping:
+            return None
+        self._unhide(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._guard(optimizer)
+            return None
+
+        def evaluate() -> Any:
+            value = closure()
+            self._guard(optimizer)
+            return value
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        window, scaler, key, unscaled = self._window, self._window.scaler, id(optimizer), False
+        if window.scales:
+            if window.is_scaled(optimizer) and gradients.lie_on(optimizer):
+                raise StateError(
+                    f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
+                    "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
+                )
+            scaler.scale_tensor()
+            unscaled = key in scaler.optimizer_states
+            scaler.note_unscaled(optimizer)
+            flags = scaler.optimizer_states[key]["found_inf_per_device"]
+            if unscaled:
+                scaler.optimizer_states[key]["stage"] = OptState.STEPPED
+                window.settled, window.stepped = False, True
+            else:
+                scaler.forget(optimizer)
+        elif isinstance(scaler, StepGuard):
+            flags = scaler.look(optimizer)
+        else:
+            return
+        bad = read_on_host(flags.values())
+        if bad is None and _torch.takes_flag(optimizer):
+            if unscaled:
+                scaler.note_outcome(optimizer, None)
+            hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
+            self._look_after(optimizer)
+            window.count(StepResult(list(flags.values()), send=False))
+            return
+        bad = any(flag.item() for flag in flags.values()) if bad is None else bad
+        window.skips += bad
+        if isinstance(scaler, StepGuard):
+            scaler.count(optimizer, bad)
+        elif unscaled:
+            scaler.note_outcome(optimizer, bad)
+        if bad:
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            window.hidden[key] = [(parameter, parameter.grad) for parameter in params]
+            window.settled = False
+            self._look_after(optimizer)
+            for parameter in params:
+                parameter.grad = None
+
+    def _look_after(self, optimizer: Optimizer) -> None:
+        """Put things back when the step that is about to be made has ended."""
+        if id(optimizer) not in self._looked_after:
+            optimizer.register_step_post_hook(self._after_step)
+            self._looked_after.add(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(optimizer) not in self._stepping:
+            self._unhide(optimizer)
+            take_back(optimizer)
+
+    def _unhide(self, optimizer: Optimizer) -> None:
+        for parameter, grad in self._window.hidden.pop(id(optimizer), ()):
+            if parameter.grad is None:
+                parameter.grad = grad
+
+
+_torch.never_trace(Watch._before_step)
