@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 _OWN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 _SERVER = """
 import json, os, sys, types, warnings
-import torch
+import torch, torch._dynamo
 for line in sys.stdin:
     request = json.loads(line)
     if os.fork() == 0:
@@ -37,7 +37,7 @@ exec(compile(request["code"], "<stdin>", "exec"), vars(sys.modules["__main__"]))
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """A process that has imported torch and nothing of castwise, and forks one for each code that it is sent."""
+    """A process that has imported torch and Dynamo, and nothing of castwise, and forks one for each code that it is sent."""
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, **_OWN},
@@ -47,7 +47,10 @@ def _server() -> subprocess.Popen[str]:
 
 
 def run_python(code: str, cwd: Path, *, strict: bool = False) -> str:
-    """What ``code`` prints in a process that has imported torch alone, in ``cwd``; with ``strict``, warnings are errors."""
+    """What ``code`` prints in ``cwd``, in a process that has imported torch and Dynamo alone.
+
+    With ``strict``, warnings are errors.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None

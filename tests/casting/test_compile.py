@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fresh import run_python
+from tests.fresh import run_interpreter, run_python
 from tests.soak import pairs
 from torch import nn
 
@@ -373,4 +373,4 @@ def test_a_native_region_that_is_made_before_dynamo_is_loaded(tmp_path: Path) ->
                 return x @ x
         print(torch.compile(run, fullgraph=True, backend="aot_eager")(torch.ones(2, 2)).dtype)
     """
-    assert run_python(textwrap.dedent(code), tmp_path) == "torch.bfloat16\n"
+    assert run_interpreter(textwrap.dedent(code), tmp_path) == "torch.bfloat16\n"

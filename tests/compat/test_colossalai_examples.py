@@ -1,4 +1,4 @@
-"""The hands-on of examples/ runs as its README shows it: under torchrun, and in processes that are told what it tells them."""
+"""The hands-on of examples/ runs as its README shows it; in a soak under torchrun, else told what that would tell."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import run_ranks
+from tests.soak import SOAKING
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "colossalai"
@@ -54,7 +55,7 @@ def torchrun(script: str, config: Path) -> str:
     [
         ("train_with_engine.py", "torch", two_ranks),
         ("train_with_engine.py", "naive", two_ranks),
-        ("train_with_trainer.py", "apex", torchrun),
+        ("train_with_trainer.py", "apex", torchrun if SOAKING else two_ranks),
     ],
 )
 def test_the_hands_on_learns(script: str, mode: str, run: Callable[[str, Path], str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from castwise import Plan, Region
 from castwise.errors import NonFiniteError, PlanError, UnknownNameError, WorkloadError
 from castwise.jobs import Event
 from castwise.jobs.bench import BenchResult, bench
-from castwise.workload import find_workload
+from castwise.workload import Workload, find_workload
 
 NEVER = 1e6
 """No plan is stopped as hopeless: a busy machine can make a step of microseconds look like one."""
@@ -27,11 +27,18 @@ def told() -> list[Event]:
     return []
 
 
+def _unsendable(spec: str) -> Workload:
+    """A workload that cannot be sent to another process: its memory is measured in forks, which start at once."""
+    workload = find_workload(spec)
+    return replace(workload, loss=lambda model, batch: workload.loss(model, batch))
+
+
 @pytest.fixture(scope="module")
 def result(told: list[Event]) -> BenchResult:
-    spec = str(Path(__file__).with_name("tiny_workloads.py")) + ":mlp"
+    workload = _unsendable(str(Path(__file__).with_name("tiny_workloads.py")) + ":mlp")
     return bench(
-        spec, ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, seed=3, progress=told.append
+        workload, ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, seed=3,
+        progress=told.append,
     )  # fmt: skip
 
 
@@ -101,24 +108,20 @@ def test_pictures_are_thinned_and_named_by_plan(result: BenchResult) -> None:
 
 
 def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str) -> None:
-    """Also where the memory is measured in a fork, as that of a workload which cannot be sent to another process."""
-    workload = find_workload(f"{tiny}:mlp")
     again = bench(
-        replace(workload, loss=lambda model, batch: workload.loss(model, batch)),
-        ["bf16-mixed", "bf16-true"],
-        device="cpu",
-        hopeless=NEVER,
-        steps=23,
-        rounds=6,
-        seed=3,
-        inference=False,
-    )
+        f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, seed=3,
+        inference=False, memory=False,
+    )  # fmt: skip
     for one, other in zip(result.plans, again.plans, strict=True):
         assert one.losses == other.losses
         assert one.metrics == other.metrics
-        assert one.memory is not None
-        assert other.memory is not None
-        assert one.memory.saved_bytes == other.memory.saved_bytes > 0
+
+
+def test_memory_is_measured_in_a_process_of_its_own(result: BenchResult, tiny: str) -> None:
+    """As much as in a fork."""
+    alone = bench(f"{tiny}:mlp", ["fp32"], device="cpu", hopeless=NEVER, steps=3, rounds=1, seed=3)
+    assert alone.plans[0].memory is not None
+    assert alone.plans[0].memory == replace(result.plans[0].memory, method=alone.plans[0].memory.method)
 
 
 def test_saves_a_page_the_record_and_pictures(result: BenchResult, tmp_path: Path) -> None:
