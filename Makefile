@@ -30,9 +30,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	for script in bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
-# Every plan on every layout, and twenty processes killed at random moments; some twenty minutes.
+# Every plan on every layout, twenty processes killed at random moments, and all that the tests can generate; an hour or so.
 soak: $(STAMP)
 	$(BIN)/python bench/soak.py
+	CASTWISE_SOAK=1 CASTWISE_LIVES=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600
 
 # What only a GPU shows, in three parts of at most eight minutes. Nothing is installed: PYTHON_GPU is an interpreter (3.11 or
 # later) that has torch 2.11 or later for its GPU, beside it pytest for gpu-test and numpy for gpu-bench-tune.

@@ -114,17 +114,16 @@ def environment(device: str) -> dict[str, Any] | None:
     """What is measured on. A process of its own asks the device, so that this one leaves it alone, whatever becomes of it."""
     code = (
         "import dataclasses, json, sys; from castwise.measure.environment import environment; "
-        "print(json.dumps(dataclasses.asdict(environment(*sys.argv[1:]))))"
+        "print(json.dumps(dataclasses.asdict(environment(sys.argv[1]))))"
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, device, " ".join(["gpu.py", *sys.argv[1:]])], cwd=ROOT, env=surroundings(),
+            [sys.executable, "-c", code, device], cwd=ROOT, env=surroundings(),
             text=True, stdout=subprocess.PIPE, check=True, timeout=60,
         )  # fmt: skip
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None  # what was in its way is in the way of every job, and said there
-    known: dict[str, Any] = json.loads(done.stdout)
-    return known
+    return json.loads(done.stdout) | {"command": " ".join(["gpu.py", *sys.argv[1:]])}
 
 
 def run(job: Job, limit_s: float) -> dict[str, Any]:

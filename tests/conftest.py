@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sysconfig
@@ -39,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("inductor") and not has_cpp:
             item.add_marker(no_cpp)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_is_collected() -> None:
+    """What is there before a file's tests is out of the collector's sight: many of them collect, some at each step.
+
+    Two million objects of torch, Dynamo and Inductor cost a second each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,24 +2,75 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
+_OWN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+_SERVER = """
+import json, os, sys, types, warnings
+import torch, torch._dynamo
+for line in sys.stdin:
+    request = json.loads(line)
+    if os.fork() == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+else:
+    sys.exit()
+os.chdir(request["folder"])
+os.environ.clear()
+os.environ.update(request["environment"])
+for stream, path in enumerate((os.devnull, request["out"], request["err"])):
+    os.dup2(os.open(path, os.O_WRONLY if stream else os.O_RDONLY), stream)
+if request["strict"]:
+    warnings.simplefilter("error")
+sys.modules["__main__"] = types.ModuleType("__main__")
+exec(compile(request["code"], "<stdin>", "exec"), vars(sys.modules["__main__"]))
+"""
 
 
-def run_python(code: str, cwd: Path, *flags: str) -> str:
-    """What ``code`` prints in a fresh interpreter that is started in ``cwd`` with ``flags``."""
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """A process that has imported torch and Dynamo, and nothing of castwise, and forks one for each code that it is sent."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, **_OWN},
+    )  # fmt: skip
+    atexit.register(process.communicate)
+    return process
+
+
+def run_python(code: str, cwd: Path, *, strict: bool = False) -> str:
+    """What ``code`` prints in ``cwd``, in a process that has imported torch and Dynamo alone.
+
+    With ``strict``, warnings are errors.
+    """
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        request = {
+            "code": code, "folder": str(cwd), "strict": strict, "out": out.name, "err": err.name,
+            "environment": {**os.environ, **_OWN},
+        }  # fmt: skip
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        ended = server.stdout.readline()
+        assert ended == "0\n", err.read().decode()
+        return out.read().decode()
+
+
+def run_interpreter(code: str, cwd: Path, *flags: str) -> str:
+    """What ``code`` prints in an interpreter that has only just started with ``flags``."""
     done = subprocess.run(
-        [sys.executable, *flags, "-"],
-        input=code,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, *flags, "-"], input=code, cwd=cwd, env={**os.environ, **_OWN}, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -94,10 +94,8 @@ def started_by(pid: int) -> list[int]:
     return [found for child in children_of(pid) for found in (child, *started_by(child))]
 
 
-def command(folder: Path, size: int, *words: str) -> list[Forked]:
-    """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
-    from castwise.cli import main
-
+def run_ranks(function: Callable[[Any], Any], argument: Any, folder: Path, size: int) -> list[Forked]:
+    """Processes that have run ``function(argument)`` to its end with the environment that torchrun gives them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
@@ -106,10 +104,17 @@ def command(folder: Path, size: int, *words: str) -> list[Forked]:
     }  # fmt: skip
     ranks = [
         Forked(
-            main, words, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **environment
+            function, argument, folder, folder / f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **environment
         )
         for rank in range(size)
-    ]
+    ]  # fmt: skip
     for rank in ranks:
         rank.wait(240)
     return ranks
+
+
+def command(folder: Path, size: int, *words: str) -> list[Forked]:
+    """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
+    from castwise.cli import main
+
+    return run_ranks(main, words, folder, size)

@@ -10,12 +10,9 @@ import os
 import pickle
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,12 @@ import pytest
 import torch
 from torch import nn
 
+import castwise
 from castwise import checkpoint
 from castwise.checkpoint import storage
 from castwise.checkpoint.folder import measure
 from castwise.errors import CheckpointError
+from tests.processes import forks
 from tests.test_checkpoint import Run, names, one_thread, same
 
 __all__ = ["one_thread"]
@@ -287,15 +286,16 @@ def _same_json(one: bytes, other: bytes) -> bool:
 @pytest.mark.parametrize(
     "key", ["format", "version", "step", "castwise", "torch", "plan", "digest", "world_size", "files"]
 )
-@pytest.mark.parametrize(
-    "value", ["x", -1, 3, 1.5, None, True, [], {}, [[[[]]]], {"a": {"b": 1}}, float("nan"), float("inf"), 10**4_000]
-)  # fmt: skip
-def test_a_manifest_of_any_shape_is_passed_over_in_words(
-    tmp_path: Path, saved: Run, key: str, value: Any
-) -> None:
+def test_a_manifest_of_any_shape_is_passed_over_in_words(tmp_path: Path, saved: Run, key: str) -> None:
     path = tmp_path / "step-00000002"
     manifest = json.loads((path / "checkpoint.json").read_text())
-    for wrong in ({**manifest, key: value}, {k: v for k, v in manifest.items() if k != key}):
+    values: list[Any] = [
+        "x", -1, 3, 1.5, None, True, [], {}, [[[[]]]], {"a": {"b": 1}}, float("nan"), float("inf"), 10**4_000,
+    ]  # fmt: skip
+    for value, wrong in (
+        *((value, {**manifest, key: value}) for value in values),
+        (None, {k: v for k, v in manifest.items() if k != key}),
+    ):
         forge(path, wrong)
         if isinstance(wrong.get(key), str) and key in ("castwise", "torch", "plan", "digest"):
             continue  # what is only printed may say anything
@@ -582,84 +582,75 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
 
 # --- two processes ------------------------------------------------------------------------------------------
 
-SAVER = """
-    import sys, warnings
-    from pathlib import Path
-    import torch
-    import castwise
-    from castwise import checkpoint
+
+def saver(pipe: Connection, folder: Path, value: float, saves: int) -> None:
+    """Another process: it saves when it is told to, says what came of it, and stays."""
     warnings.simplefilter("ignore")
-    folder, value, saves = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    model = torch.nn.Linear(64, 64)
-    torch.nn.init.constant_(model.weight, value)
+    model = nn.Linear(64, 64)
+    nn.init.constant_(model.weight, value)
     amp = castwise.Amp("fp32", device="cpu")
     amp.prepare(model)
-    print("ready", flush=True)
-    sys.stdin.readline()
+    pipe.recv()
     try:
         for step in range(saves):
             checkpoint.save(folder, step, model=model, amp=amp, keep=3)
-    except castwise.CastwiseError as error:
-        print("told:", error, flush=True)
-        sys.exit(3)
-    print("saved", flush=True)
-    sys.stdin.readline()
-"""
+    except CheckpointError as error:
+        pipe.send(f"told: {error}")
+    else:
+        pipe.send("saved")
+    pipe.recv()
 
 
-def saver(folder: Path, value: float, saves: int) -> subprocess.Popen[str]:
-    """Another process, ready to save."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SAVER), str(folder), str(value), str(saves)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert line(process) == "ready\n"
-    return process
+class Saver:
+    """That process, seen from here."""
 
+    def __init__(self, folder: Path, value: float, saves: int) -> None:
+        context = forks()
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=saver, args=(theirs, folder, value, saves), daemon=True)
+        self.process.start()
+        theirs.close()
 
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
+    def go(self) -> None:
+        self._pipe.send("go")
 
+    def said(self) -> str:
+        assert self._pipe.poll(120)
+        return str(self._pipe.recv())
 
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 @pytest.fixture
-def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
+def processes() -> Iterator[Callable[..., Saver]]:
+    started: list[Saver] = []
 
-    def start(*args: Any) -> subprocess.Popen[str]:
-        started.append(saver(*args))
+    def start(*args: Any) -> Saver:
+        started.append(Saver(*args))
         return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            stream.close()
+    for one in started:
+        one.kill()
 
 
 def test_of_two_processes_that_save_at_once_one_is_told_and_nothing_mixes(
     tmp_path: Path, processes: Any
 ) -> None:
     both = [processes(tmp_path, value, 20) for value in (1.0, 2.0)]
-    for process in both:
-        go(process)
-    said = [line(process) for process in both]
+    for one in both:
+        one.go()
+    said = [one.said() for one in both]
     assert sorted(text.split()[0] for text in said) == ["saved", "told:"]
-    winner = said.index("saved\n")
-    assert f"another process saves into {tmp_path}: process {both[winner].pid} on " in said[1 - winner]
+    winner = said.index("saved")
+    assert (
+        f"another process saves into {tmp_path}: process {both[winner].process.pid} on " in said[1 - winner]
+    )
     assert "name another folder" in said[1 - winner]
     assert names(tmp_path) == ["step-00000017", "step-00000018", "step-00000019"]
     model = nn.Linear(64, 64)
-    import castwise
-
     amp = castwise.Amp("fp32", device="cpu")
     amp.prepare(model)
     for path in sorted(tmp_path.glob("step-*")):
@@ -667,8 +658,7 @@ def test_of_two_processes_that_save_at_once_one_is_told_and_nothing_mixes(
         assert bool((model.weight == winner + 1.0).all())
     with pytest.raises(CheckpointError, match=r"save\(step=20\): another process saves into"):
         checkpoint.save(tmp_path, 20, model=model, amp=amp)  # it has only paused
-    both[winner].send_signal(signal.SIGKILL)
-    both[winner].wait()
+    both[winner].kill()
     checkpoint.save(tmp_path, 20, model=model, amp=amp)  # and a process that was killed claims nothing
     assert checkpoint.newest(tmp_path).step == 20
 
@@ -679,14 +669,14 @@ def test_a_folder_that_was_left_is_free(tmp_path: Path, processes: Any) -> None:
     run.save(tmp_path / "a", 1)
     run.save(tmp_path / "b", 1)
     other = processes(tmp_path / "a", 1.0, 2)
-    go(other)
-    assert line(other) == "saved\n"
+    other.go()
+    assert other.said() == "saved"
     with pytest.raises(CheckpointError, match="another process saves into"):
         run.save(tmp_path / "a", 2)
     shutil.rmtree(tmp_path / "b")
     run.save(tmp_path / "b", 2)
     third = processes(tmp_path / "b", 1.0, 2)
-    go(third)
-    assert line(third).startswith(
+    third.go()
+    assert third.said().startswith(
         f"told: save(step=0): another process saves into {tmp_path / 'b'}: process {os.getpid()} on "
     )

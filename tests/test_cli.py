@@ -17,7 +17,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import castwise
-from castwise.cli import app
+from castwise.cli import app, main
+from tests.processes import Forked
 
 TINY = str(Path(__file__).with_name("jobs") / "tiny_workloads.py")
 
@@ -36,10 +37,9 @@ def _run(*words: str) -> Result:
     return CliRunner().invoke(app, words)
 
 
-def _process(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "castwise", *words], capture_output=True, text=True, timeout=300, check=False
-    )
+def _process(*words: str) -> Forked:
+    """A process that runs ``castwise`` in the test's folder."""
+    return Forked(main, words, Path.cwd(), Path("said"), COLUMNS="400")
 
 
 # --- what works -----------------------------------------------------------------------------------------------
@@ -208,15 +208,18 @@ def test_traceback_on_request() -> None:
 
 
 def test_exit_codes_of_real_processes() -> None:
-    done = _process("train", f"{TINY}:mlp", "--steps", "3", "--out", "o")
+    done = subprocess.run(
+        [sys.executable, "-m", "castwise", "train", f"{TINY}:mlp", "--steps", "3", "--out", "o"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert Path("o/result.json").exists()
     failed = _process("train", f"{TINY}:nan_data")
-    assert failed.returncode == 1
-    assert "castwise: workload 'mlp': the loss of step 1 is nan" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert "Warning" not in failed.stderr
-    assert _process("bench").returncode == 2
+    assert failed.wait(120) == 1
+    assert "castwise: workload 'mlp': the loss of step 1 is nan" in failed.said("err")
+    assert "Traceback" not in failed.said("err")
+    assert "Warning" not in failed.said("err")
+    assert _process("bench").wait(120) == 2
 
 
 def test_asking_for_the_version_does_not_import_torch() -> None:
@@ -229,26 +232,17 @@ def test_asking_for_the_version_does_not_import_torch() -> None:
 
 
 def test_an_interrupted_training_keeps_its_record() -> None:
-    words = [sys.executable, "-m", "castwise", "train", f"{TINY}:mlp", "--steps", "1000000", "--out", "o"]
     lines = Path("o/metrics.jsonl")
-    with subprocess.Popen(
-        words,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # a shell that runs the suite in the background has its children ignore the signal
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline and (not lines.exists() or lines.stat().st_size < 1000):
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert "castwise: interrupted" in said
+    process = _process("train", f"{TINY}:mlp", "--steps", "1000000", "--out", "o")
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and (not lines.exists() or lines.stat().st_size < 1000):
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(120) == 130
+    finally:
+        process.end()
+    assert "castwise: interrupted" in process.said("err")
     record = json.loads(Path("o/result.json").read_text())
     assert record["status"] == "interrupted"
     assert record["steps_done"] == len(lines.read_text().splitlines()) > 5

@@ -17,7 +17,7 @@ from castwise import cli
 from castwise.plans.plan import PRESETS, LossScale, Plan
 from castwise.plans.rules import BASES, RULES
 
-from .fresh import run_python
+from .fresh import run_interpreter, run_python
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -54,13 +54,30 @@ def blocks(page: str) -> list[str]:
 def test_the_readme_opens_with_an_example_that_runs_as_pasted(tmp_path: Path) -> None:
     first = blocks("README.md")[0]
     assert len([line for line in first.splitlines() if line.strip()]) <= 15
-    assert re.fullmatch(r"loss \d\.\d+ under bf16-mixed: .*\n", run_python(first, tmp_path, "-W", "error"))
+    assert re.fullmatch(
+        r"loss \d\.\d+ under bf16-mixed: .*\n", run_interpreter(first, tmp_path, "-W", "error")
+    )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and blocks(page)])
 def test_examples_run_as_pasted(page: str, tmp_path: Path) -> None:
-    """One after the other in one fresh interpreter, with warnings as errors."""
-    run_python("\n".join(blocks(page)), tmp_path, "-W", "error")
+    """One after the other in one process, with warnings as errors."""
+    run_python("\n".join(blocks(page)), tmp_path, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print(json)", "NameError: name 'json' is not defined"),
+        ("import warnings\nwarnings.warn('old')", "UserWarning: old"),
+        ("raise SystemExit('no')", "no"),
+    ],
+)
+def test_an_example_that_does_not_run_is_noticed(code: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=said):
+        run_python(code, tmp_path, strict=True)
+    known = "import os, sys\nprint('castwise' in sys.modules, 'torch' in sys.modules, os.getcwd(), __name__)"
+    assert run_python(known, tmp_path).split() == ["False", "True", str(tmp_path.resolve()), "__main__"]
 
 
 def test_every_example_in_python_is_one_that_runs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import castwise
 from castwise.casting.kernels import registered
 from castwise.plans import rules, tables
 from castwise.plans.plan import PRESETS
+from tests.soak import pairs
 
 MASTERS = ["bf16-master", "fp16-master"]
 PLANS = [f"{name}{more}" for name in MASTERS for more in ("", "+rules=cuda", "+rules=apex")]
@@ -141,8 +143,7 @@ def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:
     assert not registered("cpu")
 
 
-@pytest.mark.parametrize("name", MASTERS)
-@pytest.mark.parametrize("kind", AFTER)
+@pytest.mark.parametrize(("kind", "name"), pairs(AFTER, MASTERS))
 def test_compiled_with_fullgraph_they_run_as_eager_ones(kind: str, name: str) -> None:
     torch._dynamo.reset()
     model = made(kind)
@@ -254,19 +255,30 @@ ROTATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", ROTATIONS)
-def test_parametrizations_train_as_in_fp32_under_every_preset(kind: str, compiled: bool) -> None:
+_EAGER = [name for name in PRESETS if name not in ("fp32", "tf32", "O0", "O3")]
+_COMPILED = pairs(ROTATIONS, ["bf16-master", "bf16-true", "O2"], each=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "compiled"),
+    [
+        *((kind, _EAGER, False) for kind in ROTATIONS),
+        *((kind, [name for other, name in _COMPILED if other == kind], True) for kind in ROTATIONS),
+    ],
+)
+def test_parametrizations_train_as_in_fp32_under_every_preset(
+    kind: str, names: list[str], compiled: bool
+) -> None:
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     want = None
-    for name in ("fp32", *(preset for preset in PRESETS if preset not in ("fp32", "tf32"))):
-        if compiled and name not in ("fp32", "bf16-master", "bf16-true", "O2"):
-            continue
-        torch._dynamo.reset()
+    for name in ("fp32", *names):
         torch.manual_seed(3)
         model = nn.Sequential(layer := ROTATIONS[kind](), nn.ReLU(), nn.Linear(layer.out_features, 3))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run: Any = model
+        if compiled and name != "fp32":
+            torch._dynamo.reset()
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
         with castwise.Amp(name, device="cpu") as amp:
             amp.prepare(model, optimizer)
             for _ in range(10):

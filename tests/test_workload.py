@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torch import nn
 from castwise import Workload
 from castwise.errors import CastwiseError, NonFiniteError, WorkloadError
 from castwise.workload import BUILT_IN, Pipeline, check_loss, find_workload, non_finite_parts
+from tests.fresh import run_python
 
 FILE = """
 import torch
@@ -147,8 +147,7 @@ def test_a_workload_of_a_file_can_be_sent_to_another_process(folder: Path) -> No
     )
     data = pickle.dumps(find_workload(f"{folder}/plain_for_test.py:job"))
     code = f"import pickle, sys; sys.path[:] = {sys.path!r}; print(pickle.loads({data!r}).name)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "sent\n", done.stderr
+    assert run_python(code, folder) == "sent\n"
 
 
 # --- not found ----------------------------------------------------------------------------------------------
@@ -335,9 +334,8 @@ def test_values_that_are_not_finite_are_found_in_any_container() -> None:
     assert non_finite_parts(None) == []
 
 
-def test_built_in_workloads_are_imported_when_they_are_asked_for() -> None:
+def test_built_in_workloads_are_imported_when_they_are_asked_for(tmp_path: Path) -> None:
     code = (
         "import sys, castwise.workload; print([m for m in sys.modules if m.startswith('castwise.workloads')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python(code, tmp_path) == "[]\n"

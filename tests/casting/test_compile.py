@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import itertools
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fresh import run_python
+from tests.fresh import run_interpreter, run_python
+from tests.soak import pairs
 from torch import nn
 
 import castwise
@@ -92,11 +91,17 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("how", ["module", "in function", "module.compile()"])
-@pytest.mark.parametrize("graph_break", [False, True])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_prepared_module_compiles_as_it_runs(plan: Plan, graph_break: bool, how: str) -> None:
-    model = Net(graph_break)
+@pytest.mark.parametrize(
+    ("name", "graph_break", "how"),
+    [
+        (name, graph_break, how)
+        for (name, graph_break), how in pairs(
+            list(itertools.product(PLANS, [False, True])), ["module", "in function", "module.compile()"]
+        )
+    ],
+)
+def test_prepared_module_compiles_as_it_runs(name: str, graph_break: bool, how: str) -> None:
+    model, plan = Net(graph_break), PLANS[name]
     amp = castwise.Amp(plan, device="cpu")
     amp.prepare(model)
     want = model(X)
@@ -125,35 +130,54 @@ def test_prepared_module_compiles_as_it_runs(plan: Plan, graph_break: bool, how:
 
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_second_process_on_the_same_cache_is_not_affected(tmp_path: Path) -> None:
-    """A process without castwise must not be served a graph with a plan's casts from disk, nor the reverse."""
-    body = """
-        import torch
-        x = torch.linspace(-1, 1, 64).reshape(8, 8)
-        f = torch.compile(lambda x: torch.exp(torch.nn.functional.linear(x, x)))
-        {region}
-        with region:
-            print("dtype", f(x).dtype)
-        print("hits", torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+def test_second_process_on_the_same_cache_is_not_affected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without castwise or with another plan must not be served a plan's casts from disk, nor the reverse.
+
+    The processes are forks of one that has imported Inductor, which takes longer than all they do.
     """
-    with_plan = (
-        "import castwise\n        region = castwise.autocast("
-        "castwise.Plan(compute='bf16', ops={'exp': 'fp32'}), device_type='cpu')"
-    )
-    without = "region = torch.autocast('cpu', dtype=torch.bfloat16)"
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-
-    def run(region: str) -> list[str]:
-        code = textwrap.dedent(body.format(region=region))
-        out = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-        return [line.split()[1] for line in out.stdout.splitlines() if line.startswith(("dtype", "hits"))]
-
-    assert run(with_plan) == ["torch.float32", "0"]
-    assert run(without) == ["torch.bfloat16", "0"]
-    assert run(with_plan) == ["torch.float32", "1"]  # the cache does work, for the same plan
-    assert run(without) == ["torch.bfloat16", "1"]
+    code = """
+        import os, sys, traceback
+        import torch, torch._inductor.compile_fx
+        x = torch.linspace(-1, 1, 64).reshape(8, 8)
+        def plan():
+            import castwise
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"exp": "fp32"}), device_type="cpu")
+        def other():
+            import castwise
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"log": "fp32"}), device_type="cpu")
+        def plain():
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        def run(make):
+            f = torch.compile(lambda x: torch.exp(torch.nn.functional.linear(x, x)))
+            with make():
+                dtype = f(x).dtype
+            hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+            print(make.__name__, dtype, hits, "castwise" in sys.modules, flush=True)
+        for make in (plan, other, plain, plan, plain):
+            if os.fork() == 0:
+                try:
+                    run(make)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(0)
+            os.wait()
+    """
+    env = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # without vector instructions and precompiled headers, which a new folder would first be filled with
+        "TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }  # fmt: skip
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert run_python(textwrap.dedent(code), tmp_path).splitlines() == [
+        "plan torch.float32 0 True",
+        "other torch.bfloat16 0 True",
+        "plain torch.bfloat16 0 False",
+        "plan torch.float32 1 True",  # the cache does work, for the same plan
+        "plain torch.bfloat16 1 False",
+    ]
 
 
 def test_a_failed_trace_leaves_no_state() -> None:
@@ -249,11 +273,22 @@ def ways(region: Any) -> dict[str, Any]:
     return {"enters": enters, "decorated": calls, "attribute": Holder(region), "again": again, "mixed": mixed}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-@pytest.mark.parametrize("way", ["enters", "decorated", "attribute", "again", "mixed"])
-@pytest.mark.parametrize("plan", [P, Q, FP16, "fp32"], ids=["override", "native", "fp16", "fp32"])
-def test_a_region_made_outside_compiles_inside(plan: Any, way: str, backend: str) -> None:
-    run = ways(castwise.autocast(plan, device_type="cpu"))[way]
+WAYS = ["enters", "decorated", "attribute", "again", "mixed"]
+OUTSIDE = {"override": P, "native": Q, "fp16": FP16, "fp32": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("way", "name", "backend"),
+    [
+        *((way, name, "aot_eager") for way in WAYS for name in OUTSIDE),
+        *(
+            pytest.param(way, name, "inductor", marks=pytest.mark.inductor)
+            for way, name in pairs(WAYS, OUTSIDE)
+        ),
+    ],
+)
+def test_a_region_made_outside_compiles_inside(way: str, name: str, backend: str) -> None:
+    run = ways(castwise.autocast(OUTSIDE[name], device_type="cpu"))[way]
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     want = run(X)
     for _ in range(2):
@@ -338,4 +373,4 @@ def test_a_native_region_that_is_made_before_dynamo_is_loaded(tmp_path: Path) ->
                 return x @ x
         print(torch.compile(run, fullgraph=True, backend="aot_eager")(torch.ones(2, 2)).dtype)
     """
-    assert run_python(textwrap.dedent(code), tmp_path) == "torch.bfloat16\n"
+    assert run_interpreter(textwrap.dedent(code), tmp_path) == "torch.bfloat16\n"

@@ -348,12 +348,13 @@ def test_no_copy_of_a_weight_outlives_its_change() -> None:
 def test_evaluation_before_training_leaves_gradients_whole() -> None:
     """A copy made where no gradient was wanted has no graph."""
     model = nn.Linear(4, 4)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), verbosity=0)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, loss_scale=128.0, verbosity=0)
     with torch.no_grad():
         model(torch.ones(1, 4))
     with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
         scaled.backward()
-    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.ones(4, 4))
 
 
 def test_a_weight_is_cast_once_in_a_forward() -> None:

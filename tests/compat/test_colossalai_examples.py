@@ -1,15 +1,20 @@
-"""The hands-on of examples/ runs under torchrun as its README shows it."""
+"""The hands-on of examples/ runs as its README shows it; in a soak under torchrun, else told what that would tell."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from tests.processes import run_ranks
+from tests.soak import SOAKING
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "colossalai"
@@ -18,6 +23,20 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
 ]
+
+
+def run_script(words: list[str]) -> None:
+    sys.argv[:] = words
+    sys.path.insert(0, str(EXAMPLES))  # as Python does for a script
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def two_ranks(script: str, config: Path) -> str:
+    words = [str(EXAMPLES / script), "--config", str(config)]
+    ranks = run_ranks(run_script, words, config.parent, 2)
+    said = "".join(rank.said(stream) for stream in ("out", "err") for rank in ranks)
+    assert [rank.code for rank in ranks] == [0, 0], said
+    return said
 
 
 def torchrun(script: str, config: Path) -> str:
@@ -32,20 +51,20 @@ def torchrun(script: str, config: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("script", "mode"),
+    ("script", "mode", "run"),
     [
-        ("train_with_engine.py", "torch"),
-        ("train_with_engine.py", "naive"),
-        ("train_with_trainer.py", "apex"),
+        ("train_with_engine.py", "torch", two_ranks),
+        ("train_with_engine.py", "naive", two_ranks),
+        ("train_with_trainer.py", "apex", torchrun if SOAKING else two_ranks),
     ],
 )
-def test_the_hands_on_learns(script: str, mode: str, tmp_path: Path) -> None:
+def test_the_hands_on_learns(script: str, mode: str, run: Callable[[str, Path], str], tmp_path: Path) -> None:
     """Two epochs of the example's own configuration."""
     own = (EXAMPLES / "config" / f"config_{mode}.py").read_text()
     config = tmp_path / f"config_{mode}.py"
     config.write_text(re.sub(r"NUM_EPOCHS = \d+", "NUM_EPOCHS = 2", own))
     assert config.read_text() != own
-    said = torchrun(script, config)
+    said = run(script, config)
     found = re.findall(
         r"epoch: \d, loss: ([\d.]+)" if "engine" in script else r"Train\]: Loss = ([\d.]+)", said
     )

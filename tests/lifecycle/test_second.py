@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from castwise.plans.plan import Plan
 from castwise.session import Amp
 from tests.masters.test_undo import interrupted
+from tests.soak import pairs
 
 from .kinds import KINDS, optimizers
 from .life import SkipsInit, Stubborn, check
@@ -155,9 +156,11 @@ def test_a_second_prepare_that_fails_leaves_the_first_alone(line: str, how: str)
     assert {p.dtype for p in pair.second.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen"])
 @pytest.mark.parametrize(
-    "line", ["bf16-master", "fp16-mixed+loss_scale.interval=2+optimizer=fused", "bf16-true"]
+    ("line", "kind"),
+    pairs(
+        ["bf16-master", "fp16-mixed+loss_scale.interval=2+optimizer=fused", "bf16-true"], ["plain", "frozen"]
+    ),
 )
 def test_a_second_prepare_that_is_interrupted_leaves_the_first_alone(line: str, kind: str) -> None:
     """At lines of all of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ class Tracer:
             if inside is not None and inside.f_code.co_name == self.name:
                 return self.line
             inside = inside.f_back if inside is not None else None
-        return self
+        return None
 
     def line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -46,6 +47,7 @@ def interrupt(function: Callable[[], object], name: str, *numbers: int) -> int:
     """
     tracer = Tracer(name, set(numbers))
     former = sys.gettrace()
+    gc.disable()  # what the collector calls swallows an interrupt
     sys.settrace(tracer)
     try:
         function()
@@ -53,6 +55,7 @@ def interrupt(function: Callable[[], object], name: str, *numbers: int) -> int:
         pass
     finally:
         sys.settrace(former)
+        gc.enable()
     return tracer.seen
 
 

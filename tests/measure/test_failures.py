@@ -56,7 +56,7 @@ def test_faults_of_the_code(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: torch.distributions.Categorical(logits=torch.full((2,), float("nan"))),
+        lambda: torch.distributions.Categorical(logits=torch.full((2,), float("nan")), validate_args=True),
         lambda: math.sqrt(-1.0),
         lambda: math.exp(1e4),
     ],

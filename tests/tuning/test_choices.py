@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import castwise
 from castwise import Plan, Workload
-from castwise.errors import PlanError, WorkloadError
+from castwise.errors import DeviceError, PlanError, WorkloadError
 from castwise.measure.ranks import BY_ITSELF
 from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
@@ -116,9 +117,13 @@ def test_axes_follow_the_model_and_the_optimizer() -> None:
 def test_a_format_that_the_device_lacks_is_left_out_with_its_reason() -> None:
     line = nn.Linear(4, 4)
     plans, dropped = whole_step_plans(("fp32", "tf32"), CPU, sgd(line.parameters()), has_images=False)
-    if "tf32" in dropped:
-        assert dropped["tf32"].startswith("not supported by this device: ")
-        assert not any(p.fp32_matmul == "tf32" for p in plans)
+    refused = []
+    try:
+        castwise.Amp("tf32", device="cpu")
+    except DeviceError as error:
+        refused.append(f"not supported by this device: {error}")
+    assert list(dropped.values()) == refused
+    assert any(p.fp32_matmul == "tf32" for p in plans) is not bool(refused)
 
 
 def test_regions_and_rules_make_a_plan_less_simple() -> None:

@@ -72,7 +72,7 @@ def search(made: nn.Module) -> NumericsSearch:
     return NumericsSearch(test, parts)
 
 
-@pytest.mark.parametrize("depth", [2, 12, 48])
+@pytest.mark.parametrize("depth", [2, 24])
 def test_one_fragile_place_is_found_within_the_passes(depth: int) -> None:
     found = search(model(depth, Offset()))
     plan = Plan.preset("bf16-mixed")
