@@ -176,8 +176,9 @@ def race_final(
 def _here(contest: Contest, plans: Sequence[Plan], indices: Sequence[int]) -> dict[int, list[float]]:
     """Times of one start of plans in this process, by index."""
     before = len(contest.entries[FP32].times_s)
-    for plan in plans:
-        contest.entries[plan].reason = ""
+    for plan in plans:  # one that has left may run again beside the others
+        if plan in contest.entries:
+            contest.entries[plan].reason = ""
     contest.run(plans, 2 * ROUNDS)
     times = {
         index: contest.entries[plan].times_s[before:] for index, plan in zip(indices, plans, strict=True)

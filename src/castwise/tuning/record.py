@@ -72,11 +72,12 @@ def answer(search: Search) -> str:
         )
     if plan == FP32:
         return f"Stay with fp32 as it is: {_why_fp32(search)}."
-    parts = []
-    if (over := _ratio(search, plan, FP32)) is not None:
-        parts.append(f"trains {_times(over)} as fast as fp32")
-    if (beside := _ratio(search, plan, AUTOCAST)) is not None:
-        parts.append(f"{_times(beside)} as fast as one-line torch.autocast in bf16")
+    beside = {
+        "fp32": _ratio(search, plan, FP32),
+        "one-line torch.autocast in bf16": _ratio(search, plan, AUTOCAST),
+    }
+    known = [_speed(name, ratio) for name, ratio in beside.items() if ratio is not None]
+    parts = [f"trains {' and '.join(known)}"] if known else []
     if search.settings.goal == "memory" and plan in search.peaks and FP32 in search.peaks:
         parts.insert(0, f"takes {search.peaks[plan] / search.peaks[FP32]:.0%} of fp32's peak memory")
     trained = search.verification
@@ -100,8 +101,12 @@ def _why_fp32(search: Search) -> str:
     return "no plan was faster by more than the measurement can tell"
 
 
-def _times(ratio: stats.Ratio) -> str:
-    return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f})"
+def _speed(other: str, ratio: stats.Ratio) -> str:
+    """How fast a plan is beside another; no direction where the interval knows none."""
+    interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.is_tie:
+        return f"as fast as {other} as far as can be told {interval}"
+    return f"{ratio.value:.2f} times {interval} as fast as {other}"
 
 
 def _ratio(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
