@@ -12,6 +12,7 @@ from tests.tuning.test_choices import CPU, SlowWhenLow, loss, workload
 from torch import Tensor, nn
 
 from castwise import Plan, Workload
+from castwise.tuning import final as final_
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import Decision
 from castwise.tuning.final import Final, race_final
@@ -20,6 +21,11 @@ from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 REGION = Plan.parse("bf16-mixed+regions.0=fp32")
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(final_, "ROUNDS", 3)
 
 
 def searching(made: Workload) -> SearchState:

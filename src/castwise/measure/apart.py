@@ -29,6 +29,8 @@ __all__ = ["Apart", "Timed", "race_apart"]
 BLOCK_S = 0.12
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
 
+LONGEST_BLOCK_S = 0.3
+"""Beside a plan so slow that its block would take longer, nobody needs to be timed as well."""
 LEAST_ROUNDS = 3
 
 
@@ -170,7 +172,8 @@ def race_apart(
             return found
 
         step_s = each("the first steps", Apart.warm_up, range(len(runs)))
-        block = max(1, min(64, round(BLOCK_S / min(step_s.values(), default=BLOCK_S))))
+        fastest, slowest = min(step_s.values(), default=BLOCK_S), max(step_s.values(), default=BLOCK_S)
+        block = max(1, min(64, round(min(BLOCK_S / fastest, LONGEST_BLOCK_S / slowest))))
         for number in range(rounds):
             if number >= LEAST_ROUNDS and ranks.now() > until:
                 break
