@@ -42,7 +42,7 @@ For single questions, and for libraries on top of castwise: the drop-ins for Ape
 on this page."""
 
 FURTHER = (
-    ("castwise.casting", casting, ("AmbientAutocast", "default_device_type")),
+    ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     ("castwise.plans.plan", plan, ("as_plan",)),

@@ -655,6 +655,11 @@ def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs
     """``module.register_forward_pre_hook(hook, prepend=True)``, which torch 2.11 can compile.
 
     There the guards count the keys of an OrderedDict as they came in, not as ``move_to_end`` has put them.
+
+    Args:
+        module: Whose forward it precedes, before all hooks that are there.
+        hook: As ``register_forward_pre_hook`` takes it.
+        with_kwargs: Whether it is given keyword arguments too.
     """
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
     table = module._forward_pre_hooks

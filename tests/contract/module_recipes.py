@@ -306,9 +306,10 @@ def _recipes() -> dict[str, Recipe]:
         lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 8, [3, 5], div_value=2.0),
         lambda: (x(4, 4), torch.tensor([0, 3, 6, 1])),
     )
-    out["LinearCrossEntropyLoss"] = Recipe(
-        lambda: nn.LinearCrossEntropyLoss(4, 5), lambda: (x(3, 4), k(5, 3))
-    )
+    if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
+        out["LinearCrossEntropyLoss"] = Recipe(
+            lambda: nn.LinearCrossEntropyLoss(4, 5), lambda: (x(3, 4), k(5, 3))
+        )
     # --- parametrizations
     out["parametrizations.weight_norm"] = Recipe(
         lambda: parametrizations.weight_norm(nn.Linear(4, 3)), lambda: (x(2, 4),)

@@ -7,6 +7,7 @@ torch.compile is told of frames. ``trees``: casts through containers.
 
 from __future__ import annotations
 
+from castwise._torch import hook_first
 from castwise.casting.ambient import AmbientAutocast
 from castwise.casting.context import autocast, default_device_type
 from castwise.casting.functions import custom_bwd, custom_fwd, fp32_function, lower_function, widest_function
@@ -18,6 +19,7 @@ __all__ = [
     "custom_fwd",
     "default_device_type",
     "fp32_function",
+    "hook_first",
     "lower_function",
     "widest_function",
 ]

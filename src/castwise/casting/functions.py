@@ -40,7 +40,13 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
         if device is None:
             return function(*args, **kwargs)
         dtype = choose(device, (args, kwargs))
-        with frames.suspended(device):
+        # what Dynamo traces has to be torch's own block
+        off = (
+            torch.autocast(device, enabled=False)
+            if torch.compiler.is_compiling()
+            else frames.suspended(device)
+        )
+        with off:
             if dtype is None:
                 return function(*args, **kwargs)
             return function(*_cast_tree(args, device, dtype), **_cast_tree(kwargs, device, dtype))

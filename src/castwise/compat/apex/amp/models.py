@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from castwise import Amp, Plan, Region
-from castwise.casting import default_device_type
+from castwise.casting import default_device_type, hook_first
 from castwise.compat.apex.amp._amp_state import master_params, warn_or_err
 from castwise.compat.apex.amp.ambient import FORMATS
 from castwise.masters import master_of, model_param_of, refresh_master
@@ -166,7 +166,7 @@ def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outpu
     casts = Casts(inputs, outputs)
     for model in models:
         if inputs is not None:
-            model.register_forward_pre_hook(casts.enter, with_kwargs=True, prepend=True)
+            hook_first(model, casts.enter, with_kwargs=True)
         model.register_forward_hook(casts.leave)
 
 
