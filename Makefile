@@ -15,11 +15,9 @@ demo: $(STAMP)
 	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,runs/demo-tune/plan.json --steps 74 --rounds 12 --out runs/demo-sine
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
-# Three files at a time with one thread each, on two cores: some wait for processes, which are forked from one that has
-# imported torch.
-TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
+# Two files at a time with one thread each. Files that start processes fork them from one that has imported torch.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TOGETHER)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 CHECKED := src tests bench scripts examples
 lint: $(STAMP)
@@ -35,7 +33,7 @@ bench: $(STAMP)
 # Every plan on every layout, twenty processes killed at random moments, and all that the tests can generate; an hour or so.
 soak: $(STAMP)
 	$(BIN)/python bench/soak.py
-	CASTWISE_SOAK=1 CASTWISE_LIVES=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TOGETHER) --timeout 3600
+	CASTWISE_SOAK=1 CASTWISE_LIVES=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600
 
 # What only a GPU shows, in three parts of at most eight minutes. Nothing is installed: PYTHON_GPU is an interpreter (3.11 or
 # later) that has torch 2.11 or later for its GPU, beside it pytest for gpu-test and numpy for gpu-bench-tune.

@@ -28,13 +28,8 @@ def can_compile_cpp() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.is_file()
 
 
-LONG = {"test_gpu_parts", "test_kills", "test_layouts", "test_train", "test_resume"}
-"""Files that take long or wait for processes: they begin, so that no worker is left alone with one at the end."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need what this machine lacks, saying so."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
     no_cpp = pytest.mark.skip(
         reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"
