@@ -44,12 +44,7 @@ def tolerance(plan: Any) -> tuple[float, float, float]:
 
 @functools.cache
 def _alone(plan: str, steps: int, max_norm: float | None, accumulate: int) -> Trace:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return model.alone(plan, Options(steps=steps, max_norm=max_norm, accumulate=accumulate))
-    finally:
-        torch.set_num_threads(threads)
+    return model.alone(plan, Options(steps=steps, max_norm=max_norm, accumulate=accumulate))
 
 
 def close(got: list[float], want: list[float], relative: float) -> None:
