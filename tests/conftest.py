@@ -8,7 +8,6 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,22 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("inductor") and not has_cpp:
             item.add_marker(no_cpp)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file at a time for each worker; files whose tests start several processes go to one worker, one after another.
-
-    Two of them at once would have eight processes wait for each other on two cores.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneOfProcesses(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "tests/distributed" if "/distributed/" in file else file
-
-    return OneOfProcesses(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")
