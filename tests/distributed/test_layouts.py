@@ -117,14 +117,12 @@ def test_compiled(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, compile=True))
 
 
-@pytest.mark.parametrize("layout", ONE)
-@pytest.mark.parametrize("plan", ["fp16-mixed+ops.gelu=fp32", "fp16-master"])
+@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "fp16-master"]))
 def test_activation_checkpointing(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, checkpointed=True))
 
 
-@pytest.mark.parametrize("layout", ONE)
-@pytest.mark.parametrize("plan", ["fp32", "fp16-master"])
+@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-master", "fp32"]))
 def test_accumulation(two: World, layout: str, plan: str) -> None:
     """Under DDP within no_sync; zero_grad with and without set_to_none by turns."""
     check(two, layout, plan, Options(steps=12, accumulate=2))
