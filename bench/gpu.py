@@ -106,7 +106,9 @@ def surroundings() -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else is installed there, these tests need none of it
+        # whatever else is installed there, these tests need none of it, nor its options
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_ADDOPTS": "",
     }
 
 

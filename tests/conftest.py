@@ -43,6 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread, so that sums have one order and no test spins on cores that others use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def nothing_old_is_collected() -> None:
     """What is there before a file's tests is out of the collector's sight: many of them collect, some at each step.
 

@@ -15,7 +15,10 @@ SOURCE = Path(__file__).parent.parent / "src"
 _OWN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 _SERVER = """
 import json, os, sys, types, warnings
+import gc
 import torch, torch._dynamo
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
     if os.fork() == 0:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tied(self.back(self.into(self.dropout(self.norm(self.conv(x))).flatten(1))))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is computed here is too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Run:

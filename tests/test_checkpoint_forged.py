@@ -26,9 +26,7 @@ from castwise.checkpoint import storage
 from castwise.checkpoint.folder import measure
 from castwise.errors import CheckpointError
 from tests.processes import forks
-from tests.test_checkpoint import Run, names, one_thread, same
-
-__all__ = ["one_thread"]
+from tests.test_checkpoint import Run, names, same
 
 DEEP = "[" * 100_000 + "]" * 100_000
 LONG = "9" * 5_000

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from castwise import checkpoint
 from castwise.errors import CheckpointError
-from tests.test_checkpoint import Run, one_thread, same
+from tests.test_checkpoint import Run, same
 from tests.test_checkpoint_forged import everything, forge, refused, values_of, with_values
-
-__all__ = ["one_thread"]
 
 
 class Two(nn.Module):

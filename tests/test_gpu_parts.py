@@ -74,7 +74,7 @@ def test_a_part_goes_on_after_failures_and_ends_non_zero(bench: Path) -> None:
     (bench / "bench_master.py").write_text(RAISES, encoding="utf-8")
     (bench / "bench_compat.py").write_text(HANGS, encoding="utf-8")
     (bench / "bench_overhead.py").write_text(FINE, encoding="utf-8")
-    done = run_part(bench, "core", "--device", "cpu", "--minutes", "1", "--only", "compat,master,overhead")
+    done = run_part(bench, "core", "--device", "cpu", "--minutes", "0.8", "--only", "compat,master,overhead")
     assert done.returncode == 1, done.stderr
 
     summary = {row["job"]: row["outcome"] for row in result(bench, "gpu-core")["rows"]}
@@ -86,7 +86,7 @@ def test_a_part_goes_on_after_failures_and_ends_non_zero(bench: Path) -> None:
     whole = result(bench, "overhead")
     assert "finished" not in whole
     (row,) = whole["rows"]
-    assert 0 < row["budget_s"] < 60
+    assert 0 < row["budget_s"] < 48
 
     cut = result(bench, "compat")
     assert cut["finished"] is False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,12 +18,8 @@ LOW = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def lower(

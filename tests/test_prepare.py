@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import castwise
 from castwise import Plan, masters
 from castwise.casting import frames, kernels
 from castwise.errors import DeviceError, PlanError, StateError
+from castwise.masters import state
 from castwise.plans.plan import PRESETS
 
 NAMES = [name for name in PRESETS if name != "tf32"]
@@ -475,3 +477,36 @@ def test_an_interrupted_forward_leaves_no_autocast_behind(
         assert not torch.is_autocast_enabled("cpu")
         model[0].error = None
         assert torch.equal(model(x), out)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("call", range(1, 13, 2))
+@pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])
+def test_a_prepare_that_fails_leaves_the_optimizers_state_to_the_last_bit(
+    name: str, call: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cast to the low format and back would have rounded it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    fit, calls = state._fit_entry, itertools.count(1)
+
+    def fails(*args: Any) -> Any:
+        if next(calls) == call:
+            raise error
+        return fit(*args)
+
+    monkeypatch.setattr(state, "_fit_entry", fails)
+    with pytest.raises(error):
+        castwise.Amp(name, device="cpu").prepare(model, optimizer)
+    assert castwise.Amp.of(model) is None
+    after = optimizer.state_dict()
+    for index, entries in before["state"].items():
+        for key, value in entries.items():
+            assert after["state"][index][key].dtype is value.dtype
+            assert torch.equal(after["state"][index][key], value)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()

@@ -17,6 +17,7 @@ from castwise.errors import LossScaleError, NonFiniteError, PlanError
 from castwise.plans.plan import PRESETS
 from castwise.scaler import StepGuard
 from tests.soak import pairs
+from tests.test_scaler_steps import another_ranks_flag
 
 INF, NAN = float("inf"), float("nan")
 UNSCALED = ["fp32", "bf16-mixed", "bf16-master", "bf16-true", "O0"]
@@ -375,15 +376,9 @@ def test_hooks_behind_direct_steps_do_not_pile_up(plan: str) -> None:
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_another_ranks_verdict_skips_here_too(returns: bool) -> None:
-    def reduce(flag: torch.Tensor) -> torch.Tensor | None:
-        if returns:
-            return torch.ones_like(flag)
-        flag.fill_(1.0)
-        return None
-
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.1)
-    guard = StepGuard("cpu", refuse=False, patience=3, reduce=reduce)
+    guard = StepGuard("cpu", refuse=False, patience=3, reduce=another_ranks_flag(returns))
     p.grad = torch.ones(2)
     result = guard.take(optimizer)
     assert result.skipped

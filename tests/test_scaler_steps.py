@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,19 +21,25 @@ INF = float("inf")
 # --- agreement, sync, outcome -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("returns", [False, True])
-def test_another_ranks_overflow_skips_here_too(fused: bool, first: bool, returns: bool) -> None:
+def another_ranks_flag(returns: bool) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """What reduces flags where another rank has found an overflow: in place, or by what it returns."""
+
     def reduce(flag: torch.Tensor) -> torch.Tensor | None:
         if returns:
             return torch.ones_like(flag)
         flag.fill_(1.0)
         return None
 
+    return reduce
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("returns", [False, True])
+def test_another_ranks_overflow_skips_here_too(fused: bool, first: bool, returns: bool) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([p], 0.1, fused=fused)
-    scaler = GradScaler("cpu", reduce=reduce)
+    scaler = GradScaler("cpu", reduce=another_ranks_flag(returns))
     scaler.scale(p.sum()).backward()
     if first:
         scaler.unscale_(optimizer)

@@ -21,6 +21,8 @@ from tests.processes import Forked, children_of, command, forks
 ROOT = Path(__file__).parents[2]
 WORKLOAD = "gpt?layers=2&width=32&context=32&batch=8"
 STEPS = 1000
+FORKED = ["--start-method", "forkserver", "--run-path", castwise.__main__.__file__]
+"""torchrun's options for workers that are forks of one process that has imported torch, and run castwise."""
 
 
 def environment() -> dict[str, str]:
@@ -33,7 +35,8 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def _torchrun(words: list[str]) -> None:
+def torchrun(words: list[str]) -> None:
+    """torchrun, in this process."""
     os.environ |= environment()
     forks()  # those of torchrun's workers, too, have imported torch
     torch.distributed.run.main(words)
@@ -77,12 +80,11 @@ class Training:
     def start(self, restarts: int) -> None:
         """Start it in the background, under torchrun."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        run = ["--start-method", "forkserver", "--run-path", castwise.__main__.__file__]
         words = [
             "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), "--monitor-interval", "0.1",
-            *(run if self._forks else ["-m", "castwise"]), *self.words,
+            *(FORKED if self._forks else ["-m", "castwise"]), *self.words,
         ]  # fmt: skip
-        self._agent = Forked(_torchrun, words, ROOT, self.out.with_suffix(".agent"))
+        self._agent = Forked(torchrun, words, ROOT, self.out.with_suffix(".agent"))
 
     def wait(self, timeout_s: float = 300) -> int:
         """The exit code."""

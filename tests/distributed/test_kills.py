@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import random
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import Forked
+
 from . import kills
-from .kills import Training, environment
+from .kills import Training
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for the processes to kill")
 
@@ -53,19 +54,16 @@ def test_two_nodes_train_like_one(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "castwise",
-        "--local-addr", "127.0.0.1",
-        "-m", "castwise", "train", kills.WORKLOAD, "--plan", "fp16-master", "--layout", "fsdp2", "--steps", "8",
+    words = [
+        "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--rdzv-id", "castwise", "--local-addr", "127.0.0.1", *kills.FORKED,
+        "train", kills.WORKLOAD, "--plan", "fp16-master", "--layout", "fsdp2", "--steps", "8",
         "--out", str(tmp_path / "two"),
     ]  # fmt: skip
-    nodes = [
-        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for _ in range(2)
-    ]
-    said = [node.communicate(timeout=240)[0].decode() for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    nodes = [Forked(kills.torchrun, words, tmp_path, tmp_path / f"node{number}") for number in range(2)]
+    codes = [node.wait(240) for node in nodes]
+    said = [node.said("out") + node.said("err") for node in nodes]
+    assert codes == [0, 0], "\n".join(said)
     assert sum("Wrote" in text for text in said) == 1
     got = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
     for name, value in torch.load(one.out / "model.pt", weights_only=True).items():

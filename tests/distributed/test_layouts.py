@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from castwise import Plan
+from tests.soak import pairs
 
 from . import model
 from .model import BATCH, LOSS, Net, Options, Trace
@@ -44,12 +46,7 @@ def tolerance(plan: Any) -> tuple[float, float, float]:
 
 @functools.cache
 def _alone(plan: str, steps: int, max_norm: float | None, accumulate: int) -> Trace:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return model.alone(plan, Options(steps=steps, max_norm=max_norm, accumulate=accumulate))
-    finally:
-        torch.set_num_threads(threads)
+    return model.alone(plan, Options(steps=steps, max_norm=max_norm, accumulate=accumulate))
 
 
 def close(got: list[float], want: list[float], relative: float) -> None:
@@ -79,6 +76,7 @@ def check(world: World, layout: str, plan: str, options: Options, share: float =
 
 
 ONE = ["ddp", "fsdp", "tp", "hand", "pp"]
+FOUR = ["dp.tp", "ddp.hand", "fsdp.tp", "ddp.pp", "fsdp.pp", "tp.pp", "hand.pp"]
 PLANS = ["fp32", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", REGIONS]
 """Every preset, for fifty steps, is in ``make soak``."""
 
@@ -90,8 +88,7 @@ def test_two_processes_train_like_one(two: World, layout: str, plan: str) -> Non
     check(two, layout, plan, Options(steps=50 if long else 12), 1.0 if long else SHORT)
 
 
-@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master", "bf16-master"])
-@pytest.mark.parametrize("layout", ["dp.tp", "ddp.hand", "fsdp.tp", "ddp.pp", "fsdp.pp", "tp.pp", "hand.pp"])
+@pytest.mark.parametrize(("layout", "plan"), pairs(FOUR, ["fp16-mixed", "fp16-master", "bf16-master"], 2))
 def test_four_processes_train_like_one(four: World, layout: str, plan: str) -> None:
     check(four, layout, plan + (LOSS_SCALE if plan.startswith("fp16") else ""), Options(steps=12))
 
@@ -115,20 +112,17 @@ def test_every_schedule_scales_its_losses_inside(two: World, schedule: str, plan
     check(two, "pp", plan, Options(steps=12, schedule=schedule))
 
 
-@pytest.mark.parametrize("layout", ONE)
-@pytest.mark.parametrize("plan", ["fp16-mixed+ops.gelu=fp32", "bf16-master"])
+@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
 def test_compiled(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, compile=True))
 
 
-@pytest.mark.parametrize("layout", ONE)
-@pytest.mark.parametrize("plan", ["fp16-mixed+ops.gelu=fp32", "fp16-master"])
+@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "fp16-master"]))
 def test_activation_checkpointing(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, checkpointed=True))
 
 
-@pytest.mark.parametrize("layout", ONE)
-@pytest.mark.parametrize("plan", ["fp32", "fp16-master"])
+@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-master", "fp32"]))
 def test_accumulation(two: World, layout: str, plan: str) -> None:
     """Under DDP within no_sync; zero_grad with and without set_to_none by turns."""
     check(two, layout, plan, Options(steps=12, accumulate=2))
@@ -166,10 +160,17 @@ def oracle(skipped: int, steps: int, fused: bool) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-@pytest.mark.parametrize("when", ["step", "unscaled", "late"])
-@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
-@pytest.mark.parametrize("layout", ONE)
+@pytest.mark.parametrize(
+    ("layout", "plan", "when", "fused"),
+    [
+        (*where, *how)
+        for where, how in pairs(
+            list(itertools.product(ONE, ["fp16-mixed", "fp16-master"])),
+            list(itertools.product(["step", "unscaled", "late"], [False, True])),
+            3,
+        )
+    ],
+)
 def test_an_infinity_on_one_rank_skips_the_step_on_all(
     two: World, layout: str, plan: str, when: str, fused: bool
 ) -> None:

@@ -218,15 +218,6 @@ def _same(found: Path, alone: Path, world: int, case: dict[str, Any]) -> None:
     assert apart**0.5 < DRIFT[plan] * moved**0.5, case
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Keep torch from spinning on cores that other tests use."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_two_processes_train_what_one_trains(two: World, tmp_path: Path) -> None:
     _compare(two, tmp_path, TWO)
 

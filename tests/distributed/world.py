@@ -56,8 +56,8 @@ class World:
     A case that fails ends the processes, since their collectives may be out of step; the next one starts new ones.
     """
 
-    def __init__(self, size: int, patience_s: float = _PATIENCE_S) -> None:
-        self.size, self._patience_s = size, patience_s
+    def __init__(self, size: int) -> None:
+        self.size, self.patience_s = size, _PATIENCE_S
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: Any = None
@@ -89,9 +89,9 @@ class World:
         failed: list[str] = []
         waiting = dict(enumerate(self._pipes))
         while waiting and not failed:
-            ready = multiprocessing.connection.wait(waiting.values(), timeout=self._patience_s)
+            ready = multiprocessing.connection.wait(waiting.values(), timeout=self.patience_s)
             if not ready:
-                failed.append(f"ranks {list(waiting)} have not answered in {self._patience_s:g} s")
+                failed.append(f"ranks {list(waiting)} have not answered in {self.patience_s:g} s")
             for rank, pipe in list(waiting.items()):
                 if pipe in ready:
                     del waiting[rank]

@@ -118,7 +118,6 @@ def test_convolutions_miss_by_their_channels():
 
 
 def test_a_linear_of_width_13_is_caught_end_to_end():
-    torch.set_num_threads(1)
 
     def stream(seed):
         while True:
@@ -142,7 +141,6 @@ def test_verdicts_leave_the_baseline_out():
 
 
 def test_a_doctor_without_a_workload():
-    torch.set_num_threads(1)
     events = []
     result = doctor(small=True, device="cpu", progress=events.append)
     assert result.workload is None
@@ -159,7 +157,6 @@ def test_a_doctor_without_a_workload():
 
 
 def test_a_doctor_with_a_workload_prints_it():
-    torch.set_num_threads(1)
     result = doctor("sine?size=16", small=True, device="cpu")
     assert result.workload is not None
     record = result.to_dict()["workload"]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from castwise import Amp, AveragedModel
 from castwise.errors import StateError
+from castwise.masters.sync import attachments
 
 
 def prepared(seed: int = 0) -> tuple[Amp, nn.Module, Optimizer]:
@@ -96,6 +97,19 @@ def test_threads_train_models_of_their_own() -> None:
     for index in range(1, 4):
         assert isinstance(results[index], list), results[index]
         assert all(map(torch.equal, results[index], results[0]))
+
+
+def test_what_leaves_while_another_thread_looks_at_all_leaves_quietly() -> None:
+    first, second = prepared(), prepared()
+    looking = attachments()
+    next(looking)  # as a thread that is half way through them
+    second[0].close()
+    left = weakref.ref(second[1])
+    del second
+    gc.collect()  # a callback that fails here is an error of this test
+    assert left() is None
+    assert first[0].plan.keeps_masters
+    del looking
 
 
 def test_a_parameter_put_in_anothers_place_is_trained_by_a_master() -> None:

@@ -64,7 +64,6 @@ def test_classes_of_operators(name, shapes, kind):
 
 
 def test_a_profile_sees_the_products_of_forward_and_backward():
-    torch.set_num_threads(1)
     state = torch.get_rng_state()
     profile = profile_steps(workload(), CPU, steps=3)
     products = {operator.product for operator in profile.operators if operator.product}

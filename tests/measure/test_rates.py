@@ -146,7 +146,6 @@ def test_a_hopeless_format_and_one_that_fails_never_reach_full_size():
 
 
 def test_rates_of_this_cpu():
-    torch.set_num_threads(1)
     state = torch.get_rng_state()
     told = []
     rates = measure_rates(CPU, rounds=2, small=True, on_kernel=lambda *args: told.append(args))

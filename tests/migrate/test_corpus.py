@@ -79,14 +79,6 @@ def train(folder: Path) -> dict[str, Any]:
                 del sys.modules[module]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @dataclasses.dataclass
 class Program:
     name: str

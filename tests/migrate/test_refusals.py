@@ -30,6 +30,8 @@ NOT_A_SESSION = {
     "a lambda": ("criterion(model(x), y)", "later(lambda: model(x))", "runs outside of autocast"),
     "handed to a function": ("loader:\n", "loader:\n    validate(model)\n", "'model' is handed on here"),
     "another name for the model": ("scaler = ", "copy = model\nscaler = ", "'model' is handed on here"),
+    "kept in a list": ("optimizer = ", "holders.append(model)\noptimizer = ", "'model' is handed on here"),
+    "registered": ("optimizer = ", "trainer.hooks[0].register(model)\noptimizer = ", "'model' is handed on here"),
     "an average of the model": ("scaler = ", "ema = Average(model)\nscaler = ", "'model' is handed on here"),
     "a part of the model": ("loader:\n", "loader:\n    model.head(x)\n", "'model' is handed on here"),
     "wrapped before": ("optimizer = ", "model = torch.compile(model)\noptimizer = ", "wrapped before its optimizer is made"),

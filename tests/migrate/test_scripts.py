@@ -8,12 +8,10 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from castwise.migrate.rewriting import rewrite
 
@@ -25,14 +23,6 @@ SESSIONS = {
     "torch_enabled", "torch_not_enabled",
 }  # fmt: skip
 """Scripts that run here and become sessions; the others stay."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def read(name: str, part: str) -> str:

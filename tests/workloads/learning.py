@@ -19,19 +19,14 @@ def train(workload: Workload, steps: int, seed: int = 0) -> tuple[nn.Module, lis
     Returns:
         The model and the loss of every step.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        torch.manual_seed(seed)
-        model = workload.model()
-        optimizer = workload.optimizer(model.parameters())
-        batches, losses = workload.batches(seed), []
-        for _ in range(steps):
-            loss = workload.loss(model, next(batches))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    finally:
-        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters())
+    batches, losses = workload.batches(seed), []
+    for _ in range(steps):
+        loss = workload.loss(model, next(batches))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     return model, losses

@@ -139,7 +139,7 @@ class Attachment:
         # torch leaves hooks out of copies of an optimizer, and one without these would train masters that never
         # reach a model.
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
-        sync.live.append(weakref.ref(self, sync.live.remove))
+        sync.live[id(self)] = self
         _follow_all_steps()
 
     @property
@@ -255,9 +255,7 @@ class Attachment:
         self._let_go(self._pairs.masters, write_back)
         if optimizer is not None:
             optimizer.__dict__.pop("__reduce_ex__", None)
-        reference = weakref.ref(self)
-        if reference in sync.live:
-            sync.live.remove(reference)  # in one go: other threads attach meanwhile
+        sync.live.pop(id(self), None)
         if optimizer is not None:
             _attachments.pop(optimizer, None)
         self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []

@@ -15,13 +15,13 @@ from castwise.errors import StateError
 
 __all__ = ["attachments", "live", "refresh", "settle", "sync", "sync_first"]
 
-live: list[weakref.ref[Any]] = []
-"""Every attachment that has masters to keep; the attachments see to it."""
+live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Every attachment that has masters to keep, by its id; the attachments see to it, from any thread."""
 
 
 def attachments() -> Iterator[Any]:
     """Those that live."""
-    for reference in tuple(live):
+    for reference in live.valuerefs():  # a list, made at once: other threads attach and detach meanwhile
         attachment = reference()
         if attachment is not None:
             yield attachment

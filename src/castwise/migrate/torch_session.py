@@ -237,11 +237,22 @@ class Session:
             ):
                 continue  # model = wrap(model), and the like
             early = view.scope(name) is model.scope and view.position(name) < at
-            passing = isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Expr)
-            if not (early and passing):  # init_weights(model), model.cuda()
+            if not (early and self._passes(line, model)):
                 raise Undecided(
                     name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
                 )
+
+    def _passes(self, line: cst.CSTNode, model: Thing) -> bool:
+        """Whether a statement is a call that keeps nothing: ``init_weights(model)``, ``model.cuda()``; no ``list.append(model)``."""
+        if not (isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Expr)):
+            return False
+        call = line.body[0].value
+        receiver = call.func if isinstance(call, cst.Call) else None
+        while isinstance(receiver, (cst.Attribute, cst.Subscript, cst.Call)):
+            receiver = receiver.func if isinstance(receiver, cst.Call) else receiver.value
+        if not isinstance(call, cst.Call) or not isinstance(receiver, cst.Name):
+            return False
+        return receiver is call.func or receiver.value == model.name or bool(self.view.origin(receiver))
 
     def _in_region(self, node: cst.CSTNode) -> bool:
         """Whether code runs inside one of the session's regions, and no other autocast is nearer to it."""

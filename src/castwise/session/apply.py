@@ -63,7 +63,9 @@ def apply(
         for parameter in model.parameters()
         if parameter in dtypes and not (plan.keeps_masters and parameter.requires_grad)
     ]
+    log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
+        log.kept += storage.state_of(optimizer, changed)
         log.on(optimizer, storage.follow_state, changed)
     storage.store(model, plan, dtypes, log)
     for optimizer in optimizers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,15 @@ from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, named_tensors
 from castwise.session.undo import UndoLog
 
-__all__ = ["check_range", "dtypes_of", "follow_state", "forget_originals", "store"]
+__all__ = [
+    "check_range",
+    "dtypes_of",
+    "follow_state",
+    "forget_originals",
+    "put_back_state",
+    "state_of",
+    "store",
+]
 
 
 def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
@@ -127,6 +136,20 @@ def _as_before(
         tensor.data = data.copy_(tensor.data)
     if tensor.is_leaf:
         masters.fit_grad(tensor, grad_dtype)
+
+
+def state_of(
+    optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]
+) -> list[tuple[Optimizer, nn.Parameter, Any]]:
+    """What an optimizer keeps of parameters, for :func:`put_back_state`."""
+    alive = [parameter for ref in params if (parameter := ref()) is not None]
+    return [(optimizer, p, optimizer.state[p]) for p in alive if p in optimizer.state]
+
+
+def put_back_state(kept: Iterable[tuple[Optimizer, nn.Parameter, Any]]) -> None:
+    """Give optimizers the very state that they had: a cast there and back has rounded it."""
+    for optimizer, parameter, state in kept:
+        optimizer.state[parameter] = state
 
 
 def follow_state(optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]) -> None:

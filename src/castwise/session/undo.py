@@ -20,10 +20,15 @@ class UndoLog:
     and raises the interrupt at the end. Where another one comes there, the rest is left to the next :meth:`close`. So an
     entry must allow for being done twice. Whether gradients are recorded is as it was before: an interrupt inside torch's own
     ``no_grad`` can leave that off.
+
+    Attributes:
+        kept: What entries need for an exact undo of a transaction that fails, and later would only take memory: it is let go
+            where one ends well.
     """
 
     def __init__(self) -> None:
         self._entries: list[Callable[[], object]] = []
+        self.kept: list[Any] = []
 
     def callback(self, function: Callable[..., object], /, *args: Any) -> None:
         """Have ``function(*args)`` called when the log is replayed."""
@@ -39,6 +44,7 @@ class UndoLog:
         mark, grad = len(self._entries), torch.is_grad_enabled()
         try:
             yield self
+            self.kept.clear()
         except BaseException as error:
             torch.set_grad_enabled(grad)
             try:
@@ -71,6 +77,7 @@ class UndoLog:
                     raise
                 failed = error if failed is None or isinstance(failed, Exception) else failed
                 interrupted = entry
+        self.kept.clear()
         if failed is not None:
             raise failed
 
