@@ -61,6 +61,7 @@ def measure_memory(
     *,
     seed: int = 0,
     inference: bool = True,
+    home: Home | None = None,
 ) -> Memory:
     """Measure a plan's memory in a new process, for which at most ``TIMEOUT_S`` seconds are waited.
 
@@ -70,13 +71,14 @@ def measure_memory(
         device: Where.
         seed: Of weights and data.
         inference: Whether to measure inference too.
+        home: Where the process starts; one of its own, by default.
 
     Raises:
         CastwiseError: The workload cannot be sent, or the process failed; the message says why.
     """
     try:
-        with Home() as home:
-            process = home.start(_measure, portable(workload), plan.to_json(), str(device), seed, inference)
+        with Home() if home is None else contextlib.nullcontext(home) as place:
+            process = place.start(_measure, portable(workload), plan.to_json(), str(device), seed, inference)
             try:
                 found: Memory = process.answer(TIMEOUT_S)
             finally:

@@ -8,6 +8,8 @@ pipe; it ends when its pipe closes, so none outlives the process that asked.
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 import pickle
 import re
@@ -35,6 +37,8 @@ sys.path[:] = ast.literal_eval(sys.argv[3])
 from castwise.measure.processes import serve
 serve(sys.argv[1], int(sys.argv[2]))
 """
+_NEEDED = ("castwise.measure.apart", "castwise.measure.memory", "torch._dynamo", "torch.profiler")
+"""What is forked has imported this: an optimizer's first step imports Dynamo, which takes seconds."""
 _LAUNCHED = re.compile(
     r"(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE)$|(LOCAL|GROUP)_(RANK|WORLD_SIZE)$|TORCHELASTIC_"
 )
@@ -155,6 +159,10 @@ def serve(what: str, fd: int) -> None:
     if what == "run":
         _run(fd)
         return
+    for module in _NEEDED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a fork then copies none of it where its collector looks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away what has ended
     with socket.socket(fileno=fd) as line:
         while True:

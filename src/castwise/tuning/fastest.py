@@ -20,6 +20,7 @@ from castwise.tuning.axes import (
 )
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Verification
+from castwise.tuning.decision import MARGIN
 from castwise.tuning.final import race_final
 from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
@@ -66,7 +67,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = _with_operators(search, contest, left)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-    running = _with_lossless(contest, [*sound, *doubtful])
+    running = _with_lossless(contest, _likeliest(search, contest, [*sound, *doubtful]))
     _final(search, running, doubtful, FINAL_SHARE)
     assert search.final is not None
     _choose(search, search.final.in_turn([FP32, *running]))
@@ -153,6 +154,20 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in left[:2]]
     new = [plan for plan in variants if plan is not None]
     return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
+
+
+def _likeliest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
+    """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them."""
+    order = contest.order([plan for plan in plans if plan != FP32])
+    if len(order) <= FINALISTS:
+        return list(plans)
+    speeds = [ratio.value if (ratio := contest.ratio(plan)) is not None else 0.0 for plan in order]
+    alike = [plan for plan, speed in zip(order, speeds, strict=True) if speed * MARGIN >= speeds[0]]
+    left = dict.fromkeys([min(alike, key=complexity), *order[: FINALISTS - 1]])
+    for plan in order:
+        if plan not in left:
+            search.passed_over[plan] = f"not in the final: {FINALISTS} others were faster in the race"
+    return [plan for plan in plans if plan == FP32 or plan in left]
 
 
 def _with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:

@@ -124,10 +124,8 @@ def _finding(search: Search, plan: Plan) -> ParityResult | None:
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
     entries = search.contest.entries if search.contest is not None else {}
-    rows = [
-        _candidate(search, plan)
-        for plan in dict.fromkeys([FP32, *entries, *search.passed_over, *search.reasons, search.chosen])
-    ]
+    seen = [FP32, *entries, *search.peaks, *search.passed_over, *search.reasons, search.chosen]
+    rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
 
     def rank(row: Candidate) -> tuple[int, float]:
         place = 0 if row.plan == str(search.chosen) else _PLACES.index(row.status)

@@ -15,6 +15,7 @@ from torch import nn
 from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.memory import measure_memory
+from castwise.measure.processes import Home
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
@@ -226,27 +227,30 @@ class SearchState:
     def measure_peaks(self, plans: Sequence[Plan]) -> None:
         """Measure peak memory of plans that have not been measured yet, each in a process of its own."""
 
-        def measure(plan: Plan) -> int | None:
+        def measure(home: Home, plan: Plan) -> int | None:
             what, seed = self.spec or self.workload, self.settings.seed
-            return measure_memory(what, plan, self.device, seed=seed, inference=False).training_peak_bytes
+            return measure_memory(
+                what, plan, self.device, seed=seed, inference=False, home=home
+            ).training_peak_bytes
 
-        for number, plan in enumerate(plans):
-            if plan in self.peaks:
-                continue
-            if self.left_s() < PEAK_S:
-                self.notes.append(
-                    f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
-                )
-                break
-            self.say(self.now, name_of(plan), number, len(plans))
-            try:
-                here = self.ranks.at(f"the memory of {plan}")
-                peak = here.worst(partial(measure, plan), lambda found: found or 0)
-            except (CastwiseError, OSError) as error:
-                self.notes.append(f"{name_of(plan)}: {error}")
-                continue
-            if peak is not None:
-                self.peaks[plan] = peak
+        with Home() as home:
+            for number, plan in enumerate(plans):
+                if plan in self.peaks:
+                    continue
+                if self.left_s() < PEAK_S:
+                    self.notes.append(
+                        f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                    )
+                    break
+                self.say(self.now, name_of(plan), number, len(plans))
+                try:
+                    here = self.ranks.at(f"the memory of {plan}")
+                    peak = here.worst(partial(measure, home, plan), lambda found: found or 0)
+                except (CastwiseError, OSError) as error:
+                    self.notes.append(f"{name_of(plan)}: {error}")
+                    continue
+                if peak is not None:
+                    self.peaks[plan] = peak
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
         """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""
