@@ -62,6 +62,12 @@ NOT_A_SESSION = {
     "a gradient": (".backward()", ".backward(ones)", "something else than .backward()"),
     "a gradient by name": (".backward()", ".backward(gradient=ones)", "something else than .backward()"),
     "a scaled loss kept": ("scaler.scale(loss).backward()", "scaled = scaler.scale(loss)\n    scaled.backward()", "something else than"),
+    "a step and its update on one line": ("optimizer)\n    scaler.up", "optimizer); scaler.up", "scaler.step(optimizer) shares its line"),
+    "an update and more on one line": ("scaler.update()", "scaler.update(); done()", "scaler.update() shares its line"),
+    "a loss and more on one line": (".backward()", ".backward(); done()", "scaler.scale(loss).backward() shares its line"),
+    "a step on the line of an if": ("scaler.step(", "if x: scaler.step(", "scaler.step(optimizer) shares its line"),
+    "kept after a semicolon": ("optimizer = ", "init(model); holders.append(model)\noptimizer = ", "'model' is handed on here"),
+    "run after a semicolon": ("for x", "model = DDP(model); validate(model)\nfor x", "'model' is handed on here"),
     "is_enabled": ("loader:\n", "loader:\n    scaler.is_enabled()\n", "scaler.is_enabled() has no counterpart"),
 }  # fmt: skip
 

@@ -116,13 +116,16 @@ class View:
                 return outer
         return self.module
 
-    def whole_statement(self, node: cst.BaseExpression) -> cst.SimpleStatementLine | None:
-        """The line that holds this expression as a statement and nothing else."""
-        small = self.parent(node)
-        line = self.parent(small) if isinstance(small, cst.Expr) else None
-        if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 and self.suite(line) is not None:
-            return line
-        return None
+    def small(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The statement that a node is in, one of several between semicolons."""
+        kinds = (cst.BaseSmallStatement, cst.BaseStatement)
+        return next(outer for outer in (node, *self.around(node)) if isinstance(outer, kinds))
+
+    def is_alone(self, node: cst.CSTNode) -> bool:
+        """Whether nothing else stands on the line of the statement that a node is in."""
+        line = self.statement(node)
+        simple = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+        return simple and self.suite(line) is not None
 
     # --- names --------------------------------------------------------------------------------------------
 
