@@ -44,7 +44,6 @@ from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
 
-_NOT_FP32 = (*LOW_DTYPES, torch.float64)
 _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 

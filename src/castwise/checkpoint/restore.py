@@ -30,7 +30,7 @@ from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
 from castwise.checkpoint.undo import Before
 from castwise.errors import CheckpointError
-from castwise.plans.text import shown
+from castwise.plans.text import shown, some
 from castwise.ranks import Ranks
 from castwise.session import Amp
 
@@ -351,5 +351,4 @@ def _said(value: Any) -> str:
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
     names = list(names)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return [f"{what}: {', '.join(names[:5])}{more}"] if names else []
+    return [f"{what}: {some(names)}"] if names else []

@@ -32,11 +32,7 @@ def small(code: str) -> cst.BaseSmallStatement:
 
 
 class Edits:
-    """What is to become of the nodes of a script, and what there is to say about it.
-
-    Args:
-        view: The script.
-    """
+    """What is to become of the nodes of a script, and what there is to say about it."""
 
     def __init__(self, view: View) -> None:
         self.view = view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -142,7 +143,7 @@ class Migration:
 
 def _lines(text: str) -> list[str]:
     """The lines of a text with one kind of line end, so that a diff of a file from Windows reads well."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").splitlines(keepends=True)
+    return io.StringIO(text, newline=None).readlines()
 
 
 def _count(number: int, noun: str) -> str:

@@ -47,10 +47,7 @@ class Session:
     # --- looking ------------------------------------------------------------------------------------------
 
     def look(self, exported: frozenset[str]) -> None:
-        """Find everything.
-
-        Args:
-            exported: Names that other scripts import from this one; ``*`` where that may be any.
+        """Find everything; ``exported`` is as in :func:`castwise.migrate.torch_write.rewrite_session`.
 
         Raises:
             Undecided: Something is not as a session needs it.

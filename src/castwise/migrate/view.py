@@ -32,9 +32,6 @@ class Undecided(Exception):
 class View:
     """Questions about a parsed script.
 
-    Args:
-        text: The script.
-
     Raises:
         SyntaxError: It cannot be parsed.
     """
@@ -148,21 +145,15 @@ class View:
         """What binds a name as seen from where it stands, in the order of lines."""
         scope = self.scope(name)
         found = [] if scope is None else list(scope[name.value])
-        return sorted(found, key=lambda item: self._place(item))
-
-    def _place(self, item: meta.BaseAssignment) -> tuple[int, int]:
-        return self.position(item.node) if isinstance(item, meta.Assignment) else (0, 0)
+        return sorted(
+            found, key=lambda item: self.position(item.node) if isinstance(item, meta.Assignment) else (0, 0)
+        )
 
     def is_within(self, inner: meta.Scope | None, outer: meta.Scope | None) -> bool:
         """Whether code of the scope ``inner`` sees the variables of ``outer``."""
-        while inner is not None:
-            if inner is outer:
-                return True
-            parent = inner.parent
-            if parent is inner:
-                return False
-            inner = parent
-        return False
+        while inner is not None and inner is not outer:
+            inner = None if inner.parent is inner else inner.parent
+        return inner is not None
 
     def assigned_value(self, item: meta.BaseAssignment) -> cst.BaseExpression | None:
         """The right side of ``name = value``; None for any other kind of binding."""
