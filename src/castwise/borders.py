@@ -98,22 +98,19 @@ class Border:
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
-        cast = self.cast_inputs
+        given, cast = (args, kwargs), self.cast_inputs
         if cast is not None:
-            args = map_tensors(_widened, args) if cast not in LOW_DTYPES else args
-            kwargs = map_tensors(_widened, kwargs) if cast not in LOW_DTYPES else kwargs
-            args = cast_floating(args, cast)
-            kwargs = cast_floating(kwargs, cast)
+            given = given if cast in LOW_DTYPES else map_tensors(_widened, given)
+            given = cast_floating(given, cast)
         if is_compiling():
             tracing.graph_push(self.key)
-            return args, kwargs
+            return given
         if self.follow_backward:
-            args = self._marked(args, self.outer)
-            kwargs = self._marked(kwargs, self.outer)
+            given = self._marked(given, self.outer)
         elif self.frame.overrides:
-            map_tensors(lambda tensor: note_backward(tensor, self.outer), (args, kwargs))
+            map_tensors(lambda tensor: note_backward(tensor, self.outer), given)
         frames.push(self.frame, self, self.root)
-        return args, kwargs
+        return given
 
     @staticmethod
     def _marked(value: Any, frame: Frame | None) -> Any:
