@@ -189,7 +189,7 @@ def test_a_missing_file_names_close_ones(folder: Path) -> None:
     assert f"{folder}/mine_for_tests.py (did you mean 'mine_for_test.py'?)" in _refused(
         f"{folder}/mine_for_tests.py:ready"
     )
-    assert "no such file (nowhere/x.py); give the path from the current folder" in _refused("nowhere/x.py:y")
+    assert "no such file: nowhere/x.py; give the path from the current folder" in _refused("nowhere/x.py:y")
     assert "is a folder, not a file" in _refused(f"{folder}/:ready")
 
 
