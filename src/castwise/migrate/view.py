@@ -70,7 +70,7 @@ class View:
 
     def line(self, node: cst.CSTNode) -> int:
         """The line where a node begins."""
-        return int(self._positions[node].start.line)
+        return self.position(node)[0]
 
     def position(self, node: cst.CSTNode) -> tuple[int, int]:
         """Line and column where a node begins."""
