@@ -110,22 +110,16 @@ def _compiled(glob: str) -> re.Pattern[str]:
     other is tried: ``(?>...)``. Only what has to reach the end of the path is.
     """
 
-    def text(part: str) -> str:
-        return "[^.]".join(map(re.escape, part.split("?")))
+    def fit(first: str, *further: str) -> str:
+        return first + "".join(f"(?>[^.]*?{part})" for part in further)
 
-    def stretch(part: str, last: bool) -> str:
-        first, *further = map(text, part.split("*"))
-        parts = [first, *(f"(?>[^.]*?{each})" for each in further)]
-        if last and further:
-            parts[-1] = f"[^.]*{further[-1]}"
-        return "".join(parts)
-
-    *before, last = re.split(r"\*\*+", glob)
-    inside = [stretch(part, last=False) for part in before]
-    expression = [
-        *inside[:1],
-        *(f"(?>.*?{each})" for each in inside[1:]),
-        ".*" if before else "",
-        stretch(last, last=True),
+    *before, (*start, end) = [
+        ["[^.]".join(map(re.escape, part.split("?"))) for part in stretch.split("*")]
+        for stretch in re.split(r"\*\*+", glob)
     ]
-    return re.compile("".join(expression), re.DOTALL)
+    expression = f"{fit(*start)}[^.]*{end}" if start else end
+    if before:
+        first, *further = before
+        between = "".join(f"(?>.*?{fit(*parts)})" for parts in further)
+        expression = f"{fit(*first)}{between}.*{expression}"
+    return re.compile(expression, re.DOTALL)
