@@ -105,16 +105,17 @@ class Border:
         if is_compiling():
             tracing.graph_push(self.key)
             return given
-        if self.follow_backward:
-            given = self._marked(given, self.outer)
-        elif self.frame.overrides:
-            map_tensors(lambda tensor: note_backward(tensor, self.outer), given)
+        given = self._told(given, self.outer)
         frames.push(self.frame, self, self.root)
         return given
 
-    @staticmethod
-    def _marked(value: Any, frame: Frame | None) -> Any:
-        return map_tensors(lambda tensor: mark_boundary(tensor, frame), value)
+    def _told(self, value: Any, frame: Frame | None) -> Any:
+        """A value by which backward knows the frame that it comes from, or that it goes into."""
+        if self.follow_backward:
+            return map_tensors(lambda tensor: mark_boundary(tensor, frame), value)
+        if self.frame.overrides:
+            map_tensors(lambda tensor: note_backward(tensor, frame), value)
+        return value
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; runs after an exception too, then with ``output=None``."""
@@ -123,10 +124,7 @@ class Border:
         else:
             if not frames.leave(self):
                 return output  # an exception came before enter
-            if self.follow_backward and output is not None:
-                output = self._marked(output, self.frame)
-            elif self.frame.overrides and output is not None:
-                map_tensors(lambda tensor: note_backward(tensor, self.frame), output)
+            output = self._told(output, self.frame)
         cast = self.cast_outputs
         if not self.root:
             if cast is None:
