@@ -222,7 +222,7 @@ class Session:
         view = self.view
         if model.scope is not self.scaler.scope:
             raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
-        at = view.position(self.prepared_after)
+        at = view.end(self.prepared_after)  # with whatever else is on its line
         only_wrapped_later(view, model, at, self.suite)
         for name in references(view, model):
             parent = view.parent(name)

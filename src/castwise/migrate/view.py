@@ -77,6 +77,11 @@ class View:
         start = self._positions[node].start
         return start.line, start.column
 
+    def end(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Line and column where a node ends."""
+        end = self._positions[node].end
+        return end.line, end.column
+
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """The node around a node."""
         return self._parents.get(node)
