@@ -105,9 +105,9 @@ class Border:
         if is_compiling():
             tracing.graph_push(self.key)
             return given
-        given = self._told(given, self.outer)
+        args, kwargs = self._told(given, self.outer)
         frames.push(self.frame, self, self.root)
-        return given
+        return args, kwargs
 
     def _told(self, value: Any, frame: Frame | None) -> Any:
         """A value by which backward knows the frame that it comes from, or that it goes into."""
