@@ -98,14 +98,15 @@ class Border:
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
-        given, cast = (args, kwargs), self.cast_inputs
+        cast = self.cast_inputs
         if cast is not None:
-            given = given if cast in LOW_DTYPES else map_tensors(_widened, given)
-            given = cast_floating(given, cast)
+            if cast not in LOW_DTYPES:
+                args, kwargs = map_tensors(_widened, args), map_tensors(_widened, kwargs)
+            args, kwargs = cast_floating(args, cast), cast_floating(kwargs, cast)
         if is_compiling():
             tracing.graph_push(self.key)
-            return given
-        args, kwargs = self._told(given, self.outer)
+            return args, kwargs
+        args, kwargs = self._told(args, self.outer), self._told(kwargs, self.outer)
         frames.push(self.frame, self, self.root)
         return args, kwargs
 
