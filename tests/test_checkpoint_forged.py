@@ -462,6 +462,7 @@ def test_forged_options_scales_and_random_states(tmp_path: Path, saved: Run) -> 
         ("betas", {"tuple": [True, 0.9]}, "options of other kinds: betas of group 0"),
         ("amsgrad", True, "options without the state that they need: max_exp_avg_sq of "),
     ],
+    ids=["lr", "maximize", "foreach", "fused", "betas", "amsgrad"],
 )
 def test_forged_options_that_an_optimizer_would_take(
     tmp_path: Path, saved: Run, key: str, wrong: Any, why: str

@@ -108,8 +108,8 @@ def test_train_prints_its_outcome_and_where_it_wrote(own_folder: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------
 
 NOT_DONE = [
-    (("train", "snie"), "workload 'snie' not found; did you mean sine?"),
-    (("bench", "snie"), "workload 'snie' not found; did you mean sine?"),
+    (("train", "snie"), "workload 'snie' not found (did you mean 'sine'?)"),
+    (("bench", "snie"), "workload 'snie' not found (did you mean 'sine'?)"),
     (("train", "sine?sise=3"), "no option 'sise'"),
     (("train", "gone.py:job"), "there is no such file"),
     (("train", "broken.py:job"), "broken.py, line 2: ZeroDivisionError: division by zero"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from castwise import Amp
-from castwise.errors import CastwiseError, DeviceError, StateError
+from castwise.errors import CastwiseError, DeviceError, PlanError, StateError
 
 
 @pytest.mark.parametrize("methods", [(3,), None, "encode", 7, ("forward", None)], ids=repr)
@@ -27,6 +27,24 @@ def test_a_device_that_is_none(device: Any) -> None:
     """Whatever torch says to it."""
     with pytest.raises(DeviceError, match=r"Amp\(device=.*allowed: cpu"):
         Amp("bf16-mixed", device=device)
+
+
+@pytest.mark.parametrize("line", ["fp16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("loss", [[torch.ones(())] * 2, 1.0, None], ids=lambda loss: type(loss).__name__)
+def test_a_loss_to_be_scaled_that_is_no_tensor(line: str, loss: Any) -> None:
+    with pytest.raises(PlanError, match=rf"^scale: the loss is a {type(loss).__name__}; a tensor is needed"):
+        Amp(line, device="cpu").scale(loss)
+
+
+@pytest.mark.parametrize("max_norm", ["a", [1.0], (2,)], ids=repr)
+def test_a_norm_to_clip_to_that_is_none(max_norm: Any) -> None:
+    model = nn.Linear(2, 2)
+    amp = Amp("bf16-mixed", device="cpu")
+    model, optimizer = amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    amp.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(PlanError, match=r"^step\(max_norm=.*is no norm. Allowed: a number"):
+        amp.step(optimizer, max_norm=max_norm)
+    assert not amp.step(optimizer, max_norm=1).skipped
 
 
 @pytest.mark.parametrize("group", [1, -100, "world", object()], ids=lambda group: type(group).__name__)

@@ -155,7 +155,7 @@ def test_a_workload_of_a_file_can_be_sent_to_another_process(folder: Path) -> No
 
 def test_unknown_names_get_close_ones_and_the_forms() -> None:
     text = _refused("sin")
-    assert "'sin' not found; did you mean sine?" in text
+    assert "'sin' not found (did you mean 'sine'?)" in text
     assert "sine, gpt, digits" in text
     assert "file.py:attribute" in text
     assert "did you mean" not in _refused("zzz")
@@ -169,7 +169,7 @@ def test_an_empty_name_says_what_is_expected(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("sine?sise=3", "no option 'sise'; did you mean size?; allowed: size, hidden=256, layers=2, bins=4"),
+        ("sine?sise=3", "no option 'sise' (did you mean 'size'?); allowed: size, hidden=256, layers=2, bins=4"),
         ("gpt?layers", "option 'layers' has no value; write gpt?layers="),
         ("gpt?layers=two", "option layers='two' is not a whole number"),
         ("gpt?lr=fast", "option lr='fast' is not a number"),
@@ -186,8 +186,10 @@ def test_bad_options_name_the_option_and_what_is_allowed(spec: str, words: str) 
 
 
 def test_a_missing_file_names_close_ones(folder: Path) -> None:
-    assert f"did you mean {folder}/mine_for_test.py?" in _refused(f"{folder}/mine_for_tests.py:ready")
-    assert "no such file (nowhere/x.py); give the path from the current folder" in _refused("nowhere/x.py:y")
+    assert f"{folder}/mine_for_tests.py (did you mean 'mine_for_test.py'?)" in _refused(
+        f"{folder}/mine_for_tests.py:ready"
+    )
+    assert "no such file: nowhere/x.py; give the path from the current folder" in _refused("nowhere/x.py:y")
     assert "is a folder, not a file" in _refused(f"{folder}/:ready")
 
 
@@ -199,7 +201,7 @@ def test_a_file_without_attribute_says_how_to_name_one(folder: Path) -> None:
 
 def test_an_attribute_that_is_missing_names_those_there_are(folder: Path) -> None:
     text = _refused(f"{folder}/mine_for_test.py:redy")
-    assert "no attribute 'redy'; did you mean ready? its workloads are ready" in text
+    assert "no attribute 'redy' (did you mean 'ready'?); its workloads are ready" in text
     (folder / "functions_for_test.py").write_text("def build(): pass\n")
     assert "its functions are build" in _refused(f"{folder}/functions_for_test.py:job")
     (folder / "empty_for_test.py").write_text("")

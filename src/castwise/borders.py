@@ -44,7 +44,6 @@ from castwise.resolve import Place, Resolution, casts_operators
 
 __all__ = ["Border", "check_methods", "install", "strip"]
 
-_NOT_FP32 = (*LOW_DTYPES, torch.float64)
 _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
@@ -101,24 +100,23 @@ class Border:
         """Forward pre-hook with keyword arguments, where inputs are cast or backward must be told of the border."""
         cast = self.cast_inputs
         if cast is not None:
-            args = map_tensors(_widened, args) if cast not in LOW_DTYPES else args
-            kwargs = map_tensors(_widened, kwargs) if cast not in LOW_DTYPES else kwargs
-            args = cast_floating(args, cast)
-            kwargs = cast_floating(kwargs, cast)
+            if cast not in LOW_DTYPES:
+                args, kwargs = map_tensors(_widened, args), map_tensors(_widened, kwargs)
+            args, kwargs = cast_floating(args, cast), cast_floating(kwargs, cast)
         if is_compiling():
             tracing.graph_push(self.key)
             return args, kwargs
-        if self.follow_backward:
-            args = self._marked(args, self.outer)
-            kwargs = self._marked(kwargs, self.outer)
-        elif self.frame.overrides:
-            map_tensors(lambda tensor: note_backward(tensor, self.outer), (args, kwargs))
+        args, kwargs = self._told(args, self.outer), self._told(kwargs, self.outer)
         frames.push(self.frame, self, self.root)
         return args, kwargs
 
-    @staticmethod
-    def _marked(value: Any, frame: Frame | None) -> Any:
-        return map_tensors(lambda tensor: mark_boundary(tensor, frame), value)
+    def _told(self, value: Any, frame: Frame | None) -> Any:
+        """A value by which backward knows the frame that it comes from, or that it goes into."""
+        if self.follow_backward:
+            return map_tensors(lambda tensor: mark_boundary(tensor, frame), value)
+        if self.frame.overrides:
+            map_tensors(lambda tensor: note_backward(tensor, frame), value)
+        return value
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; runs after an exception too, then with ``output=None``."""
@@ -127,10 +125,7 @@ class Border:
         else:
             if not frames.leave(self):
                 return output  # an exception came before enter
-            if self.follow_backward and output is not None:
-                output = self._marked(output, self.frame)
-            elif self.frame.overrides and output is not None:
-                map_tensors(lambda tensor: note_backward(tensor, self.frame), output)
+            output = self._told(output, self.frame)
         cast = self.cast_outputs
         if not self.root:
             if cast is None:

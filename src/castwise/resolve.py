@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -189,10 +190,7 @@ class Resolution:
         lines = [
             "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
-        count: dict[str, int] = {}
-        for dtype in self.storage.values():
-            name = str(dtype).removeprefix("torch.")
-            count[name] = count.get(name, 0) + 1
+        count = Counter(str(dtype).removeprefix("torch.") for dtype in self.storage.values())
         stored = ", ".join(f"{number} in {name}" for name, number in count.items()) or "none"
         lines += [f"tensors to be stored otherwise: {stored}"]
         if self.kept:

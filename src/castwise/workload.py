@@ -7,7 +7,6 @@ A workload is named as a built-in with options (``sine?size=128``), as ``path/to
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise.errors import NonFiniteError, WorkloadError
+from castwise.plans.text import close_matches
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -171,11 +171,9 @@ def _not_found(spec: str, name: str) -> str:
         return (
             f"workload {spec!r}: a file needs the attribute that holds the workload: {name}:attribute{names}"
         )
-    close = difflib.get_close_matches(name.lower(), BUILT_IN, n=3, cutoff=0.4)
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
     return (
-        f"workload {spec!r} not found; {meant}Built in are {', '.join(BUILT_IN)}; your own is named file.py:attribute "
-        "or package.module:attribute"
+        f"workload {spec!r} not found{close_matches(name.lower(), BUILT_IN)}; built in are {', '.join(BUILT_IN)}; your own is "
+        "named file.py:attribute or package.module:attribute"
     )
 
 
@@ -192,10 +190,8 @@ def _built_in(name: str, options: str) -> Workload:
     for part in filter(None, options.split("&")):
         key, equals, text = part.partition("=")
         if key not in allowed:
-            close = difflib.get_close_matches(key, allowed, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
             raise WorkloadError(
-                f"workload {name!r} has no option {key!r}{meant}; allowed: {_options(make, allowed)}"
+                f"workload {name!r} has no option {key!r}{close_matches(key, allowed)}; allowed: {_options(make, allowed)}"
             )
         if not equals or not text:
             raise WorkloadError(f"workload {name!r}: option {key!r} has no value; write {name}?{key}=...")
@@ -230,13 +226,10 @@ def _value(name: str, key: str, text: str, kind: Any) -> Any:
 def _import_file(spec: str, path: Path) -> types.ModuleType:
     if not path.is_file():
         folder = path.parent
-        there = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
-        close = difflib.get_close_matches(path.name, there, n=3)
-        more = f"; did you mean {' or '.join(str(folder / c) for c in close)}?" if close else ""
+        there = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
+        more = close_matches(path.name, there) or "; give the path from the current folder"
         what = "is a folder, not a file" if path.is_dir() else "there is no such file"
-        raise WorkloadError(
-            f"workload {spec!r}: {what} ({path}){more or '; give the path from the current folder'}"
-        )
+        raise WorkloadError(f"workload {spec!r}: {what}: {path}{more}")
     path = path.resolve()
     name = path.stem
     loaded = sys.modules.get(name)
@@ -311,11 +304,10 @@ def _workload_in(spec: str, module: types.ModuleType, attribute: str) -> Workloa
         value = getattr(module, attribute)
     except AttributeError:
         has = names or own
-        close = difflib.get_close_matches(attribute, [*names, *own], n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
+        meant = close_matches(attribute, [*names, *own])
         kind = "workloads" if names else "functions"
         holds = f"its {kind} are {', '.join(has[:8])}" if has else "it holds no workload and no function"
-        raise WorkloadError(f"workload {spec!r}: no attribute {attribute!r}; {meant}{holds}") from None
+        raise WorkloadError(f"workload {spec!r}: no attribute {attribute!r}{meant}; {holds}") from None
     if isinstance(value, Workload):
         return value
     got = type(value).__name__

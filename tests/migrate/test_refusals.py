@@ -62,6 +62,13 @@ NOT_A_SESSION = {
     "a gradient": (".backward()", ".backward(ones)", "something else than .backward()"),
     "a gradient by name": (".backward()", ".backward(gradient=ones)", "something else than .backward()"),
     "a scaled loss kept": ("scaler.scale(loss).backward()", "scaled = scaler.scale(loss)\n    scaled.backward()", "something else than"),
+    "a step and its update on one line": ("optimizer)\n    scaler.up", "optimizer); scaler.up", "scaler.step(optimizer) shares its line"),
+    "an update and more on one line": ("scaler.update()", "scaler.update(); done()", "scaler.update() shares its line"),
+    "a loss and more on one line": (".backward()", ".backward(); done()", "scaler.scale(loss).backward() shares its line"),
+    "a step on the line of an if": ("scaler.step(", "if x: scaler.step(", "scaler.step(optimizer) shares its line"),
+    "wrapped behind its optimizer": ("lr=0.1)\n", "lr=0.1); model = DDP(model)\n", "wrapped before its optimizer is made"),
+    "kept after a semicolon": ("optimizer = ", "init(model); holders.append(model)\noptimizer = ", "'model' is handed on here"),
+    "run after a semicolon": ("for x", "model = DDP(model); validate(model)\nfor x", "'model' is handed on here"),
     "is_enabled": ("loader:\n", "loader:\n    scaler.is_enabled()\n", "scaler.is_enabled() has no counterpart"),
 }  # fmt: skip
 
@@ -89,6 +96,21 @@ def test_a_loop_stays(case: str) -> None:
 def test_a_scale_that_is_written_out(written: str, plan: str) -> None:
     after, _ = rewrite(TORCH.replace("GradScaler()", f"GradScaler(init_scale={written})", 1))
     assert f'castwise.Amp("fp16-mixed+output=as_is+loss_scale.init={plan}", device="cuda")' in after
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("model = Net().cuda()\noptimizer", "x = 1; model = Net().cuda(); optimizer"),
+        ("optimizer = ", "x = 1; init(model)\noptimizer = "),
+        ("lr=0.1)\n", "lr=0.1); x = 1\n"),
+    ],
+    ids=["both on one line", "behind another statement", "before another statement"],
+)
+def test_statements_that_share_a_line_are_told_apart(old: str, new: str) -> None:
+    after, findings = rewrite(TORCH.replace(old, new, 1))
+    assert "model, optimizer = amp.prepare(model, optimizer)\n" in after
+    assert {finding.kind for finding in findings} == {"differs"}
 
 
 def test_a_decorated_function_stays() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from castwise.checkpoint.storage import Entry
 from castwise.checkpoint.tree import decode, names_of
 from castwise.checkpoint.undo import Before
 from castwise.errors import CheckpointError
-from castwise.plans.text import shown
+from castwise.plans.text import shown, some
 from castwise.ranks import Ranks
 from castwise.session import Amp
 
@@ -148,17 +148,13 @@ class Restore:
 
     def _misfits_of_values(self, index: int, optimizer: Optimizer) -> list[str]:
         """Options and state that the optimizer could not work with."""
-        was = self._values.optimizers[index]
-        entry, name_in = self._values.tensors.__getitem__, self._name_in(was)
+        was, entry = self._values.optimizers[index], self._values.tensors.__getitem__
         torchs = of_torch(optimizer)
         options: list[str] = []
         unknown: list[str] = []
         state: list[str] = []
         missing: list[str] = []
-        for number, (group, names) in enumerate(
-            zip(optimizer.param_groups, self._updated[index], strict=True)
-        ):
-            saved = list(map(name_in, names))
+        for number, (group, saved) in enumerate(self._groups(index)):
             for parameter, name in zip(group["params"], saved, strict=True):
                 for key, value in decode(was["options"][was["group_of"][name]], entry).items():
                     here = group.get(key)
@@ -211,6 +207,12 @@ class Restore:
         by_first = {self._first_name(name): name for name in was["group_of"]}
         return lambda name: name if name in was["group_of"] else by_first.get(self._first_name(name))
 
+    def _groups(self, index: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        """The groups of an optimizer, each with the names that its parameters were saved under."""
+        name_in = self._name_in(self._values.optimizers[index])
+        for group, names in zip(self._optimizers[index].param_groups, self._updated[index], strict=True):
+            yield group, list(map(name_in, names))
+
     # --- read ---------------------------------------------------------------------------------------------
 
     def read(self) -> None:
@@ -223,12 +225,10 @@ class Restore:
             for tensor in names_of(self._values.model[self._names.saved[key]]):
                 whole = isinstance(value, Tensor)
                 self._tensors[tensor] = self._like(tensor, value) if whole else self._plain(tensor)
-        for index, optimizer in enumerate(self._optimizers):
-            was = self._values.optimizers[index]
-            name_in = self._name_in(was)
-            for group, names in zip(optimizer.param_groups, self._updated[index], strict=True):
-                for parameter, name in zip(group["params"], names, strict=True):
-                    for tensor in names_of(was["state"].get(name_in(name))):
+        for index, was in enumerate(self._values.optimizers[: len(self._optimizers)]):
+            for group, saved in self._groups(index):
+                for parameter, name in zip(group["params"], saved, strict=True):
+                    for tensor in names_of(was["state"].get(name)):
                         self._tensors[tensor] = self._like(tensor, parameter)
             for tensor in names_of(was["options"]):
                 self._tensors[tensor] = self._plain(tensor)
@@ -294,16 +294,13 @@ class Restore:
 
     def _state_of(self, index: int, optimizer: Optimizer) -> dict[str, Any]:
         """The saved state of an optimizer, by numbers, as its own state dict has it."""
-        was = self._values.optimizers[index]
-        name_in = self._name_in(was)
-        fetch = self._tensors.__getitem__
+        was, fetch = self._values.optimizers[index], self._tensors.__getitem__
         state: dict[int, Any] = {}
         groups = []
         count = 0
-        for group, names in zip(optimizer.param_groups, self._updated[index], strict=True):
-            numbers = range(count, count + len(names))
-            count += len(names)
-            saved = list(map(name_in, names))
+        for group, saved in self._groups(index):
+            numbers = range(count, count + len(saved))
+            count += len(saved)
             options = {key: value for key, value in group.items() if key != "params"}
             for number, name, parameter in zip(numbers, saved, group["params"], strict=True):
                 if name in was["state"]:
@@ -351,5 +348,4 @@ def _said(value: Any) -> str:
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
     names = list(names)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return [f"{what}: {', '.join(names[:5])}{more}"] if names else []
+    return [f"{what}: {some(names)}"] if names else []

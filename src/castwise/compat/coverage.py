@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, Literal, NoReturn, get_args
 
-__all__ = ["STATUSES", "Covered", "Status", "absent_row", "covered", "missing_attribute"]
+__all__ = ["STATUSES", "Covered", "Status", "covered", "instead", "missing_attribute"]
 
 Status = Literal["works", "differs", "absent"]
 STATUSES: Final[tuple[Status, ...]] = get_args(Status)
@@ -41,24 +41,27 @@ def covered(package: str) -> tuple[Covered, ...]:
     return tuple(Covered(name, status, note) for name, (status, _, note) in parts.items())
 
 
-def absent_row(name: str) -> Covered | None:
-    """The nearest row that says that a name, or what it is in, is absent."""
-    rows = {row.name: row for row in covered(name.partition(".")[0]) if row.status == "absent"}
-    parts = name.split(".")
-    return next(
-        (rows[key] for end in range(len(parts), 0, -1) if (key := ".".join(parts[:end])) in rows), None
-    )
+def instead(*names: str, inside: str = "") -> str:
+    """What to use in the place of something: what the nearest row says of which one of its names, or what it is in, is absent.
+
+    If there is none, the first such row of what is ``inside`` a module; empty where nothing says it.
+    """
+    rows = {row.name: row for row in covered(names[0].partition(".")[0]) if row.status == "absent"}
+    nearest = (name.rsplit(".", less)[0] for name in names for less in range(name.count(".") + 1))
+    within = (name for name in rows if inside and f"{name}.".startswith(f"{inside}."))
+    found = next((rows[name] for name in (*nearest, *within) if name in rows), None)
+    return "" if found is None else found.note.replace("`", "")
 
 
 def missing_attribute(module: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module, such as ``apex.optimizers``: an error that says what to use instead."""
 
     def lookup(name: str) -> NoReturn:
-        row = None if name.startswith("_") else absent_row(f"{module}.{name}")
+        note = "" if name.startswith("_") else instead(f"{module}.{name}")
         message = f"{module!r} of castwise.compat has no {name!r}"
-        if row is not None:
+        if note:
             # `from module import name` would put a text of its own in the place of an AttributeError's
-            raise ImportError(f"{message}. Instead: {row.note.replace('`', '')}.", name=module)
+            raise ImportError(f"{message}. Instead: {note}.", name=module)
         raise AttributeError(f"{message}; docs/compat.md lists what there is")
 
     return lookup

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from castwise.compat.coverage import absent_row, covered
+from castwise.compat.coverage import instead
 
 __all__ = ["install", "serving", "uninstall"]
 
@@ -33,7 +33,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         home = _home_of(fullname)
         if importlib.util.find_spec(home) is None:
-            raise ModuleNotFoundError(f"No module named {fullname!r}: {_instead(fullname)}", name=fullname)
+            name = home.removeprefix(f"{_HOME}.")
+            note = instead(name, inside=name) or "docs/compat.md lists those that it has"
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: castwise, which serves it here, has no such part; {note}",
+                name=fullname,
+            )
         return importlib.machinery.ModuleSpec(fullname, _Loader(home), is_package=True)
 
 
@@ -41,16 +46,6 @@ def _home_of(fullname: str) -> str:
     # where a later version of the original put all of its parts
     legacy = f"{fullname}.".startswith("colossalai.legacy.")
     return f"{_HOME}.{fullname.replace('.legacy', '', 1) if legacy else fullname}"
-
-
-def _instead(fullname: str) -> str:
-    """What to use in the place of a module that a drop-in has not."""
-    name = _home_of(fullname).removeprefix(f"{_HOME}.")
-    rows = covered(name.partition(".")[0])
-    inside = [row for row in rows if row.status == "absent" and f"{row.name}.".startswith(f"{name}.")]
-    row = absent_row(name) or next(iter(inside), None)
-    note = "docs/compat.md lists those that it has" if row is None else row.note.replace("`", "")
-    return f"castwise, which serves it here, has no such part; {note}"
 
 
 class _Loader(importlib.abc.Loader):

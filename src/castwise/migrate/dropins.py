@@ -13,8 +13,8 @@ from castwise.migrate.served import (
     here,
     home,
     imported,
-    instead,
     is_module,
+    lacking,
     lacks,
     library_of,
     row,
@@ -31,9 +31,7 @@ _BY_TEXT = re.compile(r"(^|\.)(import_module|__import__|find_spec|find_loader)$"
 def rewrite_imports(edits: Edits, own: frozenset[str] = frozenset()) -> None:
     """Let imports name the drop-ins where these have the name, and say of the other names what to use instead.
 
-    Args:
-        edits: Where the changes go.
-        own: Libraries that the program itself holds, whose imports stay.
+    Imports of ``own``, libraries that the program itself holds, stay.
     """
     drop_ins = _DropIns(edits, frozenset(LIBRARIES) - own)
     for node in edits.view.nodes:
@@ -156,9 +154,9 @@ class _DropIns:
             self.edits.replace(node, cst.Name("colossalai"))
         if isinstance(self.view.parent(node), cst.Attribute):
             return  # the whole chain is looked at
-        lacking = lacks(dotted)
-        if lacking:
-            self._say_absent(node, lacking, dotted)
+        part = lacks(dotted)
+        if part:
+            self._say_absent(node, part, dotted)
         else:
             self._say_row(node, dotted)
 
@@ -201,10 +199,10 @@ class _DropIns:
                 "whether it works, differs or is absent",
             )
 
-    def _say_absent(self, node: cst.CSTNode, lacking: str, dotted: str) -> None:
-        if lacking not in self.said:
-            self.said.add(lacking)
-            self.edits.say(node, "left", instead(here(lacking), here(dotted)))
+    def _say_absent(self, node: cst.CSTNode, part: str, dotted: str) -> None:
+        if part not in self.said:
+            self.said.add(part)
+            self.edits.say(node, "left", lacking(here(part), here(dotted)))
 
     def _say_row(self, node: cst.CSTNode, dotted: str) -> None:
         found = row(dotted)

@@ -32,11 +32,7 @@ def small(code: str) -> cst.BaseSmallStatement:
 
 
 class Edits:
-    """What is to become of the nodes of a script, and what there is to say about it.
-
-    Args:
-        view: The script.
-    """
+    """What is to become of the nodes of a script, and what there is to say about it."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -74,8 +70,7 @@ class _Applier(cst.CSTTransformer):
     def __init__(self, edits: Edits) -> None:
         super().__init__()
         self.edits = edits
-        self.gone: set[int] = set()
-        self.kept: list[cst.CSTNode] = []  # so that an id in gone stays that of one node
+        self.gone: dict[int, cst.CSTNode] = {}  # by id; held, so that an id stays that of one node
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         edits = self.edits
@@ -85,8 +80,7 @@ class _Applier(cst.CSTTransformer):
         if change is not None:
             updated_node = change(updated_node)
         if original_node in edits.dropped:
-            self.gone.add(id(updated_node))
-            self.kept.append(updated_node)
+            self.gone[id(updated_node)] = updated_node
         extra = edits.inserted.get(original_node, [])
         return cst.FlattenSentinel([updated_node, *extra]) if extra else updated_node
 
@@ -94,22 +88,17 @@ class _Applier(cst.CSTTransformer):
         """Take dropped statements out, and hand their comments to what follows them."""
         body: list[Any] = []
         waiting: list[cst.EmptyLine] = []
-        changed = False
         for node in block.body:
             if id(node) in self.gone:
-                changed = True
                 waiting += _comments(node)
-            elif waiting:
-                body.append(node.with_changes(leading_lines=[*waiting, *node.leading_lines]))
+                continue
+            if waiting:
+                node = node.with_changes(leading_lines=[*waiting, *node.leading_lines])
                 waiting = []
-            else:
-                body.append(node)
-        if not changed:
+            body.append(node)
+        if len(body) == len(block.body):
             return block
-        block = block.with_changes(body=body)
-        if waiting:
-            block = block.with_changes(footer=[*waiting, *block.footer])
-        return block
+        return block.with_changes(body=body, footer=[*waiting, *block.footer])
 
 
 def _comments(line: cst.SimpleStatementLine) -> list[cst.EmptyLine]:

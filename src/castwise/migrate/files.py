@@ -158,10 +158,8 @@ def _write(result: FileResult, raw: bytes, encoding: str) -> FileResult:
     try:
         _replace(result.path.resolve(), raw, result.after.encode(encoding))
     except (OSError, UnicodeEncodeError) as error:
-        return FileResult(
-            result.path, result.before, result.after, result.findings, f"was not written: {_reason(error)}"
-        )
-    return FileResult(result.path, result.before, result.after, result.findings, written=True)
+        return dataclasses.replace(result, problem=f"was not written: {_reason(error)}")
+    return dataclasses.replace(result, written=True)
 
 
 def _replace(path: Path, before: bytes, after: bytes) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from castwise.errors import MigrateError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.text import Text
 
 __all__ = ["FileResult", "Finding", "Kind", "Migration"]
 
@@ -122,34 +124,30 @@ class Migration:
 
     def show(self, console: Console) -> None:
         """Print diffs, then what is to be looked at by line, then the sentence."""
-        for part in self._parts():
-            console.print(part, soft_wrap=True)
-
-    def _parts(self) -> Iterator[RenderableType]:
         from rich.text import Text
 
-        for file in self.changed:
-            yield _coloured(file.diff())
-        for file in self.files:
-            for finding in file.findings:
-                yield Text.assemble(
-                    (f"{file.path}:{finding.line}: ", "bold"),
-                    (f"{finding.kind}: ", _STYLES[finding.kind]),
-                    finding.text,
-                )
-        yield Text(self.summary())
+        parts = [_coloured(file.diff()) for file in self.changed]
+        parts += [
+            Text.assemble(
+                (f"{file.path}:{one.line}: ", "bold"), (f"{one.kind}: ", _STYLES[one.kind]), one.text
+            )
+            for file in self.files
+            for one in file.findings
+        ]
+        for part in (*parts, Text(self.summary())):
+            console.print(part, soft_wrap=True)
 
 
 def _lines(text: str) -> list[str]:
     """The lines of a text with one kind of line end, so that a diff of a file from Windows reads well."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").splitlines(keepends=True)
+    return io.StringIO(text, newline=None).readlines()
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _coloured(diff: str) -> RenderableType:
+def _coloured(diff: str) -> Text:
     from rich.text import Text
 
     out = Text()

@@ -7,9 +7,9 @@ import symtable
 from collections.abc import Mapping
 from importlib import resources
 
-from castwise.compat.coverage import Covered, absent_row, covered
+from castwise.compat.coverage import Covered, covered, instead
 
-__all__ = ["LIBRARIES", "here", "home", "imported", "instead", "is_module", "lacks", "library_of", "row"]
+__all__ = ["LIBRARIES", "here", "home", "imported", "is_module", "lacking", "lacks", "library_of", "row"]
 
 LIBRARIES = ("apex", "colossalai")
 """Libraries that have a drop-in."""
@@ -92,11 +92,8 @@ def row(dotted: str) -> Covered | None:
     return next((each for each in rows if each.name == dotted), None)
 
 
-def instead(lacking: str, dotted: str) -> str:
+def lacking(part: str, dotted: str) -> str:
     """That a drop-in lacks a part of a dotted name, and what to use in its place."""
     module, _, name = dotted.rpartition(".")
-    rows = [each for each in covered(library_of(dotted)) if each.name.startswith(f"{lacking}.")]
-    inside = next((each for each in rows if each.status == "absent"), None)
-    found = absent_row(dotted) or absent_row(f"{_nearest(module)}.{name}") or inside
-    said = "docs/compat.md lists what there is" if found is None else found.note.replace("`", "")
-    return f"castwise.compat has no {lacking}: {said}"
+    note = instead(dotted, f"{_nearest(module)}.{name}", inside=part)
+    return f"castwise.compat has no {part}: {note or 'docs/compat.md lists what there is'}"

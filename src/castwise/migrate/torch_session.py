@@ -47,10 +47,7 @@ class Session:
     # --- looking ------------------------------------------------------------------------------------------
 
     def look(self, exported: frozenset[str]) -> None:
-        """Find everything.
-
-        Args:
-            exported: Names that other scripts import from this one; ``*`` where that may be any.
+        """Find everything; ``exported`` is as in :func:`castwise.migrate.torch_write.rewrite_session`.
 
         Raises:
             Undecided: Something is not as a session needs it.
@@ -142,6 +139,7 @@ class Session:
         what = attribute.attr.value
         if not isinstance(call, cst.Call) or call.func is not attribute:
             raise Undecided(name, f"{name.value}.{what} is not called here")
+        is_statement = isinstance(view.parent(call), cst.Expr)
         if what == "scale":
             outer = view.parent(call)
             backward = None if outer is None else view.parent(outer)
@@ -149,7 +147,7 @@ class Session:
                 not isinstance(outer, cst.Attribute)
                 or outer.attr.value != "backward"
                 or not isinstance(backward, cst.Call)
-                or view.whole_statement(backward) is None
+                or not isinstance(view.parent(backward), cst.Expr)
                 or len(call.args) != 1
                 or any(
                     argument.keyword is None or argument.keyword.value not in _BACKWARD
@@ -160,17 +158,17 @@ class Session:
                     call,
                     f"{name.value}.scale(...) is used for something else than .backward(); amp.scale and amp.grad do that",
                 )
-            self.events.append(Event("backward", backward))
+            self._note(Event("backward", backward))
         elif what in ("step", "unscale_"):
             target = call.args[0].value if len(call.args) == 1 and not call.args[0].star else None
-            if view.whole_statement(call) is None or not isinstance(target, cst.Name) or call.args[0].keyword:
+            if not is_statement or not isinstance(target, cst.Name) or call.args[0].keyword:
                 raise Undecided(
                     call, f"{name.value}.{what} is given more than an optimizer's name, or its result is used"
                 )
             self.optimizers.setdefault(target.value, thing(view, target))
-            self.events.append(Event("step" if what == "step" else "unscale", call, target.value))
-        elif what == "update" and not call.args and view.whole_statement(call) is not None:
-            self.events.append(Event("update", call))
+            self._note(Event("step" if what == "step" else "unscale", call, target.value))
+        elif what == "update" and not call.args and is_statement:
+            self._note(Event("update", call))
         elif what == "get_scale":
             self.events.append(Event("look", call))
         elif what in ("state_dict", "load_state_dict"):
@@ -179,6 +177,11 @@ class Session:
             raise Undecided(
                 call, f"{name.value}.{what}({'...' if call.args else ''}) has no counterpart in a session"
             )
+
+    def _note(self, event: Event) -> None:
+        if not self.view.is_alone(event.node):
+            raise Undecided(event.node, f"{self.view.code(event.node)} shares its line with other code")
+        self.events.append(event)
 
     def _find_regions(self) -> None:
         for call in (node for node in self.view.nodes if isinstance(node, cst.Call)):
@@ -219,7 +222,7 @@ class Session:
         view = self.view
         if model.scope is not self.scaler.scope:
             raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
-        at = view.position(self.prepared_after)
+        at = view.end(self.prepared_after)  # with whatever else is on its line
         only_wrapped_later(view, model, at, self.suite)
         for name in references(view, model):
             parent = view.parent(name)
@@ -231,22 +234,18 @@ class Session:
                     name,
                     f"{name.value!r} runs outside of autocast here, and a prepared model always runs by the plan",
                 )
-            line = view.statement(name)
-            if is_harmless(view, name) or any(
-                view.statement(item.node) is line for item in model.assignments
-            ):
+            small = view.small(name)
+            if is_harmless(view, name) or any(view.small(item.node) is small for item in model.assignments):
                 continue  # model = wrap(model), and the like
             early = view.scope(name) is model.scope and view.position(name) < at
-            if not (early and self._passes(line, model)):
+            if not (early and self._passes(small, model)):
                 raise Undecided(
                     name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
                 )
 
-    def _passes(self, line: cst.CSTNode, model: Thing) -> bool:
+    def _passes(self, small: cst.CSTNode, model: Thing) -> bool:
         """Whether a statement is a call that keeps nothing: ``init_weights(model)``, ``model.cuda()``; no ``list.append(model)``."""
-        if not (isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Expr)):
-            return False
-        call = line.body[0].value
+        call = small.value if isinstance(small, cst.Expr) else None
         receiver = call.func if isinstance(call, cst.Call) else None
         while isinstance(receiver, (cst.Attribute, cst.Subscript, cst.Call)):
             receiver = receiver.func if isinstance(receiver, cst.Call) else receiver.value

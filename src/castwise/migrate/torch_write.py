@@ -18,9 +18,7 @@ _MODULES = {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"}
 def rewrite_session(edits: Edits, exported: frozenset[str]) -> None:
     """Make a session of a scaler and what goes with it where the script shows all of it; else say why it stays.
 
-    Args:
-        edits: Where the changes go.
-        exported: Names that other scripts import from this one; ``*`` where that may be any.
+    ``exported`` are names that other scripts import from this one; ``*`` where that may be any.
     """
     view = edits.view
     found = [node for node in view.nodes if _is_use(view, node)]

@@ -32,9 +32,6 @@ class Undecided(Exception):
 class View:
     """Questions about a parsed script.
 
-    Args:
-        text: The script.
-
     Raises:
         SyntaxError: It cannot be parsed.
     """
@@ -73,12 +70,17 @@ class View:
 
     def line(self, node: cst.CSTNode) -> int:
         """The line where a node begins."""
-        return int(self._positions[node].start.line)
+        return self.position(node)[0]
 
     def position(self, node: cst.CSTNode) -> tuple[int, int]:
         """Line and column where a node begins."""
         start = self._positions[node].start
         return start.line, start.column
+
+    def end(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Line and column where a node ends."""
+        end = self._positions[node].end
+        return end.line, end.column
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """The node around a node."""
@@ -116,13 +118,16 @@ class View:
                 return outer
         return self.module
 
-    def whole_statement(self, node: cst.BaseExpression) -> cst.SimpleStatementLine | None:
-        """The line that holds this expression as a statement and nothing else."""
-        small = self.parent(node)
-        line = self.parent(small) if isinstance(small, cst.Expr) else None
-        if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 and self.suite(line) is not None:
-            return line
-        return None
+    def small(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The statement that a node is in, one of several between semicolons."""
+        kinds = (cst.BaseSmallStatement, cst.BaseStatement)
+        return next(outer for outer in (node, *self.around(node)) if isinstance(outer, kinds))
+
+    def is_alone(self, node: cst.CSTNode) -> bool:
+        """Whether nothing else stands on the line of the statement that a node is in."""
+        line = self.statement(node)
+        simple = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+        return simple and self.suite(line) is not None
 
     # --- names --------------------------------------------------------------------------------------------
 
@@ -145,21 +150,15 @@ class View:
         """What binds a name as seen from where it stands, in the order of lines."""
         scope = self.scope(name)
         found = [] if scope is None else list(scope[name.value])
-        return sorted(found, key=lambda item: self._place(item))
-
-    def _place(self, item: meta.BaseAssignment) -> tuple[int, int]:
-        return self.position(item.node) if isinstance(item, meta.Assignment) else (0, 0)
+        return sorted(
+            found, key=lambda item: self.position(item.node) if isinstance(item, meta.Assignment) else (0, 0)
+        )
 
     def is_within(self, inner: meta.Scope | None, outer: meta.Scope | None) -> bool:
         """Whether code of the scope ``inner`` sees the variables of ``outer``."""
-        while inner is not None:
-            if inner is outer:
-                return True
-            parent = inner.parent
-            if parent is inner:
-                return False
-            inner = parent
-        return False
+        while inner is not None and inner is not outer:
+            inner = None if inner.parent is inner else inner.parent
+        return inner is not None
 
     def assigned_value(self, item: meta.BaseAssignment) -> cst.BaseExpression | None:
         """The right side of ``name = value``; None for any other kind of binding."""

@@ -8,7 +8,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 __all__ = ["close_matches", "matches_path", "nested_deeper", "read_json", "shown", "some"]
 
@@ -97,46 +97,29 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def matches_path(glob: str, path: str) -> bool:
     """Whether a glob matches the whole of a module path, such as ``encoder.layers.0.norm``.
 
-    ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too. The
-    path is read once: a regular expression takes time that grows exponentially with the number of wildcards.
+    ``*`` and ``?`` stand for any characters and for one, but for dots; two and more ``*`` for any, dots too.
     """
-    parsed = _parse(glob)
-    if parsed.literal:
-        return glob == path
-    if not (path.startswith(parsed.head) and path.endswith(parsed.tail) and parsed.longest in path):
-        return False
-    places = 1  # bit n: what has been read so far may end before character n of the glob
-    for char in path:
-        stays = parsed.across if char == "." else parsed.across | parsed.within
-        places = (places & parsed.takes.get(char, parsed.takes["?"])) << 1 | places & stays
-        if not places:
-            return False
-    return bool(places >> parsed.size)
-
-
-class _Parsed(NamedTuple):
-    """A glob; bit n of a mask is the place before character n of it, wildcards for any characters not counted."""
-
-    literal: bool  # it has no wildcards
-    head: str  # what comes before the first one
-    tail: str  # what comes after the last one
-    longest: str  # the longest text between two
-    size: int
-    takes: dict[str, int]  # where a character is one that may come next; of other characters that of "?"
-    within: int  # where a "*" takes any but dots
-    across: int  # where a "**" takes any
+    return _compiled(glob).fullmatch(path) is not None
 
 
 @lru_cache(maxsize=4096)
-def _parse(glob: str) -> _Parsed:
-    literals = re.split(r"\*+|\?", glob)
-    masks = dict.fromkeys({*glob, "*", "**", "?"}, 0)
-    size = 0
-    for piece in re.findall(r"\*+|[^*]", glob):
-        masks[piece[:2]] |= 1 << size
-        size += piece[0] != "*"
-    within, across, wild = masks.pop("*"), masks.pop("**"), masks["?"]
-    takes = {char: mask if char == "." else mask | wild for char, mask in masks.items()}
-    takes.setdefault(".", 0)
-    longest = max(literals, key=len)
-    return _Parsed(len(literals) == 1, literals[0], literals[-1], longest, size, takes, within, across)
+def _compiled(glob: str) -> re.Pattern[str]:
+    """A glob as an expression that never takes time exponential in the number of wildcards.
+
+    After a ``*``, and for all that stands between two ``**``, the first place that fits leaves the most for the rest, so no
+    other is tried: ``(?>...)``. Only what has to reach the end of the path is.
+    """
+
+    def fit(first: str, *further: str) -> str:
+        return first + "".join(f"(?>[^.]*?{part})" for part in further)
+
+    *before, (*start, end) = [
+        ["[^.]".join(map(re.escape, part.split("?"))) for part in stretch.split("*")]
+        for stretch in re.split(r"\*\*+", glob)
+    ]
+    expression = f"{fit(*start)}[^.]*{end}" if start else end
+    if before:
+        first, *further = before
+        between = "".join(f"(?>.*?{fit(*parts)})" for parts in further)
+        expression = f"{fit(*first)}{between}.*{expression}"
+    return re.compile(expression, re.DOTALL)

@@ -6,6 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -232,7 +233,14 @@ class Amp:
 
         Returns:
             The scaled loss; the loss itself under a plan without a loss scale.
+
+        Raises:
+            PlanError: A loss that is no tensor.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise PlanError(
+                f"scale: the loss is a {type(loss).__name__}; a tensor is needed. Add several losses up, or scale each by itself."
+            )
         self._window.open(name)
         self._wrapping.narrow()
         return self._window.lend(self.scaler.scale(loss, name))
@@ -381,9 +389,15 @@ class Amp:
             StateError: An optimizer that was not prepared, or gradients that were changed while they were scaled.
             NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
             LossScaleError: The same under a loss scale that cannot shrink any more.
+            PlanError: A ``max_norm`` that is no number.
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
+        if not (max_norm is None or isinstance(max_norm, (Real, torch.Tensor))):
+            raise PlanError(
+                f"step(max_norm={max_norm!r}): a {type(max_norm).__name__} is no norm. Allowed: a number such as 1.0, or None "
+                "for no clipping."
+            )
         for optimizer in optimizers:
             if not self._members.holds(optimizer):
                 self._refuse_unknown(optimizer)

@@ -30,30 +30,23 @@ def _as_shape(shape: _Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Fused:
+    def __init__(
+        self,
+        normalized_shape: _Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
     """``torch.nn.LayerNorm``."""
 
-    def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_as_shape(normalized_shape), eps, elementwise_affine)
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """``torch.nn.RMSNorm``."""
-
-    def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_as_shape(normalized_shape), eps, elementwise_affine)
 
 
 class _Mixed:
@@ -117,7 +110,7 @@ def mixed_dtype_fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm of an input in any format; computed in fp32, returned in the weights' format."""
-    out = layer_norm(input.float(), _as_shape(normalized_shape), weight.float(), bias.float(), eps)
+    out = fused_layer_norm_affine(input.float(), weight.float(), bias.float(), normalized_shape, eps)
     return out.to(weight.dtype)
 
 
@@ -147,8 +140,7 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm of an input in any format; computed in fp32, returned in the weights' format."""
-    out = rms_norm(input.float(), _as_shape(normalized_shape), weight.float(), eps)
-    return out.to(weight.dtype)
+    return fused_rms_norm_affine(input.float(), weight.float(), normalized_shape, eps).to(weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: _Shape, weight: Tensor | None, eps: float) -> Tensor:

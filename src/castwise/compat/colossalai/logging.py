@@ -20,16 +20,7 @@ _loggers: dict[str, DistributedLogger] = {}
 class _Stderr(logging.StreamHandler[Any]):
     """Writes to what ``sys.stderr`` is at the time, so that redirection is respected."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        """Keep none."""
+    stream = property(lambda self: sys.stderr, lambda self, value: None)
 
 
 class DistributedLogger:

@@ -7,7 +7,8 @@ in-place matrix products and ``local_response_norm`` are patched while the casts
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -113,8 +114,8 @@ _PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[...
 }
 
 
-def patch_torch(device_type: str) -> Iterator[Callable[[], None]]:
-    """Put the patches in place, each followed by what undoes it."""
+def patch_torch(device_type: str, undo: ExitStack) -> None:
+    """Put the patches in place, until ``undo`` is closed."""
     for (owner, name), make in _PATCHES.items():
         original = getattr(owner, name)
-        yield patch(owner, name, functools.wraps(original)(make(original, device_type)))
+        patch(owner, name, functools.wraps(original)(make(original, device_type)), undo)

@@ -98,7 +98,28 @@ def initialize(
         if value is not None:
             setattr(properties, name, value)
     _print_options("After processing overrides, optimization options are:", properties)
-    return _apply(models, optimizers, properties, num_losses, cast_model_outputs, patch_torch_functions_type)
+    all_optimizers = _as_list(
+        "optimizer", optimizers, lambda value: isinstance(casting.base_of(value), torch.optim.Optimizer)
+    )
+    all_models = _as_list("model", models, lambda value: isinstance(value, nn.Module))
+    casting.check_models(all_models)
+    if not _amp_state.allow_incoming_model_not_fp32:
+        casting.check_params_fp32(all_models)
+    casting.check_optimizers(all_optimizers)
+    if properties.cast_model_type:
+        casting.cast_models(all_models, all_optimizers, properties, cast_model_outputs)
+    elif cast_model_outputs is not None:
+        casting.install_casts(all_models, None, cast_model_outputs)
+    for optimizer in all_optimizers:
+        stash.equip(optimizer, bool(properties.master_weights))
+    _amp_state.loss_scalers = [
+        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
+    if properties.patch_torch_functions:
+        device_type, half = casting.device_type_of(all_models), patch_torch_functions_type or torch.float16
+        _begin_casts(device_type, half, all_models, properties.loss_scale)
+    return models if optimizers is None else (models, optimizers)
 
 
 def _print_options(title: str, properties: Properties) -> None:
@@ -116,42 +137,6 @@ def _as_list(what: str, given: Any, fits: Callable[[Any], bool]) -> list[Any]:
     return values
 
 
-def _apply(
-    models: Any,
-    optimizers: Any,
-    properties: Properties,
-    num_losses: int,
-    outputs: torch.dtype | None,
-    half: torch.dtype | None,
-) -> Any:
-    all_optimizers = _as_list(
-        "optimizer", optimizers, lambda value: isinstance(casting.base_of(value), torch.optim.Optimizer)
-    )
-    all_models = _as_list("model", models, lambda value: isinstance(value, nn.Module))
-    casting.check_models(all_models)
-    if not _amp_state.allow_incoming_model_not_fp32:
-        casting.check_params_fp32(all_models)
-    casting.check_optimizers(all_optimizers)
-    if properties.cast_model_type:
-        casting.cast_models(all_models, all_optimizers, properties, outputs)
-    elif outputs is not None:
-        casting.install_casts(all_models, None, outputs)
-    for optimizer in all_optimizers:
-        stash.equip(optimizer, bool(properties.master_weights))
-    _amp_state.loss_scalers = [
-        LossScaler(
-            properties.loss_scale,
-            min_loss_scale=_amp_state.min_loss_scale,
-            max_loss_scale=_amp_state.max_loss_scale,
-        )
-        for _ in range(num_losses)
-    ]
-    if properties.patch_torch_functions:
-        device_type = casting.device_type_of(all_models)
-        _begin_casts(device_type, half or torch.float16, all_models, properties.loss_scale)
-    return models if optimizers is None else (models, optimizers)
-
-
 def _end_casts() -> bool:
     """The casts of an earlier ``initialize`` end when another one begins; Apex would stack them. Whether there were any."""
     handle = _amp_state.handle
@@ -165,9 +150,8 @@ def _end_casts() -> bool:
 def _begin_casts(
     device_type: str,
     half: torch.dtype,
-    models: Sequence[nn.Module] = (),
-    loss_scale: float | str = "dynamic",
-    *,
+    models: Sequence[nn.Module],
+    loss_scale: float | str,
     enabled: bool = True,
     enable_caching: bool = True,
     verbose: bool = False,
@@ -182,14 +166,12 @@ def _begin_casts(
         ambient, half, loss_scale, enabled and enable_caching, verbose or _amp_state.verbosity == 2
     )
     if enabled:
-        for undo in patch_registered():
-            handle.on_deactivate(undo)
+        patch_registered(handle.undo)
         for model in models if enable_caching else ():
-            handle.on_deactivate(model.register_forward_pre_hook(begin_caching).remove)
-            handle.on_deactivate(model.register_forward_hook(end_caching, always_call=True).remove)
+            handle.undo.callback(model.register_forward_pre_hook(begin_caching).remove)
+            handle.undo.callback(model.register_forward_hook(end_caching, always_call=True).remove)
         ambient.enter()
-        for undo in patch_torch(device_type):
-            handle.on_deactivate(undo)
+        patch_torch(device_type, handle.undo)
     _amp_state.handle = handle
     return handle
 
@@ -207,15 +189,8 @@ def init(
     is no model to keep copies for. With ``allow_banned``, ``binary_cross_entropy`` runs in fp32 instead of being refused.
     """
     _end_casts()
-    return _begin_casts(
-        casting.device_type_of([]),
-        torch.float16,
-        loss_scale=loss_scale,
-        enabled=enabled,
-        enable_caching=enable_caching,
-        verbose=verbose,
-        allow_banned=allow_banned,
-    )
+    where, half = casting.device_type_of([]), torch.float16
+    return _begin_casts(where, half, [], loss_scale, enabled, enable_caching, verbose, allow_banned)
 
 
 # --- state --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -85,56 +86,35 @@ def promote_function(fn: _F) -> _F:
     return _casting(fn, choose)
 
 
-def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
+def _register(decorator: Callable[[Any], Any], module: Any, name: str) -> None:
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {module}.")
     if (module, name, decorator) not in _registered:
         _registered.append((module, name, decorator))
 
 
-def register_half_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
-    _register(module, name, half_function)
-
-
-def register_float_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`float_function` around a function of a module or a class.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
-    _register(module, name, float_function)
+register_half_function = functools.partial(_register, half_function)
+"""Have the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class."""
+register_float_function = functools.partial(_register, float_function)
+"""The same with :func:`float_function`."""
+register_promote_function = functools.partial(_register, promote_function)
+"""The same with :func:`promote_function`."""
 
 
-def register_promote_function(module: Any, name: str) -> None:
-    """Have the next ``initialize`` with O1 put :func:`promote_function` around a function of a module or a class.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
-    _register(module, name, promote_function)
-
-
-def patch(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Put ``value`` in the place of an attribute of a module or a class; returns what puts back what stood there."""
+def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
+    """Put ``value`` in the place of an attribute of a module or a class; ``undo`` puts back what stood there."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
-    return (
-        functools.partial(delattr, owner, name)
-        if own is None
-        else functools.partial(setattr, owner, name, own)
-    )
+    if own is None:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, own)
 
 
-def patch_registered() -> Iterator[Callable[[], None]]:
-    """Put the registered decorators in place, each followed by what undoes it. They stay registered for a later ``initialize``."""
+def patch_registered(undo: ExitStack) -> None:
+    """Put the registered decorators in place, until ``undo`` is closed. They stay registered for a later ``initialize``."""
     for module, name, decorator in _registered:
         own = vars(module).get(name)
         wrapped = decorator(getattr(module, name))
-        yield patch(
-            module, name, staticmethod(wrapped) if isinstance(own, (staticmethod, classmethod)) else wrapped
-        )
+        static = isinstance(own, (staticmethod, classmethod))
+        patch(module, name, staticmethod(wrapped) if static else wrapped, undo)

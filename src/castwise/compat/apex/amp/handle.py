@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,6 +84,9 @@ class AmpHandle:
         loss_scale: For losses scaled by :meth:`scale_loss`.
         enable_caching: Whether weights are cast once in each call of an initialised model.
         verbose: Kept, and without effect.
+
+    Attributes:
+        undo: What is called when the casts end.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class AmpHandle:
         self.has_cache = enable_caching
         self.verbose = verbose
         self._default_scaler: LossScaler | None = LossScaler(loss_scale)
-        self._undo: list[Callable[[], None]] = []
+        self.undo = contextlib.ExitStack()
 
     def is_active(self) -> bool:
         """Whether operators are cast on this thread now."""
@@ -138,10 +141,6 @@ class AmpHandle:
     def _clear_cache(self) -> None:
         self._ambient.clear_cache()
 
-    def on_deactivate(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when the casts end."""
-        self._undo.append(undo)
-
     def _deactivate(self) -> None:
         """End the casts, and put every patched function back.
 
@@ -152,9 +151,7 @@ class AmpHandle:
             self._ambient.leave()
         except StateError as error:
             raise StateError(f"handle._deactivate(): {error}") from None
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self.undo.close()
         if _amp_state.handle is self:
             _amp_state.handle = None
 

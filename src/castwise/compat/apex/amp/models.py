@@ -180,9 +180,7 @@ class Casts:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Forward pre-hook."""
         assert self.inputs is not None
-        return tuple(apply_cast(arg, self.inputs) for arg in args), {
-            name: apply_cast(value, self.inputs) for name, value in kwargs.items()
-        }
+        return apply_cast(args, self.inputs), apply_cast(kwargs, self.inputs)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook."""

@@ -52,9 +52,4 @@ def create_syncbn_process_group(group_size: int) -> Any:
     world = dist.get_world_size()
     if group_size > world or world % group_size:
         raise ValueError(f"create_syncbn_process_group({group_size}): must divide the {world} ranks")
-    mine = None
-    for first in range(0, world, group_size):
-        group = dist.new_group(list(range(first, first + group_size)))
-        if first <= dist.get_rank() < first + group_size:
-            mine = group
-    return mine
+    return dist.new_subgroups(group_size)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,20 +26,10 @@ class ColossalaiOptimizer(Optimizer):
         inner = self.optim
         return inner.optimizer if isinstance(inner, ColossalaiOptimizer) else inner
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The innermost optimizer's."""
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The innermost optimizer's."""
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The innermost optimizer's."""
-        return self.optim.defaults
+    # the innermost optimizer's
+    param_groups = property(attrgetter("optim.param_groups"))
+    state = property(attrgetter("optim.state"))
+    defaults = property(attrgetter("optim.defaults"))
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":

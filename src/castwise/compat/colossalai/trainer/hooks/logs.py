@@ -39,9 +39,6 @@ def _metrics(trainer: Any, mode: str) -> dict[str, Any]:
 class LogMetricByStepHook(BaseHook):
     """Shows the metrics of each batch beside the progress bar."""
 
-    def __init__(self, priority: int = 10) -> None:
-        super().__init__(priority)
-
     def _collect(self, trainer: Any, mode: str) -> None:
         trainer.states["step_metrics"] = {
             name.lower(): metric.get_last_step_info()

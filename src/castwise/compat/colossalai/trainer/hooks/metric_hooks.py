@@ -21,7 +21,7 @@ __all__ = ["AccuracyHook", "LRSchedulerHook", "LossHook", "MetricHook", "Through
 class MetricHook(BaseHook):
     """A hook with metrics, which it enters into ``trainer.states["metrics"]``."""
 
-    def __init__(self, priority: int) -> None:
+    def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
         self._is_stage_to_compute = is_no_pp_or_last_stage()
 
@@ -33,9 +33,6 @@ class MetricHook(BaseHook):
 
 class LossHook(MetricHook):
     """The loss: of each batch in training, of the epoch in evaluation."""
-
-    def __init__(self, priority: int = 0) -> None:
-        super().__init__(priority)
 
     def after_hook_is_attached(self, trainer: Any) -> None:
         self.train_loss, self.test_loss = LossMetric(epoch_only=False), LossMetric(epoch_only=True)
