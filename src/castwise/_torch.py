@@ -758,7 +758,9 @@ class OpenGradScaler(torch.amp.GradScaler):
     optimizer_states: dict[int, dict[str, Any]]
     """By the optimizers' ``id`` their stage, and their flags by device."""
     current: Any
-    """What holds ``scale`` and ``growth_tracker``, None before the first use; :meth:`allocate` makes them."""
+    """What holds ``scale`` and ``growth_tracker``, None before the first use; its ``allocate(device)`` makes them."""
+    step_or_skip: Callable[..., Any]
+    """``(optimizer, state, *args, **kwargs)``: call the optimizer's step unless a flag of its ``state`` is set."""
 
     _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
     _per_optimizer_states = property(
@@ -777,21 +779,11 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Of the gradients."""
         return str(self._device)
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the tensors of :attr:`current`."""
-        super()._lazy_init_scale_growth_tracker(device)
-
     def unscale_grads(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply an optimizer's gradients by ``inverse``; a flag per device."""
         return super()._unscale_grads_(optimizer, inverse, flag, allow_fp16)
-
-    def step_or_skip(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call the optimizer's step unless a flag of ``state`` is set."""
-        return super()._maybe_opt_step(optimizer, state, *args, **kwargs)
 
     def check_scaled(self, call: str) -> torch.Tensor:
         """The scale; an error as torch's where nothing was ever scaled."""
@@ -802,21 +794,13 @@ class OpenGradScaler(torch.amp.GradScaler):
         self.optimizer_states = defaultdict(self.optimizer_states.default_factory)  # type: ignore[attr-defined]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self.allocate(dev)
+        self.current.allocate(dev)
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        return self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return self.unscale_grads(*args)
 
-    def _maybe_opt_step(
-        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        return self.step_or_skip(optimizer, optimizer_state, *args, **kwargs)
+    def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step_or_skip(*args, **kwargs)
 
 
 # --- calls of modules ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from castwise.scaler import gradients
 from castwise.scaler.losses import NamedLosses
+from castwise.scaler.state import ScalePolicy
 
 __all__ = ["Verdicts"]
 
@@ -18,7 +19,7 @@ __all__ = ["Verdicts"]
 class Verdicts(NamedLosses):
     """A scaler's unscaling, and what a session asks of it and tells it about gradients.
 
-    Arguments by name are as for :class:`~castwise.GradScaler`, the others for :class:`NamedLosses`.
+    Arguments are as for :class:`~castwise.GradScaler`, whose ``limits`` are what torch's scaler has not.
     """
 
     admit: Callable[[Optimizer], bool] | None = None
@@ -27,11 +28,12 @@ class Verdicts(NamedLosses):
     def __init__(
         self,
         *scale: Any,
+        limits: ScalePolicy,
         reduce: Callable[[torch.Tensor], torch.Tensor | None] | None,
         process_group: Any,
         allow_fp16_grads: bool,
     ) -> None:
-        super().__init__(*scale)
+        super().__init__(*scale, limits=limits)
         self._reduce = reduce
         self._process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads

@@ -239,7 +239,7 @@ class Amp:
 
     def get_scale(self, name: str = "loss") -> float:
         """The scale of the next loss of that name, 1.0 under a plan without one. Changes nothing; waits for the device."""
-        return self._window.get_scale(name)
+        return self.scaler.get_scale(name)
 
     def backward(self, loss: torch.Tensor, name: str = "loss", **kwargs: Any) -> None:
         """Compute scaled gradients of a loss and add them to ``.grad``.
@@ -386,7 +386,11 @@ class Amp:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
         for optimizer in optimizers:
             if not self._members.holds(optimizer):
-                self._refuse_unknown(optimizer)
+                raise StateError(
+                    f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither "
+                    "masters nor a loss scale that it knows of; call amp.prepare(model, optimizer) with it before training, and give "
+                    "step the very object that was prepared"
+                )
         if frames.thread.state.saved:
             frames.leave_interrupted()
         if self._wrapping.unchecked:
@@ -418,13 +422,6 @@ class Amp:
                 attachment.copy_to_model()  # a step taken back restores the masters alone
         frames.clear_weight_cache()
         return StepResult.join(results, norm)
-
-    def _refuse_unknown(self, optimizer: Optimizer) -> NoReturn:
-        raise StateError(
-            f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither masters "
-            "nor a loss scale that it knows of; call amp.prepare(model, optimizer) with it before training, and give step the "
-            "very object that was prepared"
-        )
 
     @property
     def skipped_steps(self) -> int:
@@ -520,7 +517,7 @@ class Amp:
 
         After a step the scales are those that the next loss will have; asking changes nothing.
         """
-        return {"version": 1, "plan": self.plan.to_json(), "scaler": self._window.state_dict() or None}
+        return {"version": 1, "plan": self.plan.to_json(), "scaler": self.scaler.state_dict() or None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the loss scales of a saved session, of this plan or another.
