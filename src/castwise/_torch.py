@@ -119,11 +119,15 @@ def register_autocast_kernel(
     op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
     """Put ``kernel(keyset, *args, **kwargs)`` in front of ``op`` on the autocast key; returns what undoes it."""
+    return _register(op, kernel, AUTOCAST_KEYS[device_type])
+
+
+def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -> Callable[[], None]:
     library = Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
         # torch says once per process that a kernel of its own is overridden, which is what we are here to do.
         warnings.simplefilter("ignore", UserWarning)
-        library.impl(op, kernel, AUTOCAST_KEYS[device_type], with_keyset=True, allow_override=True)
+        library.impl(op, kernel, key, with_keyset=True, allow_override=True)
     return library._destroy
 
 
@@ -140,12 +144,7 @@ def register_in_front_of_transforms(
     ``make`` takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
     While one kernel is there, no other may be put in front of the operator. Returns what undoes it.
     """
-    library = Library(op.namespace, "IMPL")
-    kernel = make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        library.impl(op, kernel, _TRANSFORMS, with_keyset=True, allow_override=True)
-    return library._destroy
+    return _register(op, make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed)), _TRANSFORMS)
 
 
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
@@ -709,7 +708,8 @@ def ran_compiled(module: torch.nn.Module) -> bool:
     codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
     if not any(_debug_get_cache_entry_list(code) for code in codes):
         return False
-    return is_compiled(module) or any(
+    compiled = module._compiled_call_impl
+    return (compiled is not None and not hasattr(compiled, "__castwise_guard__")) or any(
         type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
         for thing in gc.get_objects()
     )
@@ -858,12 +858,6 @@ def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, An
     return module._forward_pre_hooks, module._forward_hooks
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called on a module."""
-    call = module._compiled_call_impl
-    return call is not None and not hasattr(call, "__castwise_guard__")
-
-
 # --- many tensors at once -----------------------------------------------------------------------------------
 
 dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -924,21 +918,19 @@ def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[s
 
 
 def refuse_inlining(function: Callable[..., Any]) -> None:
-    """Make Dynamo break the graph at ``function``; ``torch.compiler.disable`` would also wrap every eager call."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "castwise keeps masters and parameters in step"  # type: ignore[attr-defined]
+    """Make Dynamo break the graph at ``function``, which it may have met as a frame of its own: :func:`never_trace` for hooks."""
     from torch._dynamo.eval_frame import skip_code
 
+    never_trace(function, "castwise keeps masters and parameters in step")
     skip_code(function.__code__)
 
 
-def never_trace(function: Callable[..., Any]) -> None:
+def never_trace(function: Any, why: str = "castwise's GradScaler runs between graphs") -> None:
     """Have Dynamo leave calls of ``function`` to Python, as ``torch.compiler.disable`` does.
 
     The public decorator imports Dynamo and wraps the function, which every call in eager mode would pay for.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "castwise's GradScaler runs between graphs"  # type: ignore[attr-defined]
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
 
 
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:

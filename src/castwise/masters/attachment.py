@@ -176,9 +176,11 @@ class Attachment:
             known = self._concerned[module] = any(id(parameter) in own for parameter in module.parameters())
         return known
 
+    def _alive(self) -> list[nn.Module]:
+        return [model for reference, _ in self._models if (model := reference()) is not None]
+
     def _covered(self) -> set[int]:
-        alive = [model for reference, _ in self._models if (model := reference()) is not None]
-        return {id(parameter) for model in alive for parameter in model.parameters()}
+        return {id(parameter) for model in self._alive() for parameter in model.parameters()}
 
     def scan(self, optimizer: Optimizer) -> None:
         """Look through the optimizer's groups and give masters to covered parameters that lack one.
@@ -253,10 +255,9 @@ class Attachment:
             remove()
         self.refresh_from_model()
         self._let_go(self._pairs.masters, write_back)
-        if optimizer is not None:
-            optimizer.__dict__.pop("__reduce_ex__", None)
         sync.live.pop(id(self), None)
         if optimizer is not None:
+            vars(optimizer).pop("__reduce_ex__", None)
             _attachments.pop(optimizer, None)
         self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []
 
@@ -362,8 +363,7 @@ class Attachment:
         Whatever is no parameter of a prepared model is named by its position in the optimizer.
         """
         self.refresh_from_model()
-        models = [model for reference, _ in self._models if (model := reference()) is not None]
-        return named_masters(self._pairs.masters, self._pairs.stored, models)
+        return named_masters(self._pairs.masters, self._pairs.stored, self._alive())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Write saved masters, and the model's parameters after them.
@@ -371,8 +371,8 @@ class Attachment:
         Raises:
             CheckpointError: Not the masters of this model and optimizer; nothing was changed.
         """
-        models = [model for reference, _ in self._models if (model := reference()) is not None]
-        write_masters(named_masters(self._pairs.masters, self._pairs.stored, models), state_dict)
+        into = named_masters(self._pairs.masters, self._pairs.stored, self._alive())
+        write_masters(into, state_dict)
         self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:

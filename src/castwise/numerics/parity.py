@@ -405,11 +405,7 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
     if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
     scale = plan.loss_scale
-    init = scales.init
-    if scale.ceiling is not None:
-        init = min(init, scale.ceiling)
-    if scale.floor is not None:
-        init = max(init, scale.floor)
+    init = max(min(scales.init, scale.ceiling or math.inf), scale.floor or 0.0)
     return dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=init))
 
 
