@@ -383,20 +383,18 @@ def parity(
 
 
 def _with_updates(result: ParityResult, lost: float | None, passes: int) -> ParityResult:
-    plan = result.plan
-    if plan.stores_low and not plan.keeps_masters and result.verdict == "pass":
+    plan, verdict, reason = result.plan, result.verdict, result.reason
+    if plan.stores_low and not plan.keeps_masters and verdict == "pass":
         if lost is None:
-            return dataclasses.replace(
-                result, verdict="undecided", passes=passes,
-                reason=f"{result.reason}; but parameters are stored low without masters, and without optimizer= nothing "
-                "tells how many updates rounding drops",
-            )  # fmt: skip
-        if lost > LOST:
-            return dataclasses.replace(
-                result, verdict="fail", lost_updates=lost, passes=passes,
-                reason=f"rounding to {plan.compute} drops {lost:.0%} of the updates, since parameters have no masters",
-            )  # fmt: skip
-    return dataclasses.replace(result, lost_updates=lost, passes=passes)
+            verdict = "undecided"
+            reason += (
+                "; but parameters are stored low without masters, and without optimizer= nothing tells how many updates "
+                "rounding drops"
+            )
+        elif lost > LOST:
+            verdict = "fail"
+            reason = f"rounding to {plan.compute} drops {lost:.0%} of the updates, since parameters have no masters"
+    return dataclasses.replace(result, verdict=verdict, reason=reason, lost_updates=lost, passes=passes)
 
 
 def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -26,6 +26,7 @@ __all__ = ["STEPPED", "GradScaler"]
 
 STEPPED = StepResult(None)
 """What became of a step that the host knows to have been made."""
+_Outputs = TypeVar("_Outputs", bound=torch.Tensor | Iterable[torch.Tensor])
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -138,10 +139,6 @@ class GradScaler(Verdicts):
             interval=self.get_growth_interval(),
         )
 
-    def is_enabled(self) -> bool:
-        """Whether losses are multiplied."""
-        return self.scales
-
     def get_scale(self, name: str = DEFAULT) -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
         return self._state_now()(name).scale if self.scales else 1.0
@@ -171,19 +168,7 @@ class GradScaler(Verdicts):
         own = self._flags[name].to(flag.device)
         return {**self._flags, name: torch.maximum(own, (flag > known).float())}
 
-    @overload
-    def scale(self, outputs: torch.Tensor, name: str = ...) -> torch.Tensor: ...
-
-    @overload
-    def scale(self, outputs: list[torch.Tensor], name: str = ...) -> list[torch.Tensor]: ...
-
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...], name: str = ...) -> tuple[torch.Tensor, ...]: ...
-
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor], name: str = ...) -> Iterable[torch.Tensor]: ...
-
-    def scale(self, outputs: Any, name: str = DEFAULT) -> Any:
+    def scale(self, outputs: _Outputs, name: str = DEFAULT) -> _Outputs:
         """Multiply a loss, or several, by the scale of ``name``.
 
         Args:
@@ -205,10 +190,9 @@ class GradScaler(Verdicts):
                 self._open_window(name, outputs)
         scale = self.current.scale
         if scale is not None and isinstance(outputs, torch.Tensor):
-            if outputs.dim() and outputs.dtype in LOW_DTYPES:
-                outputs = outputs.float()
-            return outputs * scale.to(outputs.device, non_blocking=True)
-        return super().scale(gradients.lift_low(outputs))
+            wide: Any = outputs.float() if outputs.dim() and outputs.dtype in LOW_DTYPES else outputs
+            return wide * scale.to(wide.device, non_blocking=True)  # type: ignore[no-any-return]
+        return super().scale(gradients.lift_low(outputs))  # type: ignore[no-any-return]
 
     def _open_window(self, name: str, outputs: Any) -> None:
         if self.opened_by is not None:
@@ -371,11 +355,11 @@ class GradScaler(Verdicts):
         if self.opened_by is not None and state["stage"] is OptState.READY:
             self._unscaled(optimizer)
 
-        def check() -> bool:
-            flags = state["found_inf_per_device"] = self._unscaled(optimizer)
-            return not any(flag.item() for flag in flags.values())
+        def look() -> Iterable[torch.Tensor]:
+            state["found_inf_per_device"] = self._unscaled(optimizer)
+            return self._found((optimizer,))
 
-        value, skipped = step_or_restore(optimizer, closure, check, args, kwargs)
+        value, skipped = step_or_restore(optimizer, closure, look, args, kwargs)
         self._outcomes.skips[id(optimizer)] = skipped
         state["stage"] = OptState.STEPPED
         return value

@@ -80,6 +80,10 @@ class NamedLosses(_torch.OpenGradScaler):
         self.scales = self.works
         """Whether losses are multiplied."""
 
+    def is_enabled(self) -> bool:
+        """Whether losses are multiplied."""
+        return self.scales
+
     def _state_of(self, name: str) -> ScaleState:
         """A loss's state as numbers, without making one. Synchronises with the device."""
         loss = self._losses.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -157,11 +157,11 @@ class StepGuard(GradScaler):
     def _take_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> StepResult:
         flags: dict[torch.device, torch.Tensor] = {}
 
-        def check() -> bool:
+        def look() -> Iterable[torch.Tensor]:
             flags.update(self.look(optimizer))
-            return not any(flag.item() for flag in flags.values())
+            return flags.values()
 
-        _, skipped = step_or_restore(optimizer, closure, check, (), {})
+        _, skipped = step_or_restore(optimizer, closure, look, (), {})
         self.optimizer_states.pop(id(optimizer), None)
         self.note_outcome(optimizer, skipped)
         return StepResult(list(flags.values()), skipped=skipped)
