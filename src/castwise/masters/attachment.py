@@ -161,9 +161,7 @@ class Attachment:
         elif all(known() is not model for known, _ in self._models):
             known = weakref.ref(model)
             install_hooks(model, lambda remove: self._models.append((known, remove)))
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            self.scan(optimizer)
+        self.scan()
 
     def concerns(self, module: nn.Module) -> bool:
         """Whether parameters of a module have masters here, or may come to have them."""
@@ -182,11 +180,14 @@ class Attachment:
     def _covered(self) -> set[int]:
         return {id(parameter) for model in self._alive() for parameter in model.parameters()}
 
-    def scan(self, optimizer: Optimizer) -> None:
+    def scan(self) -> None:
         """Look through the optimizer's groups and give masters to covered parameters that lack one.
 
         Whatever fails here leaves everything as it was.
         """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
         covered = None if self.covers_all else self._covered()
         groups = [list(group["params"]) for group in optimizer.param_groups]
         made: dict[int, Any] = {}
@@ -278,14 +279,12 @@ class Attachment:
             if all(reference is not other for other, _ in kept):
                 remove()
         self._models = kept
-        optimizer = self._optimizer()
         if self.covers_all:
             return
         self.refresh_from_model()
         covered = self._covered()
         self._let_go([m for m in self._pairs.masters if id(model_param_of(m)) not in covered], True)
-        if optimizer is not None:
-            self.scan(optimizer)
+        self.scan()
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
         """Per parameter the values first; what was done before an interruption is passed over when this is called again.
@@ -333,9 +332,7 @@ class Attachment:
         the coming backward are fp32. Called before each ``forward`` of a prepared model; costs a comparison of
         versions where nothing was written.
         """
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            self._scan_for_more(optimizer)
+        self._scan_for_more(self._optimizer())
         self._pairs.push_written()
 
     def settle(self) -> None:
@@ -386,7 +383,9 @@ class Attachment:
                 write(local(master))
         self.copy_to_model()
 
-    def _scan_for_more(self, optimizer: Optimizer) -> None:
+    def _scan_for_more(self, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            return
         groups = [group["params"] for group in optimizer.param_groups]
         if (
             len(groups) != len(self._groups)
@@ -395,7 +394,7 @@ class Attachment:
             )
             or any(parameter.requires_grad for parameter in self._frozen)
         ):
-            self.scan(optimizer)
+            self.scan()
 
     # --- hooks ----------------------------------------------------------------------------------------------
 
