@@ -147,12 +147,8 @@ class ParityResult:
         """The finding and the worst modules, for ``rich.print``."""
         from castwise.report.show import table
 
-        said = {"plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
-        return table({
-            "kind": "parity",
-            **said,
-            "modules": [dataclasses.asdict(region) for region in self.worst()],
-        })
+        said = {"kind": "parity", "plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
+        return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
 
 
 @dataclass

@@ -366,7 +366,7 @@ class GradScaler(Verdicts):
 
     def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
         """Raise if a scale that overflows again and again cannot shrink any more."""
-        found = gradients.largest(self._found((optimizer,)), self.scale_tensor().device)
+        found = self.joint_flag((optimizer,))
         limits = self._limits
         floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
         stuck = [

@@ -6,7 +6,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -186,11 +185,9 @@ class Amp:
             self._wrapping.note(target, resolution.plan)
             log.on(self, setattr, "_root", self._root)
             self._root = self._root or root
-            prepared = (model, *optimizers) if optimizers else model
-            if self.plan.keeps_masters and not inference:
-                return prepared
-        storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
-        return prepared
+        if inference or not self.plan.keeps_masters:
+            storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
+        return (model, *optimizers) if optimizers else model
 
     def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
         """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
@@ -261,7 +258,7 @@ class Amp:
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
             )
         window, scaler = self._window, self.scaler
-        scales = scaler.is_enabled()
+        scales = window.scales
         if scales or not window.settled:
             window.open(name)
         root = self._root
@@ -562,9 +559,7 @@ class Amp:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
