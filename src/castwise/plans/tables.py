@@ -272,7 +272,8 @@ APEX: Final = (
     Group(
         "widest",
         _MIXED,
-        """add addcdiv addcmul atan2 bilinear cat cross div dot eq equal ge gt le lt mul ne rsub stack sub""",
+        """add addcdiv addcmul atan2 bilinear cat cross div dot eq equal ge gt le lt mul ne rsub stack sub
+        vdot""",  # which calls dot, but not while a compiler traces it
     ),
     Group("banned", _BCE, "binary_cross_entropy", only_low=True),
     Group(
