@@ -218,7 +218,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         return super().__call__(function)  # type: ignore[no-any-return,no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._args
+        return functools.partial(autocast, device_type=self._args[-1]), self._args[:-1]
 
     def __repr__(self) -> str:
         plan, dtype, enabled, cache_enabled, device_type = self._args
@@ -226,12 +226,6 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             f"autocast({plan!r}, dtype={dtype}, enabled={enabled}, cache_enabled={cache_enabled}, "
             f"device_type={device_type!r})"
         )
-
-
-def _rebuild(
-    plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
-) -> autocast:
-    return autocast(plan, dtype, enabled, cache_enabled, device_type=device_type)
 
 
 tracing.trace_context(autocast, autocast._is_torchs)

@@ -39,8 +39,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if value is None or isinstance(value, _LEAVES):
-        return value
     new = _map(function, value, {} if _torch.TRACES_IDENTITY or not is_dynamo_compiling() else None)
     return value if new is None else new
 

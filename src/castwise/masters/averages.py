@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,16 +66,8 @@ class AveragedModel(swa_utils.AveragedModel):
         Args:
             model: What is trained, of the same architecture.
         """
-        view: Any = _InFp32(model)
+        view: Any = SimpleNamespace(parameters=lambda: _parameters(model), buffers=model.buffers)
         super().update_parameters(view)
-
-
-class _InFp32:
-    """What ``update_parameters`` reads of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = lambda: _parameters(model)
-        self.buffers = model.buffers
 
 
 def _parameters(model: nn.Module) -> Iterator[Tensor]:

@@ -78,13 +78,9 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
     """The process groups of all meshes that an optimizer's gradients lie on as DTensors, each once."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    groups: dict[int, Any] = {}
-    meshes = {
-        id(mesh): mesh for grad in held(optimizer) if (mesh := getattr(grad, "device_mesh", None)) is not None
-    }
-    for mesh in meshes.values():
-        groups |= {id(group): group for group in mesh.get_all_groups()}
-    return list(groups.values())
+    found = (getattr(grad, "device_mesh", None) for grad in held(optimizer))
+    meshes = {id(mesh): mesh for mesh in found if mesh is not None}
+    return list({id(group): group for mesh in meshes.values() for group in mesh.get_all_groups()}.values())
 
 
 def number(value: float, device: torch.device | str) -> torch.Tensor:

@@ -83,6 +83,11 @@ class ScaleState:
     growth_tracker: int = 0
     hysteresis_tracker: int = 0
 
+    def saved(self) -> dict[str, float]:
+        """By the keys of a scaler's state dict."""
+        scale, growth, overflows = self.scale, self.growth_tracker, self.hysteresis_tracker
+        return {"scale": scale, "_growth_tracker": growth, "hysteresis_tracker": overflows}
+
 
 def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> ScaleState:
     """The state after one update, in which a gradient was not finite or all were.

@@ -72,5 +72,5 @@ def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
     if attachment is None:
         return False
     before = len(attachment.masters)
-    attachment.scan(optimizer)
+    attachment.scan()
     return len(attachment.masters) > before
