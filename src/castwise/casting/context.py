@@ -19,8 +19,6 @@ from castwise.plans.plan import Plan, Region, as_plan
 from castwise.plans.rules import DEVICE_TYPES
 from castwise.plans.text import shown
 
-__all__ = ["autocast", "default_device_type", "override_rows"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DTYPES = (*LOW_DTYPES, torch.float32)
 

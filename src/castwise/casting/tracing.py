@@ -20,15 +20,6 @@ from castwise.casting import frames
 from castwise.casting.frames import Frame
 from castwise.errors import StateError
 
-__all__ = [
-    "code_for",
-    "get_ready_for_compile",
-    "get_ready_with_dynamo",
-    "graph_pop",
-    "graph_push",
-    "trace_context",
-]
-
 graph_frames: dict[str, Frame] = {}
 """Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
 

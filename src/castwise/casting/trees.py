@@ -14,8 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from castwise import _torch
 
-__all__ = ["cast_floating", "map_tensors", "tensors_in", "to_device"]
-
 _LEAVES = (str, bytes, int, float, bool, type)
 
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Journal"]
-
 
 class Journal:
     """What is written while training goes on: JSON lines and TensorBoard's events.

@@ -41,8 +41,6 @@ from castwise.masters.state import move_state, restride_state
 from castwise.masters.steps import Call, after_step, before_step
 from castwise.masters.weights import install_hooks, named_masters, write_masters
 
-__all__ = ["Attachment", "attach", "attachment_of", "refresh_master"]
-
 _attachments: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
 
 

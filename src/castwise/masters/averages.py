@@ -15,8 +15,6 @@ from castwise.masters.originals import assign, is_low
 from castwise.masters.sync import settle
 from castwise.masters.weights import in_fp32
 
-__all__ = ["AveragedModel"]
-
 
 class AveragedModel(swa_utils.AveragedModel):
     """``torch.optim.swa_utils.AveragedModel`` that averages masters: an EMA or SWA that is right under every plan.

@@ -25,17 +25,6 @@ from castwise.masters.originals import (
     remember_original,
 )
 
-__all__ = [
-    "Master",
-    "adopt",
-    "make_master",
-    "master_of",
-    "mirror_grad",
-    "model_param_of",
-    "new_master",
-    "release",
-]
-
 _own_data: Any = torch.Tensor.data
 _own_grad: Any = torch.Tensor.grad
 _masters: Any = WeakTensorKeyDictionary()

@@ -13,8 +13,6 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from castwise import _torch
 from castwise.errors import StateError
 
-__all__ = ["attachments", "live", "refresh", "settle", "sync", "sync_first"]
-
 live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Every attachment that has masters to keep, by its id; the attachments see to it, from any thread."""
 

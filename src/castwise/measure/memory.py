@@ -33,8 +33,6 @@ from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
 from castwise.workload import Workload, find_workload
 
-__all__ = ["Memory", "count_saved_bytes", "measure_here", "measure_memory", "peak_bytes"]
-
 TIMEOUT_S = 900.0
 _MARK = "castwise::peak"
 _WARMUP = 2

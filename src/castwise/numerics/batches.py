@@ -12,8 +12,6 @@ from torch import Tensor
 from castwise.casting.trees import tensors_in
 from castwise.errors import WorkloadError
 
-__all__ = ["endless", "same_batch"]
-
 
 def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
     """Turn what a user gives as batches into ``batches(seed)``, an iterator without end: what ends is begun again.

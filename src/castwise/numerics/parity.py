@@ -47,8 +47,6 @@ from castwise.plans.plan import Plan, as_plan
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ParityResult", "ParityTest", "RegionParity", "parity"]
-
 Verdict = Literal["pass", "fail", "undecided"]
 
 MICROBATCHES = 8

@@ -33,8 +33,6 @@ from castwise.ranks import ALONE
 from castwise.session import Amp
 from castwise.workload import about_data, check_loss
 
-__all__ = ["REFERENCE", "Micro", "Probe", "Prober"]
-
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
 MOST_ELEMENTS = 1 << 21

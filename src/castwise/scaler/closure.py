@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Snapshot", "step_or_restore"]
-
 
 class _NonFiniteEvaluation(Exception):
     """An evaluation of the closure gave a gradient that is not finite; the step is taken back."""

@@ -14,8 +14,6 @@ import torch
 
 from castwise.errors import CheckpointError
 
-__all__ = ["from_apex", "from_colossalai", "to_apex", "to_colossalai"]
-
 
 def from_apex(
     state: Mapping[str, Any], *, names: tuple[str, ...] = ("loss",), growth_interval: int = 2000

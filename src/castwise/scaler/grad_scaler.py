@@ -22,8 +22,6 @@ from castwise.scaler.result import StepResult, peek, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
 from castwise.scaler.verdicts import Verdicts
 
-__all__ = ["STEPPED", "GradScaler"]
-
 STEPPED = StepResult(None)
 """What became of a step that the host knows to have been made."""
 _Outputs = TypeVar("_Outputs", bound=torch.Tensor | Iterable[torch.Tensor])

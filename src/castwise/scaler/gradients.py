@@ -13,24 +13,6 @@ from torch.optim import Optimizer
 from castwise import _torch
 from castwise.plans.formats import LOW_DTYPES
 
-__all__ = [
-    "add_up",
-    "are_finite",
-    "check_and_multiply",
-    "held",
-    "inverse",
-    "largest",
-    "lie_on",
-    "lift_low",
-    "mesh_groups",
-    "non_finite_params",
-    "number",
-    "on_each",
-    "set_aside",
-    "unscale_plain",
-    "values",
-]
-
 _PLAIN = {torch.Tensor}
 _check_and_unscale = _torch.check_and_unscale
 _dtype = operator.attrgetter("dtype")

@@ -14,8 +14,6 @@ import torch
 from castwise import _torch
 from castwise.scaler.state import ScalePolicy, ScaleState
 
-__all__ = ["LossState", "NamedLosses"]
-
 DEFAULT = "loss"
 """Name of the loss that torch's own state dict is about."""
 

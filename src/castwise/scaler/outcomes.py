@@ -13,8 +13,6 @@ from castwise.errors import LossScaleError, StateError
 from castwise.plans.text import some
 from castwise.scaler.result import StepResult
 
-__all__ = ["Outcomes", "WindowOutcomes", "stuck_error"]
-
 _SAMPLE_PERIOD = 16
 """Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
 

@@ -19,8 +19,6 @@ import torch
 from castwise import _torch
 from castwise.errors import PlanError
 
-__all__ = ["ScalePolicy", "ScaleState", "next_state", "update_on_device"]
-
 
 @dataclass(frozen=True)
 class ScalePolicy:

@@ -20,8 +20,6 @@ from castwise.scaler.closure import step_or_restore
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.result import StepResult, read_on_host, view_on_host
 
-__all__ = ["StepGuard", "hand_over", "take_back"]
-
 
 def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
     """Give a flag to an optimizer's fused kernels for its next step, as torch's GradScaler does."""

@@ -13,8 +13,6 @@ from castwise.scaler import gradients
 from castwise.scaler.losses import NamedLosses
 from castwise.scaler.state import ScalePolicy
 
-__all__ = ["Verdicts"]
-
 
 class Verdicts(NamedLosses):
     """A scaler's unscaling, and what a session asks of it and tells it about gradients.

@@ -16,8 +16,6 @@ from castwise.scaler.result import StepResult, read_on_host
 from castwise.scaler.step_guard import StepGuard, hand_over, take_back
 from castwise.scaler.window import Window
 
-__all__ = ["Watch"]
-
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Log = Callable[[Callable[[], None]], object]
 

@@ -18,8 +18,6 @@ from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult
 from castwise.scaler.step_guard import take_back
 
-__all__ = ["Window"]
-
 _Marks = tuple[list[int], list[int]]
 """By parameter: its gradient's id, and how often that had been written to."""
 _Ends = tuple[TensorWeakRef, TensorWeakRef]

@@ -40,8 +40,6 @@ from castwise.session.members import Members
 from castwise.session.undo import UndoLog
 from castwise.session.wrapping import Wrapping
 
-__all__ = ["Amp"]
-
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
 

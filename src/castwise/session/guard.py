@@ -12,8 +12,6 @@ from castwise.errors import PlanError, StateError
 from castwise.plans.plan import Plan
 from castwise.scaler import GradScaler, StepGuard
 
-__all__ = ["give_late_masters", "scaler_for"]
-
 _ALLOWED = ("skip", "raise", "allow")
 
 

@@ -25,8 +25,6 @@ from castwise.tuning.parts import Part
 from castwise.tuning.repair import NumericsSearch, Repair
 from castwise.workload import Workload
 
-__all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
-
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
 GOALS = ("time", "memory", "numerics")
