@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from castwise.errors import CastwiseError
-from castwise.measure.memory import count_saved_bytes, measure_memory, peak_bytes
+from castwise.measure.memory import Memory, count_saved_bytes, measure_memory, peak_bytes
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.plans.plan import Plan
 from castwise.workload import find_workload
@@ -78,20 +78,25 @@ def test_an_earlier_peak_in_the_same_process_does_not_leak_into_the_next(tiny: s
     assert peak_bytes(lambda: InferenceRun(plain, FP32, CPU), CPU) == first
 
 
-def test_two_processes_agree_to_the_byte_and_training_takes_more(tiny: str) -> None:
-    one, other = (measure_memory(f"{tiny}:mlp", FP32, CPU) for _ in range(2))
-    assert one == other
+@pytest.fixture(scope="module")
+def one(tiny: str) -> Memory:
+    """What a process of its own measured."""
+    return measure_memory(f"{tiny}:mlp", FP32, CPU)
+
+
+def test_two_processes_agree_to_the_byte_and_training_takes_more(tiny: str, one: Memory) -> None:
+    assert measure_memory(f"{tiny}:mlp", FP32, CPU) == one
     assert one.training_peak_bytes > one.inference_peak_bytes > 0
     assert one.saved_bytes > 0
     assert one.method == "bytes held by torch's allocator"
 
 
-def test_a_workload_that_cannot_be_sent_is_measured_in_a_fork(tiny: str) -> None:
+def test_a_workload_that_cannot_be_sent_is_measured_in_a_fork(tiny: str, one: Memory) -> None:
     workload = find_workload(f"{tiny}:mlp")
     unsendable = replace(workload, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     memory = measure_memory(unsendable, FP32, CPU)
     assert memory.method.endswith("one thread")
-    assert replace(memory, method="") == replace(measure_memory(f"{tiny}:mlp", FP32, CPU), method="")
+    assert replace(memory, method="") == replace(one, method="")
 
 
 def test_the_other_process_is_no_rank_of_torchrun(
@@ -104,10 +109,7 @@ def test_the_other_process_is_no_rank_of_torchrun(
         monkeypatch.setenv(name, "1")
     memory = measure_memory(f"{tmp_path / 'careful.py'}:plain", FP32, CPU, inference=False)
     assert memory.training_peak_bytes is not None
-
-
-def test_inference_can_be_left_out(tiny: str) -> None:
-    assert measure_memory(f"{tiny}:mlp", FP32, CPU, inference=False).inference_peak_bytes is None
+    assert memory.inference_peak_bytes is None
 
 
 def test_a_failure_in_the_other_process_comes_back_as_a_sentence(tiny: str) -> None:
