@@ -166,7 +166,7 @@ def oracle(skipped: int, steps: int, fused: bool) -> dict[str, Tensor]:
         for where, how in pairs(
             list(itertools.product(ONE, ["fp16-mixed", "fp16-master"])),
             list(itertools.product(["step", "unscaled", "late"], [False, True])),
-            3,
+            2,
         )
     ],
 )
