@@ -74,7 +74,9 @@ def broken_part(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
     (bench / "bench_master.py").write_text(RAISES, encoding="utf-8")
     (bench / "bench_compat.py").write_text(HANGS, encoding="utf-8")
     (bench / "bench_overhead.py").write_text(FINE, encoding="utf-8")
-    part = start_part(bench, "core", "--device", "cpu", "--minutes", "1.5", "--only", "compat,master,overhead")
+    part = start_part(
+        bench, "core", "--device", "cpu", "--minutes", "1.5", "--only", "compat,master,overhead"
+    )
     yield bench, part
     part.terminate()  # which ends what it runs; nothing, if it has ended
     part.communicate()

@@ -226,7 +226,11 @@ class GradScaler(Verdicts):
         """
         base = self.opened_by
         if base is None or self.is_first(name):
-            self.scale(loss, name).backward(**kwargs)
+            scaled = self.scale(loss, name)
+            if kwargs:
+                scaled.backward(**kwargs)
+            else:
+                torch.autograd.backward(scaled)  # which takes a list of losses, as scale does
             return
         everything = list(params() if callable(params) else params)
         aside = gradients.set_aside(everything)

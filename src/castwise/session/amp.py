@@ -6,8 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, SupportsFloat
 
 import torch
 from torch import nn
@@ -388,7 +387,7 @@ class Amp:
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
-        if not (max_norm is None or isinstance(max_norm, (Real, torch.Tensor))):
+        if not (max_norm is None or isinstance(max_norm, SupportsFloat)):
             raise PlanError(
                 f"step(max_norm={max_norm!r}): a {type(max_norm).__name__} is no norm. Allowed: a number such as 1.0, or None "
                 "for no clipping."
