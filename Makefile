@@ -16,8 +16,9 @@ demo: $(STAMP)
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
 # Two files at a time with one thread each. Files that start processes fork them from one that has imported torch.
+# Bytecode is written even where the environment says not to: tests start processes that would compile all of it again.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 CHECKED := src tests bench scripts examples
 lint: $(STAMP)

@@ -59,6 +59,9 @@ def nothing_old_is_collected() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(
+        20_000, 20, 20
+    )  # what one test leaves is little: looking for it less often saves a twentieth
 
 
 @pytest.fixture(autouse=True)

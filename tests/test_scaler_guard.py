@@ -290,6 +290,18 @@ def test_another_optimizers_good_steps_do_not_hide_a_bad_one() -> None:
         run.amp.step(run.optimizer)
 
 
+def test_a_step_that_fails_where_nobody_looks_raises_its_own_error() -> None:
+    run = Run("bf16-mixed", nonfinite="allow")
+    run.backward()
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk")
+
+    run.optimizer.register_step_post_hook(fail)
+    with pytest.raises(OSError, match="disk"):
+        run.amp.step(run.optimizer)
+
+
 def test_allow_lets_through_and_a_loss_scale_cannot() -> None:
     run = Run("bf16-mixed", nonfinite="allow")
     run.backward(NAN)

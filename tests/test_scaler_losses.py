@@ -288,3 +288,12 @@ def test_the_order_of_losses_survives_uses_in_another_order() -> None:
         scaler.load_state_dict(scaler.state_dict())
     scaler.scale(torch.ones(()), "loss2")
     assert [entry["loss_scale"] for entry in to_apex(scaler.state_dict()).values()] == [1, 2, 4, 8]
+
+
+def test_a_list_of_losses_is_one_backward() -> None:
+    """As ``scale`` takes it."""
+    weight = nn.Parameter(torch.ones(2))
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.backward([weight.sum(), 2 * weight.sum()], params=[weight])  # type: ignore[arg-type]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [24.0, 24.0]

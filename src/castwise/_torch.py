@@ -119,11 +119,15 @@ def register_autocast_kernel(
     op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
     """Put ``kernel(keyset, *args, **kwargs)`` in front of ``op`` on the autocast key; returns what undoes it."""
+    return _register(op, kernel, AUTOCAST_KEYS[device_type])
+
+
+def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -> Callable[[], None]:
     library = Library(op.namespace, "IMPL")
     with warnings.catch_warnings():
         # torch says once per process that a kernel of its own is overridden, which is what we are here to do.
         warnings.simplefilter("ignore", UserWarning)
-        library.impl(op, kernel, AUTOCAST_KEYS[device_type], with_keyset=True, allow_override=True)
+        library.impl(op, kernel, key, with_keyset=True, allow_override=True)
     return library._destroy
 
 
@@ -140,12 +144,7 @@ def register_in_front_of_transforms(
     ``make`` takes what runs there today and returns the kernel, both called as ``f(keyset, *args, **kwargs)``.
     While one kernel is there, no other may be put in front of the operator. Returns what undoes it.
     """
-    library = Library(op.namespace, "IMPL")
-    kernel = make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        library.impl(op, kernel, _TRANSFORMS, with_keyset=True, allow_override=True)
-    return library._destroy
+    return _register(op, make(_taking_numbers(op, get_kernel(op, _TRANSFORMS).call_boxed)), _TRANSFORMS)
 
 
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
@@ -709,7 +708,8 @@ def ran_compiled(module: torch.nn.Module) -> bool:
     codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
     if not any(_debug_get_cache_entry_list(code) for code in codes):
         return False
-    return is_compiled(module) or any(
+    compiled = module._compiled_call_impl
+    return (compiled is not None and not hasattr(compiled, "__castwise_guard__")) or any(
         type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
         for thing in gc.get_objects()
     )
@@ -758,7 +758,9 @@ class OpenGradScaler(torch.amp.GradScaler):
     optimizer_states: dict[int, dict[str, Any]]
     """By the optimizers' ``id`` their stage, and their flags by device."""
     current: Any
-    """What holds ``scale`` and ``growth_tracker``, None before the first use; :meth:`allocate` makes them."""
+    """What holds ``scale`` and ``growth_tracker``, None before the first use; its ``allocate(device)`` makes them."""
+    step_or_skip: Callable[..., Any]
+    """``(optimizer, state, *args, **kwargs)``: call the optimizer's step unless a flag of its ``state`` is set."""
 
     _enabled = property(lambda self: self.works, lambda self, value: setattr(self, "works", value))
     _per_optimizer_states = property(
@@ -777,21 +779,11 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Of the gradients."""
         return str(self._device)
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the tensors of :attr:`current`."""
-        super()._lazy_init_scale_growth_tracker(device)
-
     def unscale_grads(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply an optimizer's gradients by ``inverse``; a flag per device."""
         return super()._unscale_grads_(optimizer, inverse, flag, allow_fp16)
-
-    def step_or_skip(
-        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call the optimizer's step unless a flag of ``state`` is set."""
-        return super()._maybe_opt_step(optimizer, state, *args, **kwargs)
 
     def check_scaled(self, call: str) -> torch.Tensor:
         """The scale; an error as torch's where nothing was ever scaled."""
@@ -802,21 +794,13 @@ class OpenGradScaler(torch.amp.GradScaler):
         self.optimizer_states = defaultdict(self.optimizer_states.default_factory)  # type: ignore[attr-defined]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self.allocate(dev)
+        self.current.allocate(dev)
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        return self.unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
+        return self.unscale_grads(*args)
 
-    def _maybe_opt_step(
-        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        return self.step_or_skip(optimizer, optimizer_state, *args, **kwargs)
+    def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step_or_skip(*args, **kwargs)
 
 
 # --- calls of modules ---------------------------------------------------------------------------------------
@@ -872,12 +856,6 @@ def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
 def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """The tables of a module's hooks before and after ``forward``, to look into and to change."""
     return module._forward_pre_hooks, module._forward_hooks
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called on a module."""
-    call = module._compiled_call_impl
-    return call is not None and not hasattr(call, "__castwise_guard__")
 
 
 # --- many tensors at once -----------------------------------------------------------------------------------
@@ -940,21 +918,19 @@ def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[s
 
 
 def refuse_inlining(function: Callable[..., Any]) -> None:
-    """Make Dynamo break the graph at ``function``; ``torch.compiler.disable`` would also wrap every eager call."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "castwise keeps masters and parameters in step"  # type: ignore[attr-defined]
+    """Make Dynamo break the graph at ``function``, which it may have met as a frame of its own: :func:`never_trace` for hooks."""
     from torch._dynamo.eval_frame import skip_code
 
+    never_trace(function, "castwise keeps masters and parameters in step")
     skip_code(function.__code__)
 
 
-def never_trace(function: Callable[..., Any]) -> None:
+def never_trace(function: Any, why: str = "castwise's GradScaler runs between graphs") -> None:
     """Have Dynamo leave calls of ``function`` to Python, as ``torch.compiler.disable`` does.
 
     The public decorator imports Dynamo and wraps the function, which every call in eager mode would pay for.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "castwise's GradScaler runs between graphs"  # type: ignore[attr-defined]
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
 
 
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:

@@ -42,8 +42,6 @@ from castwise.plans.plan import Plan
 from castwise.plans.text import shown
 from castwise.resolve import Place, Resolution, casts_operators
 
-__all__ = ["Border", "check_methods", "install", "strip"]
-
 _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
@@ -172,6 +170,7 @@ class Method:
     before: Callable[[nn.Module], None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Enter the border with the arguments cast, run the method, and cast what it returns."""
         self.before(self.module)
         border, depth = self.border, frames.depth()
         method = getattr(type(self.module), self.name).__get__(self.module)

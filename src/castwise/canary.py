@@ -18,8 +18,6 @@ from castwise.casting import autocast
 from castwise.plans.plan import Plan
 from castwise.scaler import GradScaler
 
-__all__ = ["TESTED", "check_torch"]
-
 TESTED = ("2.11", "2.13")
 """Releases of torch that the suite has passed on: all of it on 2.13, most of what these checks are about on 2.11."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from castwise.jobs import Event
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="castwise",
     help="Automatic mixed precision for PyTorch: see what precision plans cost on this machine, and train under them.",

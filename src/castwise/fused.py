@@ -14,8 +14,6 @@ from castwise import _torch
 from castwise.errors import DeviceError
 from castwise.masters import restride_state
 
-__all__ = ["can_fuse", "check_fused", "fuse"]
-
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad)
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 

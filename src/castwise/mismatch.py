@@ -15,8 +15,6 @@ from torch import nn
 from castwise.casting.frames import Frame
 from castwise.plans.formats import LOW
 
-__all__ = ["explain_mismatch"]
-
 _DTYPE_WORDS = re.compile(
     r"\b(?:c10::|torch\.)?(BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|float|double)\b"
 )

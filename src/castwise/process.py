@@ -19,8 +19,6 @@ from castwise.plans.plan import Plan
 from castwise.plans.rules import DEVICE_TYPES
 from castwise.plans.text import shown
 
-__all__ = ["Claim", "check_device", "device_type_of"]
-
 _lock = threading.RLock()  # a claim may be collected, and so closed, while its thread makes another
 
 

@@ -30,8 +30,6 @@ from castwise.plans.formats import FORMATS, LOW
 from castwise.plans.plan import Plan, Region
 from castwise.plans.text import matches_path, shown
 
-__all__ = ["Place", "Resolution", "assign", "casts_operators", "only_matching", "resolve"]
-
 _WEIGHTED = (
     nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss,
 )  # fmt: skip

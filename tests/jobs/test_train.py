@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import queue
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PatternError, PlanError, WorkloadError
 from castwise.jobs import Event
@@ -237,6 +241,39 @@ def test_an_interruption_keeps_the_record(tiny: str, tmp_path: Path) -> None:
     assert any(str(tmp_path) in note for note in caught.value.__notes__)
     assert _result(tmp_path)["status"] == "interrupted"
     assert len(_lines(tmp_path)) >= 1
+
+
+@pytest.mark.parametrize("place", ["_put", "add_scalar", "close"])
+def test_ctrl_c_waits_while_what_was_done_is_written_down(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """In TensorBoard's queue it would leave the queue's reader asleep for two minutes (seen once), or its lock taken."""
+    owner = queue.Queue if place == "_put" else SummaryWriter
+    real = getattr(owner, place)
+    came: list[str] = []
+    calls = itertools.count()
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if next(calls) == (place == "_put"):  # its first item comes before any step
+            came.append(place)
+            signal.raise_signal(signal.SIGINT)
+            came.append("went on")
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, place, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(f"{tiny}:mlp", "bf16-mixed", steps=9, out=tmp_path)
+    assert came == [place, "went on"]
+    assert signal.getsignal(signal.SIGINT) is before
+    record = _result(tmp_path)
+    assert record["status"] == "interrupted"
+    assert record["steps_done"] == len(_lines(tmp_path)) >= 1
+
+
+def test_outside_the_main_thread_interrupts_are_left_alone(tiny: str, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, f"{tiny}:mlp", "fp32", steps=2, out=tmp_path).result().status == "ok"
 
 
 def test_a_failed_training_takes_its_plan_off_again(tiny: str, tmp_path: Path) -> None:

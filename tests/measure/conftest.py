@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> str:
     """Path of the tiny workloads, for ``f"{tiny}:mlp"``."""
     return str(Path(__file__).parent.parent / "jobs" / "tiny_workloads.py")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from castwise.errors import CastwiseError
-from castwise.measure.memory import count_saved_bytes, measure_memory, peak_bytes
+from castwise.measure.memory import Memory, count_saved_bytes, measure_memory, peak_bytes
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.plans.plan import Plan
 from castwise.workload import find_workload
@@ -78,9 +80,14 @@ def test_an_earlier_peak_in_the_same_process_does_not_leak_into_the_next(tiny: s
     assert peak_bytes(lambda: InferenceRun(plain, FP32, CPU), CPU) == first
 
 
-def test_two_processes_agree_to_the_byte_and_training_takes_more(tiny: str) -> None:
-    one, other = (measure_memory(f"{tiny}:mlp", FP32, CPU) for _ in range(2))
-    assert one == other
+@pytest.fixture(scope="module")
+def one(tiny: str) -> Memory:
+    """What a process of its own measured."""
+    return measure_memory(f"{tiny}:mlp", FP32, CPU)
+
+
+def test_two_processes_agree_to_the_byte_and_training_takes_more(tiny: str, one: Memory) -> None:
+    assert measure_memory(f"{tiny}:mlp", FP32, CPU) == one
     assert one.training_peak_bytes > one.inference_peak_bytes > 0
     assert one.saved_bytes > 0
     assert one.method == "bytes held by torch's allocator"
@@ -90,6 +97,20 @@ def test_a_workload_of_lambdas_is_measured_like_one_that_is_named(tiny: str) -> 
     workload = find_workload(f"{tiny}:mlp")
     of_lambdas = replace(workload, batches=lambda seed: workload.batches(seed))
     assert measure_memory(of_lambdas, FP32, CPU) == measure_memory(f"{tiny}:mlp", FP32, CPU)
+
+
+def test_a_workload_that_cannot_be_sent_is_measured_in_a_fork(tiny: str, one: Memory) -> None:
+    workload = find_workload(f"{tiny}:mlp")
+    lock = threading.Lock()
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        with lock:
+            return torch.optim.SGD(params, lr=0.1)
+
+    unsendable = replace(workload, optimizer=optimizer)
+    memory = measure_memory(unsendable, FP32, CPU)
+    assert memory.method.endswith("one thread")
+    assert replace(memory, method="") == replace(one, method="")
 
 
 def test_the_other_process_is_no_rank_of_torchrun(
@@ -102,10 +123,7 @@ def test_the_other_process_is_no_rank_of_torchrun(
         monkeypatch.setenv(name, "1")
     memory = measure_memory(f"{tmp_path / 'careful.py'}:plain", FP32, CPU, inference=False)
     assert memory.training_peak_bytes is not None
-
-
-def test_inference_can_be_left_out(tiny: str) -> None:
-    assert measure_memory(f"{tiny}:mlp", FP32, CPU, inference=False).inference_peak_bytes is None
+    assert memory.inference_peak_bytes is None
 
 
 def test_a_failure_in_the_other_process_comes_back_as_a_sentence(tiny: str) -> None:

@@ -16,8 +16,6 @@ from castwise.casting.context import override_rows
 from castwise.errors import PlanError, StateError
 from castwise.plans.plan import Plan
 
-__all__ = ["AmbientAutocast"]
-
 
 class AmbientAutocast:
     """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for a library whose users open no block.

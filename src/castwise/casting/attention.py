@@ -13,8 +13,6 @@ from torch import Tensor
 
 from castwise import _torch
 
-__all__ = ["unfused_attention"]
-
 
 def unfused_attention(
     query: Tensor,

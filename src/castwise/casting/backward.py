@@ -19,9 +19,6 @@ import torch
 from castwise import _torch
 from castwise.casting.frames import BackwardFrame, Frame, left_blocks, thread
 
-__all__ = ["current_frame", "left_block", "mark_boundary", "note_backward"]
-
-
 _live_tasks: set[int] = set()
 
 

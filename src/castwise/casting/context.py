@@ -19,8 +19,6 @@ from castwise.plans.plan import Plan, Region, as_plan
 from castwise.plans.rules import DEVICE_TYPES
 from castwise.plans.text import shown
 
-__all__ = ["autocast", "default_device_type", "override_rows"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _DTYPES = (*LOW_DTYPES, torch.float32)
 
@@ -218,7 +216,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         return super().__call__(function)  # type: ignore[no-any-return,no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._args
+        return functools.partial(autocast, device_type=self._args[-1]), self._args[:-1]
 
     def __repr__(self) -> str:
         plan, dtype, enabled, cache_enabled, device_type = self._args
@@ -226,12 +224,6 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             f"autocast({plan!r}, dtype={dtype}, enabled={enabled}, cache_enabled={cache_enabled}, "
             f"device_type={device_type!r})"
         )
-
-
-def _rebuild(
-    plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
-) -> autocast:
-    return autocast(plan, dtype, enabled, cache_enabled, device_type=device_type)
 
 
 tracing.trace_context(autocast, autocast._is_torchs)

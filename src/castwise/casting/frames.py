@@ -21,8 +21,6 @@ import torch
 from castwise import _torch
 from castwise.errors import StateError
 
-__all__ = ["Frame", "depth", "leave", "leave_interrupted", "pop", "push", "suspended", "unwind"]
-
 
 @dataclass(frozen=True, eq=False)
 class Frame:

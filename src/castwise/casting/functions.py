@@ -16,8 +16,6 @@ from castwise.casting.kernels import eligible, widest_dtype
 from castwise.casting.trees import map_tensors, tensors_in
 from castwise.errors import StateError
 
-__all__ = ["custom_bwd", "custom_fwd", "fp32_function", "lower_function", "widest_function"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -31,8 +31,6 @@ from castwise.errors import BannedOperatorError
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.rules import Row, advice, operator_overloads
 
-__all__ = ["Lease", "actions", "frame_of", "registered", "widest_dtype"]
-
 Action = Callable[[Any, str, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 

@@ -20,15 +20,6 @@ from castwise.casting import frames
 from castwise.casting.frames import Frame
 from castwise.errors import StateError
 
-__all__ = [
-    "code_for",
-    "get_ready_for_compile",
-    "get_ready_with_dynamo",
-    "graph_pop",
-    "graph_push",
-    "trace_context",
-]
-
 graph_frames: dict[str, Frame] = {}
 """Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
 
@@ -52,7 +43,8 @@ def code_for(key: str) -> int:
     return code
 
 
-def _graph_push(key: str) -> None:
+def graph_push(key: str) -> None:
+    """Enter a block inside of a function that is being compiled, by the key of its frame: a node of the graph."""
     trace = _torch.DynamoTrace.current()
     if trace is not None:
         level = frames.depth()
@@ -60,15 +52,14 @@ def _graph_push(key: str) -> None:
     frames.push(graph_frames[key])
 
 
-def _graph_pop() -> None:
+def graph_pop() -> None:
+    """Leave the block that was entered last."""
     trace = _torch.DynamoTrace.current()
     if trace is not None:
         trace.release()
     frames.pop()
 
 
-graph_push: Callable[[str], None] = _graph_push
-graph_pop: Callable[[], None] = _graph_pop
 trace_leases: list[Any] = []
 """Override kernels of blocks inside a function that is being compiled, needed until its graph has been traced."""
 
@@ -88,10 +79,6 @@ def _watch_compilations() -> None:
     _torch.keep_compile_callbacks(_tag_caches, _end_trace)
 
 
-def _ready() -> bool:
-    return frames.watch_compilations is not None
-
-
 _BETWEEN_GRAPHS = tuple(
     f"castwise.{name}" for name in ("_torch", "casting", "borders", "plans", "masters", "scaler")
 )
@@ -106,7 +93,7 @@ def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     Of a subclass of ``torch.autocast`` it would take what it knows of torch's for all; ``as_torchs`` says of which
     instances that is right.
     """
-    if _ready():
+    if frames.watch_compilations is not None:
         _torch.trace_context(cls, as_torchs)
     else:
         _contexts.append((cls, as_torchs))
@@ -122,10 +109,10 @@ def get_ready_for_compile() -> None:
     """Teach Dynamo about frames; imports it (about a second, which any optimizer's first step pays anyway)."""
     _watch_compilations()
     _torch.skip_modules(_BETWEEN_GRAPHS)
-    if _ready():
+    if frames.watch_compilations is not None:
         return
     frames.watch_compilations = _watch_compilations
-    _torch.graph_function(_graph_push)
-    _torch.graph_function(_graph_pop)
+    _torch.graph_function(graph_push)
+    _torch.graph_function(graph_pop)
     for cls, as_torchs in _contexts:
         _torch.trace_context(cls, as_torchs)

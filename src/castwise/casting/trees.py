@@ -14,8 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from castwise import _torch
 
-__all__ = ["cast_floating", "map_tensors", "tensors_in", "to_device"]
-
 _LEAVES = (str, bytes, int, float, bool, type)
 
 
@@ -39,8 +37,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if value is None or isinstance(value, _LEAVES):
-        return value
     new = _map(function, value, {} if _torch.TRACES_IDENTITY or not is_dynamo_compiling() else None)
     return value if new is None else new
 

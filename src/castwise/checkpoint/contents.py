@@ -19,8 +19,6 @@ from castwise.errors import CheckpointError
 from castwise.ranks import Ranks
 from castwise.session import Amp
 
-__all__ = ["Contents", "collect", "merge", "random_states", "set_random_states"]
-
 
 @dataclass(frozen=True)
 class Contents:

@@ -28,18 +28,6 @@ from castwise.checkpoint.lock import hold
 from castwise.errors import CheckpointError
 from castwise.plans.text import read_json, shown
 
-__all__ = [
-    "DEEPEST",
-    "VALUES",
-    "Draft",
-    "Skipped",
-    "candidates",
-    "measure",
-    "read_manifest",
-    "read_values",
-    "wrong_files",
-]
-
 FORMAT = "castwise checkpoint"
 VERSION = 2
 MANIFEST = "checkpoint.json"

@@ -20,8 +20,6 @@ from castwise.errors import CheckpointError
 from castwise.ranks import Ranks
 from castwise.session import Amp
 
-__all__ = ["Found", "Loaded", "load", "newest"]
-
 
 @dataclass(frozen=True)
 class Found:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from castwise.errors import CheckpointError
 
-__all__ = ["hold"]
-
 LOCK = ".lock"
 _held: tuple[Path, int, int] | None = None
 """The folder, the handle of its lock and the process that took it: children that were forked hold nothing."""

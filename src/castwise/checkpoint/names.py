@@ -14,8 +14,6 @@ from castwise.errors import CheckpointError
 from castwise.parallel.wrappers import unwrap
 from castwise.session import Amp
 
-__all__ = ["Names", "joined"]
-
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 

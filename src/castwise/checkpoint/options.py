@@ -12,19 +12,6 @@ from torch.optim import Optimizer
 
 from castwise.checkpoint.storage import Entry
 
-__all__ = [
-    "HOW_NOT_WHAT",
-    "OF_A_SCHEDULE",
-    "OF_A_WEIGHT",
-    "alike",
-    "as_kind",
-    "fits",
-    "of_torch",
-    "refusal",
-    "state_keys",
-    "takes",
-]
-
 HOW_NOT_WHAT = ("foreach", "fused", "capturable", "differentiable")
 """Options of an optimizer that choose a kernel: its own stay."""
 OF_A_SCHEDULE = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")

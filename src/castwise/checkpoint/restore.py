@@ -34,8 +34,6 @@ from castwise.plans.text import shown, some
 from castwise.ranks import Ranks
 from castwise.session import Amp
 
-__all__ = ["Restore"]
-
 
 class Restore:
     """A verified checkpoint and what it is to be loaded into; no optimizers leave the saved ones alone.

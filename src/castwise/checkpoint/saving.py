@@ -23,8 +23,6 @@ from castwise.errors import CheckpointError
 from castwise.ranks import Ranks
 from castwise.session import Amp
 
-__all__ = ["Saving", "as_list", "save", "settle"]
-
 
 class Saving:
     """A checkpoint on its way to disk: its number is ``step``, and ``path`` where it will be once it is whole."""

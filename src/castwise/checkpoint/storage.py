@@ -24,8 +24,6 @@ from castwise.errors import CheckpointError
 from castwise.ranks import Ranks
 from castwise.ranks.pieces import is_dtensor
 
-__all__ = ["Entry", "Index", "Stage", "lay_out", "local_of", "need", "read", "read_index"]
-
 _SAFE: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",

@@ -10,8 +10,6 @@ from torch import Tensor
 from castwise.errors import CheckpointError
 from castwise.plans.text import nested_deeper
 
-__all__ = ["check", "decode", "encode", "names_of"]
-
 _DEEPEST = 60
 _LARGEST = 10**4000
 """Python reads no number of more than 4,300 digits."""

@@ -16,8 +16,6 @@ from castwise.checkpoint.contents import random_states, set_random_states
 from castwise.checkpoint.storage import local_of
 from castwise.session import Amp
 
-__all__ = ["Before"]
-
 
 class Before:
     """A model, its optimizers, its session and the random generators, as they are now.

@@ -13,8 +13,6 @@ from castwise.checkpoint.storage import need
 from castwise.checkpoint.tree import check, decode, names_of
 from castwise.errors import CheckpointError
 
-__all__ = ["Values", "read"]
-
 
 @dataclass(frozen=True)
 class Values:

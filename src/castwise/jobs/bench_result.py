@@ -16,8 +16,6 @@ from castwise.measure.environment import Environment
 from castwise.measure.memory import Memory
 from castwise.measure.timing import Lap, speedup
 
-__all__ = ["BenchResult", "PlanResult", "Timing"]
-
 BEHIND = 0.1
 """A plan is not recommended if its final loss is above the baseline's by this part of what that one gained."""
 

@@ -13,8 +13,6 @@ from castwise.measure.limits import StepProfile
 from castwise.measure.matrix_units import MatrixUnits
 from castwise.measure.rates import Bandwidth, Judgement, Rate
 
-__all__ = ["DoctorResult", "Finding", "WorkloadReport"]
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -9,8 +9,6 @@ from castwise.errors import CastwiseError, WorkloadError, sentence
 from castwise.plans.plan import Plan
 from castwise.workload import Workload
 
-__all__ = ["calls", "remedy"]
-
 
 @contextlib.contextmanager
 def calls(workload: Workload, what: str) -> Iterator[None]:

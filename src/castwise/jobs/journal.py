@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -12,7 +14,25 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Journal"]
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is left.
+
+    One that falls into a queue of TensorBoard's leaves its lock taken or its reader asleep, for two minutes or for ever.
+    """
+    came: list[Any] = []
+    handler = signal.getsignal(signal.SIGINT)
+    holds = callable(handler) and threading.current_thread() is threading.main_thread()
+    if holds:
+        signal.signal(signal.SIGINT, lambda *call: came.append(call))
+    try:
+        yield
+    finally:
+        if holds:
+            signal.signal(signal.SIGINT, handler)
+            if came and callable(handler):
+                handler(*came[0])
 
 
 class Journal:
@@ -46,9 +66,9 @@ class Journal:
         if not self._steps_before:
             for old in self._events.glob("events.out.tfevents.*"):
                 old.unlink()  # TensorBoard would draw an earlier training into the same curve
-        self._lines: TextIO = self._lines_path.open("a", encoding="utf-8")
         purge = self._steps_before + 1 if self._steps_before else None
         self._board: SummaryWriter = SummaryWriter(str(self._events), purge_step=purge)
+        self._lines: TextIO = self._lines_path.open("a", encoding="utf-8")
         return self
 
     def _still_true(self) -> list[dict[str, Any]]:
@@ -70,6 +90,7 @@ class Journal:
             self._board.add_scalar("loss_scale", row["loss_scale"], row["step"])
             self._board.add_scalar("skipped", float(row["skipped"]), row["step"])
 
+    @interrupts_wait()
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write what an evaluation after so many steps said."""
         for key, value in metrics.items():
@@ -79,6 +100,7 @@ class Journal:
         """Let others see what was written."""
         self._lines.flush()  # to the system, so that a process that is killed loses nothing
 
+    @interrupts_wait()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -16,8 +16,6 @@ import torch
 from castwise.casting.trees import map_tensors, tensors_in
 from castwise.errors import PlanError, WorkloadError, check_count
 
-__all__ = ["SCHEDULES", "Layout", "Place", "check_microbatches", "check_splits", "slice_batch"]
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """Orders in which a pipeline runs its microbatches."""
 _ALLOWED = "single, dp2, fsdp2, tp2, pp2 and products of them such as dp2xtp2"

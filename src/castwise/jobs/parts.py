@@ -19,10 +19,6 @@ from castwise.ranks import ALONE
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
-__all__ = [
-    "Parts", "Whole", "build_whole", "check_workload", "evaluate", "evaluate_whole", "full_weights", "shard",
-]  # fmt: skip
-
 
 class Parts(Protocol):
     """What a process trains, prepared by a plan.

@@ -18,8 +18,6 @@ from castwise.ranks.group import ALONE, Ranks, running
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TrainingRanks", "first_fault", "join", "joined", "started"]
-
 
 def started() -> tuple[int, int]:
     """This process's rank and the number of processes, by the process group or torchrun's environment."""

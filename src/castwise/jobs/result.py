@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Result", "finite"]
-
 
 class Result:
     """A result: a frozen dataclass whose fields, and the ``kind`` that it says it is, are the record."""

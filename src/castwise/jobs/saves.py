@@ -9,8 +9,6 @@ from castwise import checkpoint
 from castwise.errors import CheckpointError
 from castwise.jobs.parts import Parts
 
-__all__ = ["Saves"]
-
 
 class Saves:
     """The checkpoints of one training, in a folder of their own: one ``every`` so many steps, none for 0.

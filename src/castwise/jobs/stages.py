@@ -22,8 +22,6 @@ from castwise.ranks import Ranks
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss
 
-__all__ = ["Stages", "split"]
-
 VIRTUAL_STAGES = 2
 """Stages per process under the interleaved schedule."""
 

@@ -19,7 +19,7 @@ from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, PlanError, check_count, sentence
 from castwise.jobs import Event, Progress
 from castwise.jobs.faults import calls, remedy
-from castwise.jobs.journal import Journal
+from castwise.jobs.journal import Journal, interrupts_wait
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
 from castwise.jobs.processes import TrainingRanks, first_fault, join, started
@@ -263,27 +263,29 @@ class _Run:
         Returns:
             After how many more steps to read again, the same number on all ranks.
         """
-        pending, self.pending = self.pending, []
+        pending = self.pending
         if not pending or (not judge and self.ranks.mesh is not None):
             return 1
         losses, until = self._losses(pending, wish)
         bad: _Step | None = None
-        for step, loss in zip(pending, losses, strict=True):
-            skipped = step.result.skipped
-            scale = None if step.scale is None else float(step.scale)
-            self.skipped_steps += skipped
-            row = {
-                "step": step.number, "loss": finite(loss), "loss_scale": scale, "skipped": skipped,
-                "elapsed_s": round(step.elapsed_s, 6),
-            }  # fmt: skip
-            self.history.append(row)
+        with interrupts_wait():
+            self.pending = []
+            for step, loss in zip(pending, losses, strict=True):
+                skipped = step.result.skipped
+                scale = None if step.scale is None else float(step.scale)
+                self.skipped_steps += skipped
+                row = {
+                    "step": step.number, "loss": finite(loss), "loss_scale": scale, "skipped": skipped,
+                    "elapsed_s": round(step.elapsed_s, 6),
+                }  # fmt: skip
+                self.history.append(row)
+                if journal is not None:
+                    journal.step(row, loss)
+                if bad is None and not math.isfinite(loss):
+                    bad = step
+                    bad.loss = torch.tensor(loss)
             if journal is not None:
-                journal.step(row, loss)
-            if bad is None and not math.isfinite(loss):
-                bad = step
-                bad.loss = torch.tensor(loss)
-        if journal is not None:
-            journal.flush()
+                journal.flush()
         self.progress(
             TrainEvent(
                 "training", str(self.plan), self.steps_before + len(self.history), self.steps, "", loss, scale, self.skipped_steps,

@@ -11,8 +11,6 @@ from castwise.jobs import Event
 from castwise.jobs.result import Result
 from castwise.measure.environment import Environment
 
-__all__ = ["TrainEvent", "TrainResult"]
-
 
 @dataclass(frozen=True)
 class TrainEvent(Event):

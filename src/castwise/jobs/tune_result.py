@@ -12,8 +12,6 @@ from castwise.jobs.result import Result
 from castwise.plans.plan import Plan
 from castwise.tuning.evidence import Evidence
 
-__all__ = ["TuneResult"]
-
 
 @dataclass(frozen=True)
 class TuneResult(Result):

@@ -41,8 +41,6 @@ from castwise.masters.state import move_state, restride_state
 from castwise.masters.steps import Call, after_step, before_step
 from castwise.masters.weights import install_hooks, named_masters, write_masters
 
-__all__ = ["Attachment", "attach", "attachment_of", "refresh_master"]
-
 _attachments: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
 
 
@@ -161,9 +159,7 @@ class Attachment:
         elif all(known() is not model for known, _ in self._models):
             known = weakref.ref(model)
             install_hooks(model, lambda remove: self._models.append((known, remove)))
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            self.scan(optimizer)
+        self.scan()
 
     def concerns(self, module: nn.Module) -> bool:
         """Whether parameters of a module have masters here, or may come to have them."""
@@ -176,15 +172,20 @@ class Attachment:
             known = self._concerned[module] = any(id(parameter) in own for parameter in module.parameters())
         return known
 
-    def _covered(self) -> set[int]:
-        alive = [model for reference, _ in self._models if (model := reference()) is not None]
-        return {id(parameter) for model in alive for parameter in model.parameters()}
+    def _alive(self) -> list[nn.Module]:
+        return [model for reference, _ in self._models if (model := reference()) is not None]
 
-    def scan(self, optimizer: Optimizer) -> None:
+    def _covered(self) -> set[int]:
+        return {id(parameter) for model in self._alive() for parameter in model.parameters()}
+
+    def scan(self) -> None:
         """Look through the optimizer's groups and give masters to covered parameters that lack one.
 
         Whatever fails here leaves everything as it was.
         """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
         covered = None if self.covers_all else self._covered()
         groups = [list(group["params"]) for group in optimizer.param_groups]
         made: dict[int, Any] = {}
@@ -253,10 +254,9 @@ class Attachment:
             remove()
         self.refresh_from_model()
         self._let_go(self._pairs.masters, write_back)
-        if optimizer is not None:
-            optimizer.__dict__.pop("__reduce_ex__", None)
         sync.live.pop(id(self), None)
         if optimizer is not None:
+            vars(optimizer).pop("__reduce_ex__", None)
             _attachments.pop(optimizer, None)
         self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []
 
@@ -277,14 +277,12 @@ class Attachment:
             if all(reference is not other for other, _ in kept):
                 remove()
         self._models = kept
-        optimizer = self._optimizer()
         if self.covers_all:
             return
         self.refresh_from_model()
         covered = self._covered()
         self._let_go([m for m in self._pairs.masters if id(model_param_of(m)) not in covered], True)
-        if optimizer is not None:
-            self.scan(optimizer)
+        self.scan()
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
         """Per parameter the values first; what was done before an interruption is passed over when this is called again.
@@ -332,9 +330,7 @@ class Attachment:
         the coming backward are fp32. Called before each ``forward`` of a prepared model; costs a comparison of
         versions where nothing was written.
         """
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            self._scan_for_more(optimizer)
+        self._scan_for_more(self._optimizer())
         self._pairs.push_written()
 
     def settle(self) -> None:
@@ -362,8 +358,7 @@ class Attachment:
         Whatever is no parameter of a prepared model is named by its position in the optimizer.
         """
         self.refresh_from_model()
-        models = [model for reference, _ in self._models if (model := reference()) is not None]
-        return named_masters(self._pairs.masters, self._pairs.stored, models)
+        return named_masters(self._pairs.masters, self._pairs.stored, self._alive())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Write saved masters, and the model's parameters after them.
@@ -371,8 +366,8 @@ class Attachment:
         Raises:
             CheckpointError: Not the masters of this model and optimizer; nothing was changed.
         """
-        models = [model for reference, _ in self._models if (model := reference()) is not None]
-        write_masters(named_masters(self._pairs.masters, self._pairs.stored, models), state_dict)
+        into = named_masters(self._pairs.masters, self._pairs.stored, self._alive())
+        write_masters(into, state_dict)
         self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
@@ -386,7 +381,9 @@ class Attachment:
                 write(local(master))
         self.copy_to_model()
 
-    def _scan_for_more(self, optimizer: Optimizer) -> None:
+    def _scan_for_more(self, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            return
         groups = [group["params"] for group in optimizer.param_groups]
         if (
             len(groups) != len(self._groups)
@@ -395,7 +392,7 @@ class Attachment:
             )
             or any(parameter.requires_grad for parameter in self._frozen)
         ):
-            self.scan(optimizer)
+            self.scan()
 
     # --- hooks ----------------------------------------------------------------------------------------------
 

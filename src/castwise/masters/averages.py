@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from torch.optim import swa_utils
 from castwise.masters.originals import assign, is_low
 from castwise.masters.sync import settle
 from castwise.masters.weights import in_fp32
-
-__all__ = ["AveragedModel"]
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -65,16 +64,8 @@ class AveragedModel(swa_utils.AveragedModel):
         Args:
             model: What is trained, of the same architecture.
         """
-        view: Any = _InFp32(model)
+        view: Any = SimpleNamespace(parameters=lambda: _parameters(model), buffers=model.buffers)
         super().update_parameters(view)
-
-
-class _InFp32:
-    """What ``update_parameters`` reads of a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = lambda: _parameters(model)
-        self.buffers = model.buffers
 
 
 def _parameters(model: nn.Module) -> Iterator[Tensor]:

@@ -17,8 +17,6 @@ from castwise import _torch
 from castwise.masters.originals import is_low
 from castwise.masters.parameter import master_of
 
-__all__ = ["excuse", "look_at_copies", "watch"]
-
 _watched: Any = WeakTensorKeyDictionary()
 
 

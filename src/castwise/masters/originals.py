@@ -15,21 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from castwise import _torch
 from castwise.plans.formats import LOW_DTYPES
 
-__all__ = [
-    "address",
-    "agree",
-    "assign",
-    "fit_grad",
-    "forget_original",
-    "is_low",
-    "local",
-    "merge_values",
-    "original_of",
-    "remember_original",
-    "restore",
-    "store",
-]
-
 _originals: Any = WeakTensorKeyDictionary()
 
 

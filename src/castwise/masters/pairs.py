@@ -16,8 +16,6 @@ from castwise.errors import StateError
 from castwise.masters.originals import address, agree, local, merge_values
 from castwise.masters.state import restride_state
 
-__all__ = ["Mark", "Pairs", "mark_of"]
-
 Mark = tuple[int, int, int]
 """What tells later whether a parameter or its master was written since they were equal: the parameter's version and
 address, the master's version."""

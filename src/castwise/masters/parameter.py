@@ -25,17 +25,6 @@ from castwise.masters.originals import (
     remember_original,
 )
 
-__all__ = [
-    "Master",
-    "adopt",
-    "make_master",
-    "master_of",
-    "mirror_grad",
-    "model_param_of",
-    "new_master",
-    "release",
-]
-
 _own_data: Any = torch.Tensor.data
 _own_grad: Any = torch.Tensor.grad
 _masters: Any = WeakTensorKeyDictionary()
@@ -119,7 +108,11 @@ class Master:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         tensor: Any = self
-        return make_master, (self.stored, _as_plain(tensor.detach()))
+        data = tensor.detach()
+        return make_master, (
+            self.stored,
+            data.as_subclass(Tensor) if isinstance(data, MasterParameter) else data,
+        )
 
 
 class MasterParameter(Master, nn.Parameter):
@@ -191,12 +184,6 @@ class _DifferentiatedByStored:
 @functools.cache
 def _class_of(name: str, base: type, kind: type) -> type:
     return type(f"{name}{kind.__name__}", (base, kind), {})
-
-
-def _as_plain(data: Tensor) -> Tensor:
-    if isinstance(data, MasterParameter):
-        return data.as_subclass(Tensor)
-    return data
 
 
 def master_of(parameter: Tensor) -> nn.Parameter | None:

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from castwise.masters.originals import is_low
 
-__all__ = ["move_state", "restride_state"]
-
 
 def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
     """Hand state over to other keys, in the form that an optimizer would have made for them.

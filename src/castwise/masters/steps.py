@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from castwise import _torch
 from castwise.masters.parameter import mirror_grad
 
-__all__ = ["Call", "after_step", "before_step"]
-
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 

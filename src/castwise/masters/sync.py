@@ -13,42 +13,37 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from castwise import _torch
 from castwise.errors import StateError
 
-__all__ = ["attachments", "live", "refresh", "settle", "sync", "sync_first"]
-
 live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Every attachment that has masters to keep, by its id; the attachments see to it, from any thread."""
 
 
-def attachments() -> Iterator[Any]:
-    """Those that live."""
+def attachments(model: nn.Module | None = None) -> Iterator[Any]:
+    """Those that live, of a model or all.
+
+    What trains other models alone is left alone: it may be another thread's, or broken.
+    """
     for reference in live.valuerefs():  # a list, made at once: other threads attach and detach meanwhile
         attachment = reference()
-        if attachment is not None:
+        if attachment is not None and (model is None or attachment.concerns(model)):
             yield attachment
 
 
 def sync(model: nn.Module) -> None:
-    """Bring a model up to date with masters that were written outside of a step; cheap where there are none.
-
-    What trains other models alone is left alone: it may be another thread's, or broken.
-    """
-    for attachment in attachments():
-        if attachment.concerns(model):
-            attachment.sync()
+    """Bring a model up to date with masters that were written outside of a step; cheap where there are none."""
+    for attachment in attachments(model):
+        attachment.sync()
 
 
 def settle(model: nn.Module) -> None:
     """Bring a model's parameters and their masters together, whichever of the two was written."""
-    for attachment in attachments():
-        if attachment.concerns(model):
-            attachment.settle()
+    for attachment in attachments(model):
+        attachment.settle()
 
 
 def refresh(model: nn.Module) -> None:
     """Give masters all that was written to a model, by ``parameter.data`` too. Looks at values, so it waits for the device."""
-    for attachment in attachments():
-        if attachment.concerns(model):
-            attachment.refresh_from_model()
+    for attachment in attachments(model):
+        attachment.refresh_from_model()
 
 
 def sync_first(module: nn.Module, *_: Any) -> None:

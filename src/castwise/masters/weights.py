@@ -18,8 +18,6 @@ from castwise.masters.originals import is_low, merge_values, original_of
 from castwise.masters.parameter import master_of
 from castwise.masters.sync import refresh, sync, sync_first
 
-__all__ = ["LoadIntoMasters", "fp32_state_dict", "in_fp32", "install_hooks", "named_masters", "write_masters"]
-
 
 def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     """The model's state dict with nothing in it that is stored low.

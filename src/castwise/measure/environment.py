@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Environment", "command_line", "cpuinfo", "environment"]
-
 
 @dataclass(frozen=True)
 class Environment:

@@ -9,8 +9,6 @@ import torch
 from castwise.errors import CastwiseError, RankError, WorkloadError
 from castwise.ranks.group import first_line
 
-__all__ = ["cannot_run", "unfit"]
-
 _LACKING = re.compile(
     r"not implemented|unsupported|(?:not|only|n't)[ _]support|not create a primitive|types other than"
     r"|dtype|scalar ?type|float16|\bHalf\b|should be the same",

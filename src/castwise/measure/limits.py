@@ -24,10 +24,6 @@ from castwise.measure.steps import build_model
 from castwise.measure.timing import race, speedup, synchronize
 from castwise.workload import Workload, check_loss, next_batch
 
-__all__ = [
-    "OperatorTime", "Product", "StepProfile", "operator_class", "padding_gain", "product_of", "profile_steps",
-]  # fmt: skip
-
 STEPS = 20
 PROFILED = 5
 BUDGET_S = 4.0

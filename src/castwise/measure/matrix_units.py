@@ -11,8 +11,6 @@ import torch
 from castwise.measure.environment import cpuinfo
 from castwise.report.words import listed
 
-__all__ = ["MatrixUnits", "cpu_flags", "cpu_units", "cuda_units", "matrix_units", "rocm_units"]
-
 
 @dataclass(frozen=True)
 class MatrixUnits:

@@ -14,21 +14,19 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import nn
 
-from castwise.errors import CastwiseError, sentence
-from castwise.measure.processes import Home, portable, received
+from castwise.errors import CastwiseError, WorkloadError, sentence
+from castwise.measure.processes import FORKS, Home, Process, portable, received
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
 from castwise.workload import Workload
-
-__all__ = ["Memory", "count_saved_bytes", "measure_here", "measure_memory", "peak_bytes"]
 
 TIMEOUT_S = 900.0
 _MARK = "castwise::peak"
@@ -65,6 +63,9 @@ def measure_memory(
 ) -> Memory:
     """Measure a plan's memory in a new process, for which at most ``TIMEOUT_S`` seconds are waited.
 
+    A workload that cannot be sent to it (it holds a lock, an open file) is measured in a copy of this process, where the
+    operating system and the device allow it.
+
     Args:
         workload: A workload, or how :func:`castwise.workload.find_workload` finds it there.
         plan: What it runs by.
@@ -78,7 +79,7 @@ def measure_memory(
     """
     try:
         with Home() if home is None else contextlib.nullcontext(home) as place:
-            process = place.start(_measure, portable(workload), plan.to_json(), str(device), seed, inference)
+            process = _start(place, workload, plan, device, seed, inference)
             try:
                 found: Memory = process.answer(TIMEOUT_S)
             finally:
@@ -86,6 +87,23 @@ def measure_memory(
     except Exception as error:
         raise CastwiseError(f"memory was not measured: {sentence(error, whole=False)}") from error
     return found
+
+
+def _start(
+    home: Home, workload: Workload | str, plan: Plan, device: torch.device, seed: int, inference: bool
+) -> Process:
+    try:
+        sent = portable(workload)
+    except WorkloadError:
+        if isinstance(workload, str) or device.type != "cpu" or not FORKS:
+            raise
+        return home.fork(_measure_in_copy, workload, plan, device, seed, inference)
+    return home.start(_measure, sent, plan.to_json(), str(device), seed, inference)
+
+
+def _measure_in_copy(*what: Any) -> Memory:
+    found = measure_here(*what)
+    return replace(found, method=f"{found.method}, one thread")
 
 
 def _measure(

@@ -26,9 +26,9 @@ import torch
 from castwise.errors import CastwiseError, WorkloadError, sentence
 from castwise.workload import Workload, find_workload
 
-__all__ = ["Home", "Process", "portable", "received", "serve"]
 
-_FORKS = sys.platform.startswith("linux")
+FORKS = sys.platform.startswith("linux")
+"""Whether the system forks safely."""
 _PATIENCE_S = 5.0
 """What is up when its pipe is closed ends after its current block; it is killed after so long."""
 _ENTRY = """
@@ -112,8 +112,9 @@ class Home:
     def __enter__(self) -> Self:
         """Start the process that is forked, where there is one."""
         self._interpreters: list[subprocess.Popen[bytes]] = []
+        self._copies: list[int] = []
         self._line: socket.socket | None = None
-        if _FORKS:
+        if FORKS:
             self._line, there = socket.socketpair()
             with there:
                 self._interpreter("fork", there.fileno())
@@ -129,6 +130,9 @@ class Home:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for pid in self._copies:
+            os.kill(pid, signal.SIGKILL)  # it has answered, or nobody waits for its answer
+            os.waitpid(pid, 0)
 
     def start(self, work: Callable[..., Any], *args: Any) -> Process:
         """Start ``work(pipe, *args)``, a function of a module, in a process; what it returns or raises is its last answer."""
@@ -141,6 +145,29 @@ class Home:
         process = Process(here)
         process.send((os.getcwd(), torch.get_num_threads(), work, args))
         return process
+
+    def fork(self, work: Callable[..., Any], *args: Any) -> Process:
+        """Start ``work(*args)`` in a copy of this process, for what cannot be sent to another.
+
+        It has one thread, as torch's own do not survive a fork, no accelerator, and is none of torchrun's ranks.
+        """
+        here, there = Pipe()
+        pid = os.fork()
+        if pid:
+            there.close()
+            self._copies.append(pid)
+            return Process(here)
+        try:
+            here.close()
+            gc.freeze()  # a process group among what the parent left would wait for threads that stayed there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's profiler talks there
+            for name in filter(_LAUNCHED.match, list(os.environ)):
+                del os.environ[name]
+            torch.set_num_threads(1)
+            with contextlib.suppress(ConnectionError):  # whoever asked has gone
+                there.send(_tried(work, *args))
+        finally:
+            os._exit(0)
 
     def _interpreter(self, what: str, fd: int) -> None:
         environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
@@ -184,13 +211,17 @@ def _run(fd: int) -> None:
         folder, threads, work, args = pipe.recv()
         os.chdir(folder)
         torch.set_num_threads(threads)
-        try:
-            answer = (False, work(pipe, *args))
-        except (EOFError, ConnectionError):
-            raise
-        except Exception as error:
-            answer = (True, _pickled(error))
-        pipe.send(answer)
+        pipe.send(_tried(work, pipe, *args))
+
+
+def _tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+    """Whether it failed, and what it returned or raised."""
+    try:
+        return False, work(*args)
+    except (EOFError, ConnectionError):  # the pipe's
+        raise
+    except Exception as error:
+        return True, _pickled(error)
 
 
 def _pickled(error: Exception) -> bytes:

@@ -25,8 +25,6 @@ from castwise.errors import StateError
 from castwise.measure.failures import cannot_run, unfit
 from castwise.ranks.group import ALONE, Ranks, first_line, running
 
-__all__ = ["BY_ITSELF", "Lockstep", "lockstep"]
-
 T = TypeVar("T")
 _CURE = "give every rank the same model, batches and arguments"
 

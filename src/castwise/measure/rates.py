@@ -25,11 +25,6 @@ from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
 from castwise.ranks.group import first_line
 
-__all__ = [
-    "Bandwidth", "Judgement", "Kernel", "Loop", "Rate", "Variant", "Verdict", "judge", "kernels", "matmul",
-    "measure_bandwidth", "measure_rates", "variants", "verdict_of",
-]  # fmt: skip
-
 Verdict = Literal["fast", "no gain", "avoid"]
 
 HOPELESS = 8.0

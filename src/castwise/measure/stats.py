@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Ratio", "Summary", "paired_speedup", "quantile", "restarts", "summarise"]
-
 LEVEL = 0.95
 RESAMPLES = 2000
 

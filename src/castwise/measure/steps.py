@@ -19,8 +19,6 @@ from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss, next_batch
 
-__all__ = ["InferenceRun", "TrainingRun", "build_model"]
-
 
 def build_model(
     workload: Workload, device: torch.device, seed: int, state: Mapping[str, torch.Tensor] | None = None

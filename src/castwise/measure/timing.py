@@ -18,8 +18,6 @@ import torch
 from castwise.measure import stats
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 
-__all__ = ["HOPELESS", "Lap", "Runner", "paired", "race", "speedup", "synchronize"]
-
 HOPELESS = 10.0
 """A candidate whose first steps take this many times the baseline's is stopped."""
 PATIENCE_S = 30.0

@@ -21,8 +21,6 @@ from castwise.migrate.served import (
 )
 from castwise.migrate.view import View, root
 
-__all__ = ["rewrite_imports"]
-
 _PAGES = {"apex": "docs/compat.md#apex", "colossalai": "docs/compat.md#colossal-ai"}
 _KERNELS = {"amp_C", "apex_C", "fused_layer_norm_cuda", "syncbn"}
 _BY_TEXT = re.compile(r"(^|\.)(import_module|__import__|find_spec|find_loader)$")

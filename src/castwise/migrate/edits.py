@@ -10,8 +10,6 @@ import libcst as cst
 from castwise.migrate.result import Finding, Kind
 from castwise.migrate.view import View
 
-__all__ = ["Edits", "small", "statement"]
-
 Change = Callable[[Any], Any]
 
 

@@ -21,8 +21,6 @@ from castwise.migrate.result import FileResult, Finding, Migration
 from castwise.migrate.rewriting import rewrite
 from castwise.migrate.served import LIBRARIES
 
-__all__ = ["migrate_files"]
-
 _CONCERNS = re.compile(rb"\bapex\b|colossalai|autocast|GradScaler|custom_fwd|custom_bwd")
 """What a file must hold to be parsed at all: one of Python 2 beside the scripts is none of our business."""
 _PASSED_OVER = {"__pycache__", "node_modules", "site-packages"}

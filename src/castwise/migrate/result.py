@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["FileResult", "Finding", "Kind", "Migration"]
-
 Kind = Literal["left", "differs", "kept"]
 
 

@@ -10,8 +10,6 @@ from castwise.migrate.result import Finding
 from castwise.migrate.torch_write import rewrite_session
 from castwise.migrate.view import View
 
-__all__ = ["rewrite"]
-
 
 def rewrite(
     text: str, *, exported: frozenset[str] = frozenset(), own: frozenset[str] = frozenset()

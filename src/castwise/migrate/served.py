@@ -9,8 +9,6 @@ from importlib import resources
 
 from castwise.compat.coverage import Covered, covered, instead
 
-__all__ = ["LIBRARIES", "here", "home", "imported", "is_module", "lacking", "lacks", "library_of", "row"]
-
 LIBRARIES = ("apex", "colossalai")
 """Libraries that have a drop-in."""
 

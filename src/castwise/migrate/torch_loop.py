@@ -10,8 +10,6 @@ import libcst as cst
 
 from castwise.migrate.view import Undecided, View, inside
 
-__all__ = ["AUTOCAST", "SCALER", "Event", "check_windows"]
-
 
 def _names(what: str, module: str) -> Mapping[str, str | None]:
     """The dotted names of something of torch.amp, with the device that each is for; None where an argument says so."""

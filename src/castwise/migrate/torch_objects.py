@@ -10,8 +10,6 @@ from libcst import metadata as meta
 
 from castwise.migrate.view import Suite, Undecided, View, inside, root
 
-__all__ = ["Thing", "is_harmless", "models_of", "only_wrapped_later", "references", "thing"]
-
 _WRAPPER = re.compile(
     r"DataParallel|^DDP$|^DP$|^FSDP$|fully_shard|compile$|parallelize|Engine|^(script|trace)$"
 )

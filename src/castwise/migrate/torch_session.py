@@ -19,8 +19,6 @@ from castwise.migrate.torch_objects import (
 )
 from castwise.migrate.view import Undecided, View
 
-__all__ = ["Session"]
-
 _SCALE_FIELDS = {
     "init_scale": "init",
     "growth_factor": "growth",

@@ -10,8 +10,6 @@ from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event
 from castwise.migrate.torch_session import Session
 from castwise.migrate.view import Undecided, View, root
 
-__all__ = ["rewrite_session"]
-
 _MODULES = {"torch.amp", "torch.cpu.amp", "torch.cuda.amp"}
 
 

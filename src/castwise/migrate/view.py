@@ -10,8 +10,6 @@ from typing import Any
 import libcst as cst
 from libcst import metadata as meta
 
-__all__ = ["Suite", "Undecided", "View", "inside", "root"]
-
 Suite = cst.IndentedBlock | cst.Module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from castwise.casting.trees import tensors_in
 from castwise.errors import WorkloadError
-
-__all__ = ["endless", "same_batch"]
 
 
 def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
@@ -26,7 +25,7 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
         WorkloadError: An iterator that can be gone through once, or something that is none of these.
     """
     if callable(batches):
-        return _again(batches, call)
+        return functools.partial(_again, batches, call)
     if isinstance(batches, Iterator):
         raise WorkloadError(
             f"{call}: batches is an iterator ({type(batches).__name__}), which can be gone through only once and would be "
@@ -37,22 +36,17 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
             f"{call}: batches is {type(batches).__name__}; give a sequence of batches, a DataLoader or a function "
             "batches(seed) -> iterator"
         )
-    return _again(lambda _seed: iter(batches), call)
+    return functools.partial(_again, lambda _seed: iter(batches), call)
 
 
-def _again(make: Callable[[int], Any], call: str) -> Callable[[int], Iterator[Any]]:
-    def generate(seed: int) -> Iterator[Any]:
-        while True:
-            got = False
-            for batch in _iterator(make, seed, call):
-                got = True
-                yield batch
-            if not got:
-                raise WorkloadError(
-                    f"{call}: batches gave no batch at all; give at least one, better 16 or more"
-                )
-
-    return generate
+def _again(make: Callable[[int], Any], call: str, seed: int) -> Iterator[Any]:
+    while True:
+        got = False
+        for batch in _iterator(make, seed, call):
+            got = True
+            yield batch
+        if not got:
+            raise WorkloadError(f"{call}: batches gave no batch at all; give at least one, better 16 or more")
 
 
 def _iterator(make: Callable[[int], Any], seed: int, call: str) -> Iterator[Any]:

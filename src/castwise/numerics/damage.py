@@ -24,10 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "ADAM_FAIL", "ADAM_PASS", "FAIL", "PASS", "Estimate", "Grams", "estimate", "quick_estimate", "severity", "share",
-]  # fmt: skip
-
 Matrix = npt.NDArray[np.float64]
 
 PASS = 0.01

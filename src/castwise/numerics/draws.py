@@ -14,9 +14,6 @@ from torch import Tensor
 
 from castwise import _torch
 
-__all__ = ["Recorder", "Replayer", "Tape"]
-
-
 Tape = list[tuple[str, Tensor | None]]
 """The random draws of one forward and backward: each operator, and what it drew.
 

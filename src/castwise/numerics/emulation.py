@@ -15,8 +15,6 @@ from torch import Tensor
 from castwise import _torch
 from castwise.casting.trees import map_tensors
 
-__all__ = ["EmulatedProducts"]
-
 _PRODUCTS = frozenset({
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from castwise.casting.trees import tensors_in
 from castwise.plans.formats import FORMATS
 
-__all__ = ["GradientRange", "Histogram", "ScaleRange"]
-
 LOWEST = -80
 BINS = 144
 LOST = 1e-4

@@ -13,8 +13,6 @@ import torch
 
 from castwise.errors import WorkloadError
 
-__all__ = ["copied", "seed_all", "undisturbed", "unspoilt"]
-
 
 def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
     """A copy of a model to experiment on.

@@ -47,8 +47,6 @@ from castwise.plans.plan import Plan, as_plan
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ParityResult", "ParityTest", "RegionParity", "parity"]
-
 Verdict = Literal["pass", "fail", "undecided"]
 
 MICROBATCHES = 8
@@ -147,12 +145,8 @@ class ParityResult:
         """The finding and the worst modules, for ``rich.print``."""
         from castwise.report.show import table
 
-        said = {"plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
-        return table({
-            "kind": "parity",
-            **said,
-            "modules": [dataclasses.asdict(region) for region in self.worst()],
-        })
+        said = {"kind": "parity", "plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
+        return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
 
 
 @dataclass
@@ -383,20 +377,18 @@ def parity(
 
 
 def _with_updates(result: ParityResult, lost: float | None, passes: int) -> ParityResult:
-    plan = result.plan
-    if plan.stores_low and not plan.keeps_masters and result.verdict == "pass":
+    plan, verdict, reason = result.plan, result.verdict, result.reason
+    if plan.stores_low and not plan.keeps_masters and verdict == "pass":
         if lost is None:
-            return dataclasses.replace(
-                result, verdict="undecided", passes=passes,
-                reason=f"{result.reason}; but parameters are stored low without masters, and without optimizer= nothing "
-                "tells how many updates rounding drops",
-            )  # fmt: skip
-        if lost > LOST:
-            return dataclasses.replace(
-                result, verdict="fail", lost_updates=lost, passes=passes,
-                reason=f"rounding to {plan.compute} drops {lost:.0%} of the updates, since parameters have no masters",
-            )  # fmt: skip
-    return dataclasses.replace(result, lost_updates=lost, passes=passes)
+            verdict = "undecided"
+            reason += (
+                "; but parameters are stored low without masters, and without optimizer= nothing tells how many updates "
+                "rounding drops"
+            )
+        elif lost > LOST:
+            verdict = "fail"
+            reason = f"rounding to {plan.compute} drops {lost:.0%} of the updates, since parameters have no masters"
+    return dataclasses.replace(result, verdict=verdict, reason=reason, lost_updates=lost, passes=passes)
 
 
 def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
@@ -405,11 +397,7 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
     if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
     scale = plan.loss_scale
-    init = scales.init
-    if scale.ceiling is not None:
-        init = min(init, scale.ceiling)
-    if scale.floor is not None:
-        init = max(init, scale.floor)
+    init = max(min(scales.init, scale.ceiling or math.inf), scale.floor or 0.0)
     return dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=init))
 
 

@@ -33,8 +33,6 @@ from castwise.ranks import ALONE
 from castwise.session import Amp
 from castwise.workload import about_data, check_loss
 
-__all__ = ["REFERENCE", "Micro", "Probe", "Prober"]
-
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
 MOST_ELEMENTS = 1 << 21
@@ -177,6 +175,9 @@ class Prober:
                 self._check_reference(model, micro)
                 self.micros.append(micro)
 
+    def _not_finite(self, gradients: list[Tensor]) -> list[str]:
+        return [n for n, g in zip(self.names, gradients, strict=True) if not bool(torch.isfinite(g).all())]
+
     def _check_reference(self, model: nn.Module, micro: Micro) -> None:
         number = len(self.micros)
         if not any(p.grad is not None for p in model.parameters()):
@@ -184,11 +185,7 @@ class Prober:
                 f"{self.call}: after loss(model, batch) and backward no parameter of the model has a gradient; the loss must "
                 "call the model that it is given, since experiments run on copies"
             )
-        bad = [
-            name
-            for name, gradient in zip(self.names, micro.gradients, strict=True)
-            if not bool(torch.isfinite(gradient).all())
-        ]
+        bad = self._not_finite(micro.gradients)
         if bad or not math.isfinite(micro.loss):
             sound = math.isfinite(micro.loss)
             what = f"the gradient of {', '.join(bad[:3])}" if sound else f"the loss ({micro.loss})"
@@ -255,9 +252,7 @@ class Prober:
                 with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
                     self._backward(model, amp, micro)
                 gradients = self._gradients(model, amp.get_scale())
-                blame = [
-                    n for n, g in zip(self.names, gradients, strict=True) if not bool(torch.isfinite(g).all())
-                ]
+                blame = self._not_finite(gradients)
                 if blame and not last:
                     return indices[at:]
                 probe.indices.append(index)

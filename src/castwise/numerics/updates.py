@@ -17,8 +17,6 @@ from castwise.numerics.isolation import seed_all
 from castwise.plans.formats import FORMATS
 from castwise.plans.plan import Plan
 
-__all__ = ["LOST", "lost_updates"]
-
 LOST = 0.5
 """A plan that drops more than this share of the updates stalls."""
 WARM_STEPS = 4

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["compress_to_bf16", "compress_to_fp16"]
-
 
 def _compressed(group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
     group = group if group is not None else dist.group.WORLD

@@ -19,8 +19,6 @@ from castwise.errors import StateError
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, resolve
 
-__all__ = ["check_groups", "mp_policy", "shard", "shard_dtypes"]
-
 
 def _path_of(module: nn.Module, model: nn.Module) -> str:
     for path, inner in model.named_modules():

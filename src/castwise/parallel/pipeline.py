@@ -19,8 +19,6 @@ from castwise import _torch
 from castwise.errors import StateError
 from castwise.plans.formats import LOW_DTYPES
 
-__all__ = ["adapt", "stages_of"]
-
 
 class _ScaledBackward(torch.autograd.Function):
     """The loss unchanged; its gradient multiplied by a scale, in fp32."""

@@ -18,8 +18,6 @@ from castwise import _torch
 from castwise.errors import StateError
 from castwise.ranks.pieces import is_dtensor
 
-__all__ = ["averaged_params", "ddp_around", "on_ddp", "unwrap"]
-
 _listeners: list[Callable[[DistributedDataParallel, nn.Module], None]] = []
 
 

@@ -22,8 +22,6 @@ from urllib.parse import quote, unquote
 from castwise.errors import PlanError, UnknownNameError
 from castwise.plans.text import close_matches, shown
 
-__all__ = ["read_line", "write_line"]
-
 Values = Mapping[str, Any]
 """A plan's fields as JSON has them: regions and the loss scale as mappings, ops as pairs."""
 

@@ -16,8 +16,6 @@ from castwise.errors import PlanError, UnknownNameError
 from castwise.plans.formats import Format, get_format
 from castwise.plans.text import LARGEST, close_matches, shown
 
-__all__ = ["FrozenMapping", "LossScale", "Region", "format_name", "from_mapping", "one_of", "to_json"]
-
 _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
 _LONGEST_PATTERN: Final = 1_000
 _UNWRITTEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")

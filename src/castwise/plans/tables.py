@@ -10,23 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = [
-    "APEX",
-    "CPU",
-    "CUDA",
-    "CUDA_ONLY",
-    "CUDA_SINCE_2_12",
-    "FUNCTIONS",
-    "MPS_DIFFERS",
-    "MPS_LACKS",
-    "REFUSES",
-    "RNN_STAND_INS",
-    "STORED_LOW",
-    "USE_IN_PLACE",
-    "Group",
-    "Rule",
-]
-
 Rule = Literal["lower", "fp32", "widest", "as_is", "unfused", "banned"]
 
 

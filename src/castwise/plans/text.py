@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-__all__ = ["close_matches", "matches_path", "nested_deeper", "read_json", "shown", "some"]
-
 DEEPEST: Final = 50
 """How many levels a plan's JSON may have, so that nothing that walks it meets Python's own limit."""
 LARGEST: Final = 10**1000

@@ -26,8 +26,6 @@ from castwise.ranks.group import Ranks
 from castwise.ranks.pieces import Pieces, is_dtensor
 from castwise.scaler import GradScaler, Window
 
-__all__ = ["Agreement", "local_grad"]
-
 
 class Agreement:
     """What the ranks of a group, as :class:`Ranks` takes it, agree on about the parameters of one session's models."""

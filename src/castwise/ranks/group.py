@@ -11,8 +11,6 @@ import torch.distributed as dist
 from castwise.errors import CastwiseError, RankError, StateError
 from castwise.plans.text import some
 
-__all__ = ["ALONE", "Ranks", "first_line", "named", "running"]
-
 _T = TypeVar("_T")
 _duplicates: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """gloo groups, by the group whose ranks they hold."""

@@ -18,8 +18,6 @@ from castwise import masters
 from castwise.errors import StateError
 from castwise.ranks.group import running
 
-__all__ = ["Pieces", "is_dtensor"]
-
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, without importing that."""

@@ -11,8 +11,6 @@ from castwise.plans.plan import Plan
 from castwise.plans.text import shown
 from castwise.ranks.group import Ranks, named
 
-__all__ = ["check_patterns", "check_same_plan"]
-
 
 def check_same_plan(plan: Plan, ranks: Ranks) -> None:
     """Compare the plan with those of the other ranks; all of them must call this.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "baseline"]
-
 CUT = 3.0
 """Bars longer than this many times the baseline's are cut."""
 

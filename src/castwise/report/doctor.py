@@ -8,8 +8,6 @@ from typing import Any
 from castwise.report import words
 from castwise.report.grids import Columns, Grid, Line
 
-__all__ = ["lines"]
-
 Record = Mapping[str, Any]
 
 

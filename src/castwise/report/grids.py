@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-__all__ = ["Columns", "Grid", "Line", "Row", "terminal"]
-
 Said = str | Callable[[Any], Any]
 Columns = Mapping[str, Said]
 

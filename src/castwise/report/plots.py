@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = [
-    "COLOURS", "GREY", "SENTINEL", "WIDTH", "Picture", "Record", "cut", "draw", "draw_curves", "name_rows", "new_figure",
-    "save_png", "style", "to_svg",
-]  # fmt: skip
-
 Record = Mapping[str, Any]
 
 WIDTH = 4.2

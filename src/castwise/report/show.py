@@ -13,8 +13,6 @@ from castwise.report.grids import terminal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["page", "table", "write"]
-
 _KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "train": train}
 """By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
 

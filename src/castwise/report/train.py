@@ -11,8 +11,6 @@ from castwise.report import words
 from castwise.report.grids import Line
 from castwise.report.plots import COLOURS, Record, draw_curves, new_figure, save_png, style
 
-__all__ = ["lines", "plot_curves", "summary"]
-
 
 def lines(record: Mapping[str, Any]) -> list[Line]:
     """The outcome, for the terminal."""

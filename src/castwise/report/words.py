@@ -6,11 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "MEANING", "against", "damage", "factor", "interval", "level", "listed", "loss", "number", "share", "size", "speed",
-    "step", "time", "where",
-]  # fmt: skip
-
 Record = Mapping[str, Any]
 
 MEANING = (

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-
-__all__ = ["Snapshot", "step_or_restore"]
 
 
 class _NonFiniteEvaluation(Exception):
@@ -60,13 +58,13 @@ class Snapshot:
 def step_or_restore(
     optimizer: Optimizer,
     closure: Callable[[], Any],
-    check: Callable[[], bool],
+    look: Callable[[], Iterable[torch.Tensor]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
-    """Let an optimizer step by a closure, and take the step back at the first evaluation that fails the check.
+    """Let an optimizer step by a closure, and take the step back at the first evaluation with a gradient that is not finite.
 
-    ``check`` is called after each evaluation; it unscales the gradients and says whether they are finite.
+    ``look`` is called after each evaluation; it unscales the gradients and returns their non-finite flags.
 
     Returns:
         What ``optimizer.step(closure, *args, **kwargs)`` returned, None if it was taken back; and whether it was.
@@ -76,7 +74,7 @@ def step_or_restore(
     def evaluate() -> Any:
         with torch.enable_grad():
             loss = closure()
-        if not check():
+        if any(flag.item() for flag in look()):
             raise _NonFiniteEvaluation
         return loss
 

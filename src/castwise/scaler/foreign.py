@@ -14,8 +14,6 @@ import torch
 
 from castwise.errors import CheckpointError
 
-__all__ = ["from_apex", "from_colossalai", "to_apex", "to_colossalai"]
-
 
 def from_apex(
     state: Mapping[str, Any], *, names: tuple[str, ...] = ("loss",), growth_interval: int = 2000
@@ -56,13 +54,10 @@ def from_apex(
 
 def to_apex(state: Mapping[str, Any]) -> OrderedDict[str, dict[str, Any]]:
     """The state of a :class:`castwise.GradScaler` as ``apex.amp.load_state_dict`` takes it."""
-    out: OrderedDict[str, dict[str, Any]] = OrderedDict()
-    for index, entry in enumerate([state, *state.get("losses", {}).values()]):
-        out[f"loss_scaler{index}"] = {
-            "loss_scale": float(entry["scale"]),
-            "unskipped": int(entry["_growth_tracker"]),
-        }
-    return out
+    return OrderedDict(
+        (f"loss_scaler{i}", {"loss_scale": float(loss["scale"]), "unskipped": int(loss["_growth_tracker"])})
+        for i, loss in enumerate([state, *state.get("losses", {}).values()])
+    )
 
 
 _COLOSSAL = {

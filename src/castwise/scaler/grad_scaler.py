@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -21,10 +22,9 @@ from castwise.scaler.result import StepResult, peek, read_on_host
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state, update_on_device
 from castwise.scaler.verdicts import Verdicts
 
-__all__ = ["STEPPED", "GradScaler"]
-
 STEPPED = StepResult(None)
 """What became of a step that the host knows to have been made."""
+_Outputs = TypeVar("_Outputs", bound=torch.Tensor | Iterable[torch.Tensor])
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -95,8 +95,8 @@ class GradScaler(Verdicts):
         if reduce is not None and process_group is not None:
             raise PlanError("GradScaler: give reduce or process_group, not both; either makes ranks agree")
         super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, limits,
-            reduce=reduce, process_group=process_group, allow_fp16_grads=allow_fp16_grads,
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled,
+            limits=limits, reduce=reduce, process_group=process_group, allow_fp16_grads=allow_fp16_grads,
         )  # fmt: skip
         # Torch's kernel does the update, up to bounds, unless overflows are counted or nothing moves at all.
         self._by_torch = dynamic and hysteresis == 1
@@ -130,20 +130,16 @@ class GradScaler(Verdicts):
     @property
     def policy(self) -> ScalePolicy:
         """The constants by which the scale moves."""
-        limits = self._limits
-        return ScalePolicy(
-            self.get_growth_factor(),
-            self.get_backoff_factor(),
-            self.get_growth_interval(),
-            limits.hysteresis,
-            limits.floor,
-            limits.ceiling,
-            limits.dynamic,
+        return dataclasses.replace(
+            self._limits,
+            growth=self.get_growth_factor(),
+            backoff=self.get_backoff_factor(),
+            interval=self.get_growth_interval(),
         )
 
     def get_scale(self, name: str = DEFAULT) -> float:
         """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
-        return self._state_now()(name).scale if self.works else 1.0
+        return self._state_now()(name).scale if self.scales else 1.0
 
     def _state_now(self) -> Callable[[str], ScaleState]:
         return self.state_after_update if self.is_over is not None and self.is_over() else self._state_of
@@ -162,8 +158,7 @@ class GradScaler(Verdicts):
         found = self._found()
         if not found:
             return {}
-        name = self._base or self.current.name
-        flag = gradients.largest(found, self.scale_tensor().device)
+        name, flag = self.current.name, gradients.largest(found, self.scale_tensor().device)
         if not self._flags:
             return {name: flag}
         # What no loss overflowed in by itself happened at the window's scale: bringing gradients to it, adding.
@@ -171,19 +166,7 @@ class GradScaler(Verdicts):
         own = self._flags[name].to(flag.device)
         return {**self._flags, name: torch.maximum(own, (flag > known).float())}
 
-    @overload
-    def scale(self, outputs: torch.Tensor, name: str = ...) -> torch.Tensor: ...
-
-    @overload
-    def scale(self, outputs: list[torch.Tensor], name: str = ...) -> list[torch.Tensor]: ...
-
-    @overload
-    def scale(self, outputs: tuple[torch.Tensor, ...], name: str = ...) -> tuple[torch.Tensor, ...]: ...
-
-    @overload
-    def scale(self, outputs: Iterable[torch.Tensor], name: str = ...) -> Iterable[torch.Tensor]: ...
-
-    def scale(self, outputs: Any, name: str = DEFAULT) -> Any:
+    def scale(self, outputs: _Outputs, name: str = DEFAULT) -> _Outputs:
         """Multiply a loss, or several, by the scale of ``name``.
 
         Args:
@@ -196,33 +179,31 @@ class GradScaler(Verdicts):
         Raises:
             StateError: Another loss has been scaled since the last update.
         """
-        if not self.works:
+        if not self.scales:
             return outputs
-        if self._base != name:
-            if self._base is None and name == self.current.name:
-                self._base = name
+        if self.opened_by != name:
+            if self.opened_by is None and name == self.current.name:
+                self.opened_by = name
             else:
                 self._open_window(name, outputs)
         scale = self.current.scale
         if scale is not None and isinstance(outputs, torch.Tensor):
-            if outputs.dim() and outputs.dtype in LOW_DTYPES:
-                outputs = outputs.float()
-            return outputs * scale.to(outputs.device, non_blocking=True)
-        return super().scale(gradients.lift_low(outputs))
+            wide: Any = outputs.float() if outputs.dim() and outputs.dtype in LOW_DTYPES else outputs
+            return wide * scale.to(wide.device, non_blocking=True)  # type: ignore[no-any-return]
+        return super().scale(gradients.lift_low(outputs))  # type: ignore[no-any-return]
 
     def _open_window(self, name: str, outputs: Any) -> None:
-        if self._base is not None:
+        if self.opened_by is not None:
             way = (
                 "scaler.backward(loss, name, params=...) or Amp.backward(loss, name), which keep them apart, or call update()"
                 if self.is_over is None
                 else "amp.backward(loss, name), which keeps them apart, or call amp.step(optimizer)"
             )
             raise StateError(
-                f"scale(loss, {name!r}): the loss {self._base!r} was scaled in this window, and gradients of losses with "
+                f"scale(loss, {name!r}): the loss {self.opened_by!r} was scaled in this window, and gradients of losses with "
                 f"different scales must not be added up. Use {way} in between."
             )
-        self._put_in_front(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
-        self._base = name
+        self.open_for(name, outputs.device if isinstance(outputs, torch.Tensor) else None)
 
     def backward(
         self,
@@ -243,16 +224,13 @@ class GradScaler(Verdicts):
             params: Parameters that this or an earlier loss of the window reaches, or a function that gives them.
             kwargs: As in ``Tensor.backward``.
         """
-        if not self.works:
-            loss.backward(**kwargs)
-            return
-        base = self._base
+        base = self.opened_by
         if base is None or self.is_first(name):
             scaled = self.scale(loss, name)
             if kwargs:
                 scaled.backward(**kwargs)
             else:
-                torch.autograd.backward(scaled)
+                torch.autograd.backward(scaled)  # which takes a list of losses, as scale does
             return
         everything = list(params() if callable(params) else params)
         aside = gradients.set_aside(everything)
@@ -307,7 +285,7 @@ class GradScaler(Verdicts):
         """
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
-        if not self.works:
+        if not self.scales:
             return optimizer.step(*(() if closure is None else (closure,)), *args, **kwargs)
         if closure is not None:
             value = self._step_with_closure(optimizer, closure, args, kwargs)
@@ -323,10 +301,7 @@ class GradScaler(Verdicts):
         skipped = outcomes.skips.get(key)
         if skipped is None:  # a fused kernel decided
             skipped = read_on_host(self.optimizer_states[key]["found_inf_per_device"].values())
-            if skipped is not None:
-                outcomes.skips[key] = skipped
-        if skipped is not False and outcomes.streak + bool(skipped) >= self._patience:
-            self._refuse_to_go_on(optimizer)
+        self.note_outcome(optimizer, skipped)
         return value
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
@@ -379,26 +354,26 @@ class GradScaler(Verdicts):
         state = self.optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if self._base is not None and state["stage"] is OptState.READY:
+        if self.opened_by is not None and state["stage"] is OptState.READY:
             self._unscaled(optimizer)
 
-        def check() -> bool:
-            flags = state["found_inf_per_device"] = self._unscaled(optimizer)
-            return not any(flag.item() for flag in flags.values())
+        def look() -> Iterable[torch.Tensor]:
+            state["found_inf_per_device"] = self._unscaled(optimizer)
+            return self._found((optimizer,))
 
-        value, skipped = step_or_restore(optimizer, closure, check, args, kwargs)
+        value, skipped = step_or_restore(optimizer, closure, look, args, kwargs)
         self._outcomes.skips[id(optimizer)] = skipped
         state["stage"] = OptState.STEPPED
         return value
 
     def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
         """Raise if a scale that overflows again and again cannot shrink any more."""
-        found = gradients.largest(self._found((optimizer,)), self.scale_tensor().device)
+        found = self.joint_flag((optimizer,))
         limits = self._limits
         floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
         stuck = [
             name
-            for name, flag in (self._flags or {self._base or self.current.name: found}).items()
+            for name, flag in (self._flags or {self.current.name: found}).items()
             if bool(flag > 0) and (not limits.dynamic or self._state_of(name).scale <= floor)
         ]
         if not stuck:
@@ -427,13 +402,14 @@ class GradScaler(Verdicts):
         """
         if not self.works:
             return StepResult(None, grad_norm=grad_norm)
-        return self._outcomes.result(self.optimizer_states, tuple(map(id, optimizers)), grad_norm)
+        results = [self._outcomes.result(self.optimizer_states, id(optimizer)) for optimizer in optimizers]
+        return StepResult.join(results, grad_norm)
 
     @property
     def last_result(self) -> StepResult | None:
         """What became of the last step of any optimizer; None before the first or when disabled."""
         key = self._outcomes.last_stepped
-        return None if key is None else self._outcomes.result(self.optimizer_states, (key,), None)
+        return None if key is None else self._outcomes.result(self.optimizer_states, key)
 
     @property
     def previous_skipped(self) -> bool | None:
@@ -450,15 +426,15 @@ class GradScaler(Verdicts):
         Args:
             new_scale: Set the scale of the loss that opened the window instead, or of the default loss.
         """
-        if not self.works:
+        if not self.scales:
             return
         states, flags = self.optimizer_states, self._flags
         if new_scale is not None:
-            if self._base is None:
-                self._put_in_front(DEFAULT)
+            if self.opened_by is None:
+                self.open_for(DEFAULT)
             super().update(new_scale)
             self._clamp()
-            self._move({name: flag for name, flag in flags.items() if name != self._base})
+            self._move({name: flag for name, flag in flags.items() if name != self.opened_by})
         elif self._by_torch and not flags and len(states) < 2:
             self._update_alone(states)
             if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
@@ -471,7 +447,7 @@ class GradScaler(Verdicts):
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._move(outcome)
             self.start_states()
-        self._base = None
+        self.opened_by = None
         if flags:
             self._flags = {}
         self._outcomes.close(states, restart=new_scale is not None)
@@ -513,25 +489,21 @@ class GradScaler(Verdicts):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state, with further keys where hysteresis or further losses are in use. Synchronises."""
-        if not self.works:
+        if not self.scales:
             return {}
         state_of = self._state_now()
-        state = state_of(DEFAULT)
-        return {
-            "scale": state.scale,
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
-            "_growth_tracker": state.growth_tracker,
-            **self._numbers(state_of),
-        }
+        losses = {name: state_of(name).saved() for name in self._losses}
+        first = losses.pop(DEFAULT)
+        if self._limits.hysteresis == 1:
+            del first["hysteresis_tracker"]
+        return {**super().state_dict(), **first, **({"losses": losses} if losses else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of torch's scaler. Scales outside of floor and ceiling are moved to them."""
-        super().load_state_dict(state_dict)
-        if self.works:
+        if self.scales:
+            super().load_state_dict(state_dict)
             self._take(state_dict)
-            self._base, self._flags = None, {}
+            self.opened_by, self._flags = None, {}
             self._outcomes.streak = 0
             if self.is_over is not None:
                 self.forget()
@@ -540,7 +512,7 @@ class GradScaler(Verdicts):
         state = super().__getstate__()
         losses = {name: LossState(name, loss.numbers()) for name, loss in self._losses.items()}
         state.update(
-            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, _base=None, _flags={},
+            _losses=losses, current=losses[DEFAULT], param_names=None, admit=None, is_over=None, opened_by=None, _flags={},
             _inverse=(None, None), _outcomes=Outcomes(eager=self._limits.floor is not None),
         )  # fmt: skip
         return state

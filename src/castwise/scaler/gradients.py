@@ -13,24 +13,6 @@ from torch.optim import Optimizer
 from castwise import _torch
 from castwise.plans.formats import LOW_DTYPES
 
-__all__ = [
-    "add_up",
-    "are_finite",
-    "check_and_multiply",
-    "held",
-    "inverse",
-    "largest",
-    "lie_on",
-    "lift_low",
-    "mesh_groups",
-    "non_finite_params",
-    "number",
-    "on_each",
-    "set_aside",
-    "unscale_plain",
-    "values",
-]
-
 _PLAIN = {torch.Tensor}
 _check_and_unscale = _torch.check_and_unscale
 _dtype = operator.attrgetter("dtype")
@@ -78,13 +60,9 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
     """The process groups of all meshes that an optimizer's gradients lie on as DTensors, each once."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    groups: dict[int, Any] = {}
-    meshes = {
-        id(mesh): mesh for grad in held(optimizer) if (mesh := getattr(grad, "device_mesh", None)) is not None
-    }
-    for mesh in meshes.values():
-        groups |= {id(group): group for group in mesh.get_all_groups()}
-    return list(groups.values())
+    found = (getattr(grad, "device_mesh", None) for grad in held(optimizer))
+    meshes = {id(mesh): mesh for mesh in found if mesh is not None}
+    return list({id(group): group for mesh in meshes.values() for group in mesh.get_all_groups()}.values())
 
 
 def number(value: float, device: torch.device | str) -> torch.Tensor:

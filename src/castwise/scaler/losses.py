@@ -6,16 +6,13 @@ of the loss whose window is open.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
 from castwise import _torch
 from castwise.scaler.state import ScalePolicy, ScaleState
-
-__all__ = ["LossState", "NamedLosses"]
 
 DEFAULT = "loss"
 """Name of the loss that torch's own state dict is about."""
@@ -41,29 +38,26 @@ class LossState:
 
     def allocate(self, device: torch.device) -> None:
         """Make the tensors."""
-        self.scale = torch.full((), self.first.scale, dtype=torch.float32, device=device)
-        self.growth_tracker = torch.full((), self.first.growth_tracker, dtype=torch.int32, device=device)
-        self.hysteresis_tracker = torch.full(
-            (), self.first.hysteresis_tracker, dtype=torch.int32, device=device
+        kinds = (torch.float32, torch.int32, torch.int32)
+        self.scale, self.growth_tracker, self.hysteresis_tracker = (
+            torch.full((), number, dtype=dtype, device=device)
+            for number, dtype in zip(astuple(self.first), kinds, strict=True)
         )
 
     def set(self, state: ScaleState) -> None:
         """Go on with these numbers, in place where there are tensors."""
         self.first = state
-        if self.scale is not None and self.growth_tracker is not None and self.hysteresis_tracker is not None:
-            self.scale.fill_(state.scale)
-            self.growth_tracker.fill_(state.growth_tracker)
-            self.hysteresis_tracker.fill_(state.hysteresis_tracker)
+        for tensor, number in zip(self._tensors(), astuple(state), strict=False):
+            tensor.fill_(number)
 
     def numbers(self) -> ScaleState:
         """As numbers. Synchronises with the device."""
-        if self.scale is None:
-            return self.first
-        assert self.growth_tracker is not None
-        assert self.hysteresis_tracker is not None
-        return ScaleState(
-            self.scale.item(), int(self.growth_tracker.item()), int(self.hysteresis_tracker.item())
-        )
+        numbers: list[Any] = [tensor.item() for tensor in self._tensors()]
+        return ScaleState(*numbers) if numbers else self.first
+
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = self.scale, self.growth_tracker, self.hysteresis_tracker
+        return [tensor for tensor in tensors if tensor is not None]
 
 
 class NamedLosses(_torch.OpenGradScaler):
@@ -71,28 +65,22 @@ class NamedLosses(_torch.OpenGradScaler):
 
     current: LossState
 
-    def __init__(
-        self,
-        device: str,
-        init_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        enabled: bool,
-        limits: ScalePolicy,
-    ) -> None:
+    def __init__(self, device: str, init_scale: float, *others: Any, limits: ScalePolicy) -> None:
         self.current = LossState(DEFAULT, ScaleState(init_scale))
         self._losses = {DEFAULT: self.current}  # in order of first use, which Apex's states go by
         self._first_scale = init_scale
         self._limits = limits
-        # Of the window that is open: the loss that began it, which is the current one; a flag per loss, once there are two.
-        self._base: str | None = None
+        self.opened_by: str | None = None
+        """The loss at whose scale the gradients of this window are, which is the current one; None while there is none."""
         self._flags: dict[str, torch.Tensor] = {}
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        """Of the losses of this window, once there are two."""
+        super().__init__(device, init_scale, *others)
+        self.scales = self.works
+        """Whether losses are multiplied."""
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the tensors of the loss in torch's attributes."""
-        self.current.allocate(device)
+    def is_enabled(self) -> bool:
+        """Whether losses are multiplied."""
+        return self.scales
 
     def _state_of(self, name: str) -> ScaleState:
         """A loss's state as numbers, without making one. Synchronises with the device."""
@@ -109,10 +97,11 @@ class NamedLosses(_torch.OpenGradScaler):
             loss.allocate(device or (torch.device(self.device_type) if now is None else now.device))
         return loss
 
-    def _put_in_front(self, name: str, device: torch.device | None = None) -> None:
-        """Let torch's attributes show another loss."""
+    def open_for(self, name: str, device: torch.device | None = None) -> None:
+        """Begin a window at the scale of a loss, and let torch's attributes show this one."""
         if name != self.current.name:
             self.current = self._loss(name, device)
+        self.opened_by = name
 
     def _scale_of(self, name: str) -> torch.Tensor:
         scale = self._loss(name).scale
@@ -121,44 +110,14 @@ class NamedLosses(_torch.OpenGradScaler):
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
-        return self._scale_of(name or self._base or self.current.name)
-
-    @property
-    def opened_by(self) -> str | None:
-        """The loss whose scale gradients of this window are at; None while there is none."""
-        return self._base
-
-    @opened_by.setter
-    def opened_by(self, name: str | None) -> None:
-        self._base = name
-        if name is not None:
-            self._put_in_front(name)
+        return self._scale_of(name or self.current.name)
 
     def is_first(self, name: str) -> bool:
         """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
-        return self._base is None or (self._base == name and not self._flags)
-
-    # --- saving -------------------------------------------------------------------------------------------
-
-    def _numbers(self, state_of: Callable[[str], ScaleState]) -> dict[str, Any]:
-        """What :meth:`state_dict` adds to torch's keys: only what is in use."""
-        extras: dict[str, Any] = {}
-        if self._limits.hysteresis > 1:
-            extras["hysteresis_tracker"] = state_of(DEFAULT).hysteresis_tracker
-        losses = {name: state_of(name) for name in self._losses if name != DEFAULT}
-        if losses:
-            extras["losses"] = {
-                name: {
-                    "scale": state.scale,
-                    "_growth_tracker": state.growth_tracker,
-                    "hysteresis_tracker": state.hysteresis_tracker,
-                }
-                for name, state in losses.items()
-            }
-        return extras
+        return self.opened_by is None or (self.opened_by == name and not self._flags)
 
     def _take(self, state: dict[str, Any]) -> None:
-        """Undo :meth:`_numbers`, and take the default loss's numbers; scales are moved to their limits."""
+        """Take the numbers of all losses from a saved state; scales are moved to their limits."""
 
         def saved(entry: dict[str, Any]) -> ScaleState:
             return ScaleState(

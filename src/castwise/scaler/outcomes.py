@@ -13,8 +13,6 @@ from castwise.errors import LossScaleError, StateError
 from castwise.plans.text import some
 from castwise.scaler.result import StepResult
 
-__all__ = ["Outcomes", "WindowOutcomes", "stuck_error"]
-
 _SAMPLE_PERIOD = 16
 """Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
 
@@ -93,34 +91,23 @@ class Outcomes:
         previous = self._previous
         return previous.skipped if isinstance(previous, StepResult) else previous
 
-    def result(
-        self, states: dict[int, dict[str, Any]], keys: tuple[int, ...], grad_norm: torch.Tensor | None
-    ) -> StepResult:
-        """What became of the last steps of some optimizers, by their ``id``.
+    def result(self, states: dict[int, dict[str, Any]], key: int) -> StepResult:
+        """What became of the last step of an optimizer, by its ``id``.
 
         ``states`` are torch's records of the open window.
 
         Raises:
             StateError: An optimizer that was stepped neither in this window nor in the one before.
         """
-        now = WindowOutcomes(states, self.skips, self.results)
-        flags: list[torch.Tensor] = []
-        skipped: bool | None = False
-        for key in keys:
-            window = now if key in now.states else self._last
-            if key not in window.states:
-                raise StateError(
-                    "result_of(optimizer): this optimizer was not stepped in this window or the one before"
-                )
-            if len(keys) == 1 and grad_norm is None and key in window.results:
-                return window.results[key]
-            flags += window.flags(key)
-            known = window.skips.get(key)
-            skipped = True if known or skipped else (None if known is None or skipped is None else False)
-        result = StepResult(flags or None, skipped=skipped, grad_norm=grad_norm)
-        if len(keys) == 1:
-            window.results[key] = result
-        return result
+        window = WindowOutcomes(states, self.skips, self.results) if key in states else self._last
+        if key not in window.states:
+            raise StateError(
+                "result_of(optimizer): this optimizer was not stepped in this window or the one before"
+            )
+        if key not in window.results:
+            flags = window.flags(key) or None
+            window.results[key] = StepResult(flags, skipped=window.skips.get(key))
+        return window.results[key]
 
 
 def stuck_error(

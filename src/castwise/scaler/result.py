@@ -7,8 +7,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-__all__ = ["StepResult", "peek", "read_on_host", "view_on_host"]
-
 
 def view_on_host(number: torch.Tensor) -> ctypes.c_float | None:
     """The memory of a 0-dim fp32 tensor, which must outlive it; None where it is a device's.

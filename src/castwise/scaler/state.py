@@ -19,8 +19,6 @@ import torch
 from castwise import _torch
 from castwise.errors import PlanError
 
-__all__ = ["ScalePolicy", "ScaleState", "next_state", "update_on_device"]
-
 
 @dataclass(frozen=True)
 class ScalePolicy:
@@ -82,6 +80,11 @@ class ScaleState:
     scale: float
     growth_tracker: int = 0
     hysteresis_tracker: int = 0
+
+    def saved(self) -> dict[str, float]:
+        """By the keys of a scaler's state dict."""
+        scale, growth, overflows = self.scale, self.growth_tracker, self.hysteresis_tracker
+        return {"scale": scale, "_growth_tracker": growth, "hysteresis_tracker": overflows}
 
 
 def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> ScaleState:

@@ -18,10 +18,7 @@ from castwise.plans.text import some
 from castwise.scaler import gradients
 from castwise.scaler.closure import step_or_restore
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
-from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host, view_on_host
-
-__all__ = ["StepGuard", "hand_over", "take_back"]
 
 
 def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
@@ -62,8 +59,8 @@ class StepGuard(GradScaler):
         reduce: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
     ) -> None:
         super().__init__(device, 1.0, dynamic=False, reduce=reduce, allow_fp16_grads=True, patience=patience)
+        self.scales = False
         self._refuse = refuse
-        self._one: torch.Tensor | None = None
         self._clean: _Found | None = None  # zero, and nobody else's
         self._start()
 
@@ -71,64 +68,12 @@ class StepGuard(GradScaler):
         self._streaks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._on_their_way: deque[tuple[weakref.ref[Optimizer], StepResult]] = deque(maxlen=64)
 
-    # --- a scale of one ---------------------------------------------------------------------------------------
-
-    def is_enabled(self) -> bool:
-        """Whether losses are multiplied: no."""
-        return False
-
-    def scale(self, outputs: Any, name: str = DEFAULT) -> Any:
-        """The outputs themselves."""
-        return outputs
-
-    def is_first(self, name: str) -> bool:
-        """Whether gradients need not be kept apart: never, they all are at one scale."""
-        return True
-
-    def backward(
-        self,
-        loss: torch.Tensor,
-        name: str = DEFAULT,
-        *,
-        params: Callable[[], Iterable[torch.Tensor]] | Iterable[torch.Tensor],
-        **kwargs: Any,
-    ) -> None:
-        """Compute the loss's gradients."""
-        loss.backward(**kwargs)
-
-    def get_scale(self, name: str = DEFAULT) -> float:
-        """One."""
-        return 1.0
-
-    def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """One, as a 0-dim fp32 tensor on the device."""
-        if self._one is None:
-            self._one = gradients.number(1.0, self.device_type)
-        return self._one
-
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Nothing: the scale never moves."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing that changes, so nothing to save."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A scale has no place here."""
-
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_one": None,
-            "_clean": None,
-            "_streaks": None,
-            "_on_their_way": None,
-        }
+        return super().__getstate__() | {"_clean": None, "_streaks": None, "_on_their_way": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start()
-
-    # --- the guard --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Look at an optimizer's gradients before somebody clips them, which may hide an infinity."""
@@ -148,14 +93,16 @@ class StepGuard(GradScaler):
         return self._look(optimizer)[0]
 
     def _look(self, optimizer: Optimizer) -> _Found:
-        one = self.scale_tensor()
+        one = self.current.scale
+        if one is None:
+            one = self.scale_tensor()
         found, self._clean = self._clean, None
         if found is None:
             flag = gradients.number(0.0, one.device)
             found = {one.device: flag}, view_on_host(flag)
         (flag,) = found[0].values()
         if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
-            return self.unscale_grads(optimizer, one, flag, allow_fp16=True), None
+            return self.unscale_grads(optimizer, one, flag, allow_fp16=False), None
         agreed = self._agreed(flag)
         return found if agreed is flag else ({one.device: agreed}, None)
 
@@ -177,12 +124,12 @@ class StepGuard(GradScaler):
                 return self._take_on_device(optimizer, flags)
             skipped = any(flag.item() for flag in flags.values())
         if skipped:
-            self.count(optimizer, True)
+            self.note_outcome(optimizer, True)
             return StepResult(list(flags.values()), skipped=True)
         if state is None and len(flags) == 1:
             self._clean = found
         if self._streaks:
-            self.count(optimizer, False)
+            self.note_outcome(optimizer, False)
         optimizer.step()
         return STEPPED
 
@@ -192,7 +139,7 @@ class StepGuard(GradScaler):
             reference, result = self._on_their_way.popleft()
             earlier = reference()
             if earlier is not None and (result.skipped or self._streaks):
-                self.count(earlier, result.skipped)
+                self.note_outcome(earlier, result.skipped)
         hand_over(optimizer, gradients.largest([*flags.values()], self.scale_tensor().device))
         first = not optimizer.state
         try:
@@ -208,23 +155,24 @@ class StepGuard(GradScaler):
     def _take_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> StepResult:
         flags: dict[torch.device, torch.Tensor] = {}
 
-        def check() -> bool:
+        def look() -> Iterable[torch.Tensor]:
             flags.update(self.look(optimizer))
-            return not any(flag.item() for flag in flags.values())
+            return flags.values()
 
-        _, skipped = step_or_restore(optimizer, closure, check, (), {})
+        _, skipped = step_or_restore(optimizer, closure, look, (), {})
         self.optimizer_states.pop(id(optimizer), None)
-        self.count(optimizer, skipped)
+        self.note_outcome(optimizer, skipped)
         return StepResult(list(flags.values()), skipped=skipped)
 
-    def count(self, optimizer: Optimizer, skipped: bool) -> None:
-        """Take note of a step, so that it is an error when too many in a row were skipped.
+    def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        """Take note of a step, so that it is an error when too many in a row were skipped; None where that is not known yet.
 
         Raises:
             NonFiniteError: It is, or one alone is.
         """
-        if not skipped:
+        if skipped is False:
             self._streaks.pop(optimizer, None)
+        if not skipped:
             return
         times = self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
         if not self._refuse and times < self._patience:

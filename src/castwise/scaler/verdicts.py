@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 
 from castwise.scaler import gradients
 from castwise.scaler.losses import NamedLosses
-
-__all__ = ["Verdicts"]
+from castwise.scaler.state import ScalePolicy
 
 
 class Verdicts(NamedLosses):
     """A scaler's unscaling, and what a session asks of it and tells it about gradients.
 
-    Arguments by name are as for :class:`~castwise.GradScaler`, the others for :class:`NamedLosses`.
+    Arguments are as for :class:`~castwise.GradScaler`, whose ``limits`` are what torch's scaler has not.
     """
 
     admit: Callable[[Optimizer], bool] | None = None
@@ -27,11 +26,12 @@ class Verdicts(NamedLosses):
     def __init__(
         self,
         *scale: Any,
+        limits: ScalePolicy,
         reduce: Callable[[torch.Tensor], torch.Tensor | None] | None,
         process_group: Any,
         allow_fp16_grads: bool,
     ) -> None:
-        super().__init__(*scale)
+        super().__init__(*scale, limits=limits)
         self._reduce = reduce
         self._process_group = process_group
         self._allow_fp16_grads = allow_fp16_grads
@@ -87,13 +87,9 @@ class Verdicts(NamedLosses):
         """Take an optimizer's gradients, all of them and however they came there, as unscaled; look for infinities."""
         if not self.works:
             return
-        state = self.optimizer_states[id(optimizer)]
         one = gradients.number(1.0, self.scale_tensor().device)
         fresh = self.unscale_grads(optimizer, one, torch.zeros_like(one), allow_fp16=True)
-        state["stage"] = OptState.UNSCALED
-        known = state["found_inf_per_device"]
-        for device, flag in fresh.items():
-            known[device] = torch.maximum(known[device], flag) if device in known else flag
+        _add_to(self.optimizer_states[id(optimizer)], fresh)
 
     def _found(self, optimizers: Iterable[Optimizer] | None = None) -> list[torch.Tensor]:
         """What was found in gradients of these optimizers, or of all in this window: a flag per optimizer and device."""
@@ -126,11 +122,8 @@ class Verdicts(NamedLosses):
         flag = (~torch.isfinite(norm.detach())).float()
         for optimizer in optimizers:
             state = self.optimizer_states[id(optimizer)]
-            state["stage"] = OptState.UNSCALED
-            known = state["found_inf_per_device"]
-            for device in list(known) or (flag.device,):
-                moved = flag.to(device, copy=True)
-                known[device] = torch.maximum(known[device], moved) if device in known else moved
+            devices = state["found_inf_per_device"] or (flag.device,)
+            _add_to(state, {device: flag.to(device, copy=True) for device in devices})
 
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
@@ -140,3 +133,10 @@ class Verdicts(NamedLosses):
             self.optimizer_states.clear()
         else:
             self.optimizer_states.pop(id(optimizer), None)
+
+
+def _add_to(state: dict[str, Any], flags: Mapping[torch.device, torch.Tensor]) -> None:
+    """Have an optimizer's state say that its gradients are unscaled, and what was found in them beside what is known."""
+    state["stage"], known = OptState.UNSCALED, state["found_inf_per_device"]
+    for device, flag in flags.items():
+        known[device] = torch.maximum(known[device], flag) if device in known else flag

@@ -16,8 +16,6 @@ from castwise.scaler.result import StepResult, read_on_host
 from castwise.scaler.step_guard import StepGuard, hand_over, take_back
 from castwise.scaler.window import Window
 
-__all__ = ["Watch"]
-
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _Log = Callable[[Callable[[], None]], object]
 
@@ -136,24 +134,20 @@ class Watch:
             else:
                 scaler.forget(optimizer)
         elif isinstance(scaler, StepGuard):
-            flags = scaler.look(optimizer)
+            unscaled, flags = True, scaler.look(optimizer)
         else:
             return
         bad = read_on_host(flags.values())
-        if bad is None and _torch.takes_flag(optimizer):
-            if unscaled:
-                scaler.note_outcome(optimizer, None)
+        if bad is None and not _torch.takes_flag(optimizer):
+            bad = any(flag.item() for flag in flags.values())
+        window.skips += bool(bad)
+        if unscaled:
+            scaler.note_outcome(optimizer, bad)
+        if bad is None:
             hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
             self._look_after(optimizer)
             window.count(StepResult(list(flags.values()), send=False))
-            return
-        bad = any(flag.item() for flag in flags.values()) if bad is None else bad
-        window.skips += bad
-        if isinstance(scaler, StepGuard):
-            scaler.count(optimizer, bad)
-        elif unscaled:
-            scaler.note_outcome(optimizer, bad)
-        if bad:
+        elif bad:
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             window.hidden[key] = [(parameter, parameter.grad) for parameter in params]
             window.settled = False

@@ -18,8 +18,6 @@ from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult
 from castwise.scaler.step_guard import take_back
 
-__all__ = ["Window"]
-
 _Marks = tuple[list[int], list[int]]
 """By parameter: its gradient's id, and how often that had been written to."""
 _Ends = tuple[TensorWeakRef, TensorWeakRef]
@@ -120,7 +118,7 @@ class Window:
         self.stepped = self._lent = False
         if plain or old is not None:
             if scaler.opened_by is None:
-                scaler.opened_by = name
+                scaler.open_for(name)
             scale = scaler.scale_tensor()
             if plain:
                 gradients.check_and_multiply(list(plain.values()), scale, scale.device)
@@ -190,9 +188,8 @@ class Window:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
-        if (self.scales and self._check(optimizer, "unscale_ by hand" if by_hand else "unscale_")) or (
-            not self.scales and not scaler.is_unscaled(optimizer)
-        ):
+        call = "unscale_ by hand" if by_hand else "unscale_"
+        if self._check(optimizer, call) if self.scales else not scaler.is_unscaled(optimizer):
             self.settled = False
             scaler.unscale_(optimizer)
         if self._by_hand:
@@ -390,14 +387,6 @@ class Window:
 
     # --- state ------------------------------------------------------------------------------------------------
 
-    def get_scale(self, name: str = DEFAULT) -> float:
-        """The scale by which the next loss will be multiplied. Changes nothing; synchronises with the device."""
-        return self.scaler.get_scale(name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The scaler's state with which the next window will begin. Changes nothing; synchronises with the device."""
-        return self.scaler.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved scaler's state; gradients that are held keep their meaning."""
         if not self.scales:
@@ -409,7 +398,8 @@ class Window:
         old = scaler.scale_tensor().clone()
         scaler.load_state_dict(dict(state))
         if held:
-            scaler.opened_by = name
+            if name is not None:
+                scaler.open_for(name)
             factor = scaler.scale_tensor() / old
             gradients.check_and_multiply(list(held.values()), factor, factor.device)
 

@@ -6,9 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, SupportsFloat
 
 import torch
 from torch import nn
@@ -40,8 +38,6 @@ from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
 from castwise.session.undo import UndoLog
 from castwise.session.wrapping import Wrapping
-
-__all__ = ["Amp"]
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 
@@ -187,11 +183,9 @@ class Amp:
             self._wrapping.note(target, resolution.plan)
             log.on(self, setattr, "_root", self._root)
             self._root = self._root or root
-            prepared = (model, *optimizers) if optimizers else model
-            if self.plan.keeps_masters and not inference:
-                return prepared
-        storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
-        return prepared
+        if inference or not self.plan.keeps_masters:
+            storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
+        return (model, *optimizers) if optimizers else model
 
     def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
         """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
@@ -247,7 +241,7 @@ class Amp:
 
     def get_scale(self, name: str = "loss") -> float:
         """The scale of the next loss of that name, 1.0 under a plan without one. Changes nothing; waits for the device."""
-        return self._window.get_scale(name)
+        return self.scaler.get_scale(name)
 
     def backward(self, loss: torch.Tensor, name: str = "loss", **kwargs: Any) -> None:
         """Compute scaled gradients of a loss and add them to ``.grad``.
@@ -269,7 +263,7 @@ class Amp:
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
             )
         window, scaler = self._window, self.scaler
-        scales = scaler.is_enabled()
+        scales = window.scales
         if scales or not window.settled:
             window.open(name)
         root = self._root
@@ -393,14 +387,18 @@ class Amp:
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
-        if not (max_norm is None or isinstance(max_norm, (Real, torch.Tensor))):
+        if not (max_norm is None or isinstance(max_norm, SupportsFloat)):
             raise PlanError(
                 f"step(max_norm={max_norm!r}): a {type(max_norm).__name__} is no norm. Allowed: a number such as 1.0, or None "
                 "for no clipping."
             )
         for optimizer in optimizers:
             if not self._members.holds(optimizer):
-                self._refuse_unknown(optimizer)
+                raise StateError(
+                    f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither "
+                    "masters nor a loss scale that it knows of; call amp.prepare(model, optimizer) with it before training, and give "
+                    "step the very object that was prepared"
+                )
         if frames.thread.state.saved:
             frames.leave_interrupted()
         if self._wrapping.unchecked:
@@ -432,13 +430,6 @@ class Amp:
                 attachment.copy_to_model()  # a step taken back restores the masters alone
         frames.clear_weight_cache()
         return StepResult.join(results, norm)
-
-    def _refuse_unknown(self, optimizer: Optimizer) -> NoReturn:
-        raise StateError(
-            f"step({type(optimizer).__name__}): this optimizer was not prepared by this Amp, so its parameters have neither masters "
-            "nor a loss scale that it knows of; call amp.prepare(model, optimizer) with it before training, and give step the "
-            "very object that was prepared"
-        )
 
     @property
     def skipped_steps(self) -> int:
@@ -534,7 +525,7 @@ class Amp:
 
         After a step the scales are those that the next loss will have; asking changes nothing.
         """
-        return {"version": 1, "plan": self.plan.to_json(), "scaler": self._window.state_dict() or None}
+        return {"version": 1, "plan": self.plan.to_json(), "scaler": self.scaler.state_dict() or None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the loss scales of a saved session, of this plan or another.
@@ -579,9 +570,7 @@ class Amp:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

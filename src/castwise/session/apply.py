@@ -24,8 +24,6 @@ from castwise.resolve import Resolution
 from castwise.session import storage
 from castwise.session.undo import UndoLog
 
-__all__ = ["apply"]
-
 _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
 """What has a model's masters: a model whose optimizer is gone gets their values back all the same."""
 

@@ -19,8 +19,6 @@ from castwise.plans.text import shown, some
 from castwise.ranks import ALONE
 from castwise.session.members import Members
 
-__all__ = ["check_group", "check_masters", "check_model", "check_optimizer", "check_parameters"]
-
 
 def check_group(group: Any) -> None:
     """See that what a session is given as its ranks is a process group.

@@ -12,8 +12,6 @@ from castwise.errors import PlanError, StateError
 from castwise.plans.plan import Plan
 from castwise.scaler import GradScaler, StepGuard
 
-__all__ = ["give_late_masters", "scaler_for"]
-
 _ALLOWED = ("skip", "raise", "allow")
 
 
@@ -72,5 +70,5 @@ def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
     if attachment is None:
         return False
     before = len(attachment.masters)
-    attachment.scan(optimizer)
+    attachment.scan()
     return len(attachment.masters) > before

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from castwise import masters
 from castwise.borders import Border
 
-__all__ = ["Members"]
-
 
 class Members:
     """Models and optimizers of one session, in the order in which they were prepared."""

@@ -22,16 +22,6 @@ from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, named_tensors
 from castwise.session.undo import UndoLog
 
-__all__ = [
-    "check_range",
-    "dtypes_of",
-    "follow_state",
-    "forget_originals",
-    "put_back_state",
-    "state_of",
-    "store",
-]
-
 
 def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
     """The dtype that each tensor of a model is to be stored in, for those that must change."""

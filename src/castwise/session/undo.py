@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["UndoLog"]
-
 
 class UndoLog:
     """Entries that each undo one change, replayed from the last to the first.

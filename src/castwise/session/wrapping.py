@@ -18,8 +18,6 @@ from castwise.ranks.plans import check_patterns
 from castwise.scaler import GradScaler, Window
 from castwise.session.members import Members
 
-__all__ = ["Wrapping"]
-
 
 class Wrapping:
     """What the models of one session are wrapped in."""

@@ -19,10 +19,6 @@ from castwise.plans.plan import PRESETS, Plan
 from castwise.plans.rules import UNFUSED, base_table
 from castwise.process import check_device
 
-__all__ = [
-    "FORMATS", "check_formats", "complexity", "name_of", "numerics_of", "whole_step_plans", "with_operators_as_is",
-]  # fmt: skip
-
 FORMATS = ("fp32", "tf32", *LOW)
 """Formats that a search may choose from, the simplest first."""
 

@@ -25,8 +25,6 @@ from castwise.measure.timing import Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
 from castwise.workload import Workload
 
-__all__ = ["Contest", "Entry"]
-
 BASELINE = PRESETS["fp32"]
 BLOCK_S = 0.06
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""

@@ -7,8 +7,6 @@ from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.parts import exempt
 from castwise.tuning.state import FP32, SearchState
 
-__all__ = ["find_exemptions"]
-
 ATTEMPTS = 3
 """Plans that are tried on fresh batches before the answer is fp32."""
 

@@ -27,8 +27,6 @@ from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
-__all__ = ["find_fastest"]
-
 FINALISTS = 5
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""

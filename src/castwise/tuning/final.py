@@ -20,7 +20,6 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST, MARGIN, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
-__all__ = ["Final", "race_final"]
 
 ROUNDS = 10
 _DOUBT = 1000.0

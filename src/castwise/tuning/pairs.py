@@ -22,8 +22,6 @@ from castwise.plans.plan import PRESETS, Plan
 from castwise.tuning.evidence import Verification
 from castwise.workload import Workload
 
-__all__ = ["affordable_steps", "is_doubtful", "judge_losses", "train_pairs"]
-
 FEWEST, MOST = 20, 100
 """Steps of training runs that decide what gradients leave in doubt."""
 DOUBT = 30.0

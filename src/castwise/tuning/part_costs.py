@@ -29,8 +29,6 @@ from castwise.numerics.isolation import unspoilt
 from castwise.plans.formats import FORMATS
 from castwise.tuning.parts import Part
 
-__all__ = ["Cost", "losing_parts", "measure_costs", "not_faster"]
-
 HOPELESS = 10.0
 """A format that takes this many times fp32's time on a small piece of the input is not tried on all of it."""
 SMALL_ELEMENTS = 1 << 14

@@ -26,8 +26,6 @@ from castwise.plans.plan import Plan, Region
 from castwise.plans.rules import UNFUSED
 from castwise.resolve import assign
 
-__all__ = ["Part", "exempt", "find_parts", "only", "operators_used"]
-
 _TRIVIAL = frozenset({
     "_local_scalar_dense", "_reshape_alias", "_to_copy", "_unsafe_view", "add", "add_", "alias", "arange", "as_strided",
     "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "empty", "empty_like", "expand",

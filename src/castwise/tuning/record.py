@@ -18,8 +18,6 @@ from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, Reg
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
-__all__ = ["answer", "evidence"]
-
 LAST = 5
 """Steps whose losses a candidate's loss is the mean of."""
 _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "rejected")

@@ -25,8 +25,6 @@ from castwise.tuning.parts import Part, exempt, only
 
 T = TypeVar("T")
 
-__all__ = ["Blame", "NumericsSearch", "Repair"]
-
 MOST_PASSES = 80
 """Forward/backwards that the numerics of one search may take, whatever the depth of the model."""
 QUICK = 2

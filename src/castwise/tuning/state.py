@@ -30,8 +30,6 @@ from castwise.workload import Workload
 if TYPE_CHECKING:
     from castwise.tuning.final import Final
 
-__all__ = ["AUTOCAST", "FP32", "MICROBATCHES", "Say", "SearchState", "Settings"]
-
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
 GOALS = ("time", "memory", "numerics")

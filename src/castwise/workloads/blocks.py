@@ -14,8 +14,6 @@ from castwise.errors import WorkloadError
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["Attention", "Block", "Transformer", "cut", "inputs", "shards", "target"]
-
 
 class Attention(nn.Module):
     """Multi-head self-attention on ``functional.scaled_dot_product_attention``.

@@ -15,8 +15,6 @@ from castwise.errors import WorkloadError
 from castwise.workload import Pipeline, Workload
 from castwise.workloads.blocks import Block, Transformer, cut, inputs, shards, target
 
-__all__ = ["DigitsNet", "DigitsViT", "digits", "split"]
-
 HELD_OUT = 360
 """Images that are not trained on, a fifth of the 1,797."""
 

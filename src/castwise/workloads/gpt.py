@@ -14,8 +14,6 @@ from castwise.errors import WorkloadError
 from castwise.workload import Pipeline, Workload
 from castwise.workloads.blocks import Block, Transformer, cut, inputs, shards, target
 
-__all__ = ["CharGPT", "corpus", "decode", "gpt"]
-
 HELD_OUT = 0.1
 """Share of the text, at its end, that is not trained on."""
 _VOCABULARY_MULTIPLE = 64

@@ -22,8 +22,6 @@ from torch.nn import functional
 from castwise.errors import WorkloadError
 from castwise.workload import Workload
 
-__all__ = ["FREQUENCY", "WaveNet", "grid", "quantised_wave", "sine"]
-
 FREQUENCY = (4.0, 2.0)
 """Periods of the wave over the width and over the height."""
 

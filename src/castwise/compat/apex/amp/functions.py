@@ -86,19 +86,26 @@ def promote_function(fn: _F) -> _F:
     return _casting(fn, choose)
 
 
-def _register(decorator: Callable[[Any], Any], module: Any, name: str) -> None:
+def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {module}.")
     if (module, name, decorator) not in _registered:
         _registered.append((module, name, decorator))
 
 
-register_half_function = functools.partial(_register, half_function)
-"""Have the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class."""
-register_float_function = functools.partial(_register, float_function)
-"""The same with :func:`float_function`."""
-register_promote_function = functools.partial(_register, promote_function)
-"""The same with :func:`promote_function`."""
+def register_half_function(module: Any, name: str) -> None:
+    """Have the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class."""
+    _register(module, name, half_function)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have the next ``initialize`` with O1 put :func:`float_function` around a function of a module or a class."""
+    _register(module, name, float_function)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have the next ``initialize`` with O1 put :func:`promote_function` around a function of a module or a class."""
+    _register(module, name, promote_function)
 
 
 def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
