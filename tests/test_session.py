@@ -437,6 +437,23 @@ def test_prepared_models_pickle_and_copy() -> None:
     assert not kernels.registered("cpu")
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
+def test_kernels_of_every_shape_are_laid_out_as_torch_lays_them_out(name: str) -> None:
+    """Of 1 x 1 ones and of single channels ``contiguous`` says that they are channels_last, and leaves them as they are."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 1, 1), nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1, groups=2))
+    before = [p.stride() for p in model.parameters()]
+    want = [p.stride() for p in copy.deepcopy(model).to(memory_format=torch.channels_last).parameters()]
+    amp = castwise.Amp(f"{name}+memory_format=channels_last", device="cpu")
+    amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert [p.stride() for p in model.parameters()] == want
+    seen: list[tuple[int, ...]] = []
+    model[0].register_forward_hook(lambda _module, _args, out: seen.append(out.stride()))
+    model(torch.randn(2, 4, 5, 5))
+    assert seen == [(200, 1, 40, 8)]
+    amp.close()
+    assert [p.stride() for p in model.parameters()] == before
+
+
 def test_memory_format_and_fused_optimizer_of_a_plan() -> None:
     plan = Plan(compute="bf16", params="compute", memory_format="channels_last", optimizer="fused")
     torch.manual_seed(0)

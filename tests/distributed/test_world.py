@@ -47,12 +47,12 @@ def hangs(rank: int, size: int) -> None:
     [
         (fails, "rank 1: Traceback.*AssertionError: planted"),
         (dies, "rank 1: the process has ended"),
-        (hangs, r"ranks \[0, 1\] have not answered in 3 s"),
+        (hangs, r"ranks \[0, 1\] have not answered in 1 s"),
     ],
 )
 def test_a_fault_fails_its_case_and_no_later_one(world: World, fault: Callable[..., None], said: str) -> None:
     assert world.run(total) == [3.0, 3.0]
-    world.patience_s = 3.0 if fault is hangs else 60.0
+    world.patience_s = 1.0 if fault is hangs else 60.0
     with pytest.raises(AssertionError, match=f"(?s){said}"):
         world.run(fault)
     world.patience_s = 60.0

@@ -114,7 +114,7 @@ class Kernel:
             scale = 1.0 / math.sqrt(math.prod(shape[1:]))
             tensor = (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
             if len(shape) == 4:
-                tensor = tensor.contiguous(memory_format=torch.channels_last)
+                tensor = tensor.to(memory_format=torch.channels_last)
             tensors.append(tensor)
         first, second = tensors
         return lambda: self.call(first, second)

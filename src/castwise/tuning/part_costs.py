@@ -240,7 +240,7 @@ def _both(
 def _to_channels_last(tensor: Tensor) -> Tensor:
     if tensor.dim() != 4:
         return tensor
-    return tensor.detach().contiguous(memory_format=torch.channels_last).requires_grad_(tensor.requires_grad)
+    return tensor.detach().to(memory_format=torch.channels_last).requires_grad_(tensor.requires_grad)
 
 
 def _interleaved(
