@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from castwise import Plan, Workload
 from castwise.tuning import final as final_
-from castwise.tuning.contest import Contest
+from castwise.tuning.axes import name_of
+from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.decision import Decision
+from castwise.tuning.fastest import FINALISTS, likeliest
 from castwise.tuning.final import Final, race_final
 from castwise.tuning.search import Settings
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
@@ -52,7 +54,7 @@ def test_plans_are_started_until_the_slow_one_is_known() -> None:
     assert ratio is not None
     assert ratio.high < 1.0
     assert ratio.n == final.starts >= 3
-    assert not final.doubt()
+    assert not final.doubt(FP32)
     assert final.losses[FP32]
     assert len(final.losses[FP32]) == len(final.losses[AUTOCAST])
 
@@ -103,7 +105,26 @@ def test_reasons_name_what_the_interval_knows() -> None:
     assert final.reason(Plan.preset("bf16-true"), AUTOCAST) == ""
 
 
-@pytest.mark.parametrize("decided", [True, False])
-def test_a_machine_too_noisy_to_decide_is_said(decided: bool) -> None:
-    final = timed({FP32: 2.0, AUTOCAST: 1.0}, decision=Decision(1, decided))
-    assert ("noise still hides" in final.doubt()) is not decided
+def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
+    times = {FP32: 2.0, AUTOCAST: 1.0, REGION: 0.96}
+    final = timed(times, decision=Decision(1, decided=False))
+    assert f"{name_of(REGION)} may still be up to 4% faster than the chosen plan" in final.doubt(AUTOCAST)
+    assert "--budget" in final.doubt(AUTOCAST)
+    assert not final.doubt(REGION)  # nothing is open there
+    assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
+
+
+def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final() -> None:
+    plain = AUTOCAST
+    others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
+    search = searching(workload(SlowWhenLow))
+    assert search.contest is not None
+    for place, plan in enumerate([FP32, *others, plain]):
+        entry = search.contest.entries[plan] = Entry(plan)
+        entry.times_s = [2.0 if plan == FP32 else 1.0 + 0.001 * place] * 4
+    left = likeliest(search, search.contest, [FP32, *others, plain])
+    assert left == [FP32, *others[: FINALISTS - 1], plain]
+    assert search.passed_over == dict.fromkeys(
+        others[FINALISTS - 1 :], f"not in the final: {FINALISTS} others were faster in the race"
+    )
+    assert likeliest(search, search.contest, [FP32, plain]) == [FP32, plain]

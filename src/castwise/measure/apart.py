@@ -24,7 +24,6 @@ from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
 from castwise.plans.plan import Plan
 
-
 BLOCK_S = 0.12
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
 

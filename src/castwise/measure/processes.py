@@ -26,7 +26,6 @@ import torch
 from castwise.errors import CastwiseError, WorkloadError, sentence
 from castwise.workload import Workload, find_workload
 
-
 FORKS = sys.platform.startswith("linux")
 """Whether the system forks safely."""
 _PATIENCE_S = 5.0

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from castwise.measure import stats
 
-
 MARGIN = 1.03
 """A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
 SURE = 0.99

@@ -19,8 +19,8 @@ from castwise.tuning.axes import (
     with_operators_as_is,
 )
 from castwise.tuning.contest import Contest
-from castwise.tuning.evidence import Verification
 from castwise.tuning.decision import MARGIN
+from castwise.tuning.evidence import Verification
 from castwise.tuning.final import race_final
 from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
@@ -65,17 +65,17 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = _with_operators(search, contest, left)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-    running = _with_lossless(contest, _likeliest(search, contest, [*sound, *doubtful]))
+    running = _with_lossless(contest, likeliest(search, contest, [*sound, *doubtful]))
     _final(search, running, doubtful, FINAL_SHARE)
     assert search.final is not None
     _choose(search, search.final.in_turn([FP32, *running]))
+    if doubt := search.final.doubt(search.chosen):
+        search.notes.append(doubt)
 
 
 def _final(search: SearchState, plans: Sequence[Plan], doubtful: Collection[Plan], share: float) -> None:
     with search.stage("final"):
         search.final = race_final(search, plans, doubtful, search.start + share * search.settings.budget_s)
-    if doubt := search.final.doubt():
-        search.notes.append(doubt)
 
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
@@ -154,7 +154,7 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
 
 
-def _likeliest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
+def likeliest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
     """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them."""
     order = contest.order([plan for plan in plans if plan != FP32])
     if len(order) <= FINALISTS:

@@ -15,11 +15,10 @@ from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import unfit
 from castwise.measure.processes import Home, portable
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity
+from castwise.tuning.axes import complexity, name_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST, MARGIN, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
-
 
 ROUNDS = 10
 _DOUBT = 1000.0
@@ -91,14 +90,18 @@ class Final:
             return f"{sure} than the chosen plan, which is simpler"
         return "as fast as the chosen plan" + (", which is simpler" if simpler else "")
 
-    def doubt(self) -> str:
+    def doubt(self, chosen: Plan) -> str:
         """What to tell where the machine was too noisy to decide; empty where it was not."""
         if self.decision is None or self.decision.decided:
             return ""
+        ratios = {plan: ratio.high for plan in self.plans if (ratio := self.ratio(plan, chosen)) is not None}
+        plan = max(ratios, key=ratios.__getitem__, default=chosen)
+        if ratios.get(plan, 1.0) < MARGIN:
+            return ""
         return (
-            f"After {self.starts} start{'s' * (self.starts != 1)} of every finalist the machine's noise still hides which is the "
-            "fastest by more than 3 %: the simplest of those that are not known to be slower was chosen. A longer --budget, and "
-            "a machine with nothing else to do, would tell."
+            f"The machine is too noisy to decide: after {self.starts} start{'s' * (self.starts != 1)} of every finalist "
+            f"{name_of(plan)} may still be up to {ratios[plan] - 1:.0%} faster than the chosen plan, which is the simplest of "
+            "those that are not known to be slower. A longer --budget, and a machine with nothing else to do, would tell."
         )
 
 
