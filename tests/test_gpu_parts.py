@@ -99,7 +99,16 @@ def runs(process: int) -> bool:
 def test_a_benchmark_keeps_to_its_budget(bench: Path) -> None:
     """The real one, to its first rounds."""
     done = subprocess.run(
-        [sys.executable, str(bench / "bench_overhead.py"), "--device", "cpu", "--budget", "3", "--steps", "20"],
+        [
+            sys.executable,
+            str(bench / "bench_overhead.py"),
+            "--device",
+            "cpu",
+            "--budget",
+            "3",
+            "--steps",
+            "20",
+        ],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

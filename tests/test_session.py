@@ -440,7 +440,9 @@ def test_prepared_models_pickle_and_copy() -> None:
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 def test_kernels_of_every_shape_are_laid_out_as_torch_lays_them_out(name: str) -> None:
     """Of 1 x 1 ones and of single channels ``contiguous`` says that they are channels_last, and leaves them as they are."""
-    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 1, 1), nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1, groups=2))
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 1), nn.Conv2d(8, 1, 1), nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1, groups=2)
+    )
     before = [p.stride() for p in model.parameters()]
     want = [p.stride() for p in copy.deepcopy(model).to(memory_format=torch.channels_last).parameters()]
     amp = castwise.Amp(f"{name}+memory_format=channels_last", device="cpu")

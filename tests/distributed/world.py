@@ -102,7 +102,10 @@ class World:
                     if not fine:
                         failed.append(f"rank {rank}: {answers[rank]}")
         if failed:
-            for rank, pipe in waiting.items():  # others that failed by themselves say why; one that hangs has had its time
+            for (
+                rank,
+                pipe,
+            ) in waiting.items():  # others that failed by themselves say why; one that hangs has had its time
                 if pipe.poll(2 if ready else 0):
                     with contextlib.suppress(EOFError, ConnectionResetError):
                         fine, answer = pipe.recv()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,9 +93,21 @@ def test_two_processes_agree_to_the_byte_and_training_takes_more(tiny: str, one:
     assert one.method == "bytes held by torch's allocator"
 
 
+def test_a_workload_of_lambdas_is_measured_like_one_that_is_named(tiny: str) -> None:
+    workload = find_workload(f"{tiny}:mlp")
+    of_lambdas = replace(workload, batches=lambda seed: workload.batches(seed))
+    assert measure_memory(of_lambdas, FP32, CPU) == measure_memory(f"{tiny}:mlp", FP32, CPU)
+
+
 def test_a_workload_that_cannot_be_sent_is_measured_in_a_fork(tiny: str, one: Memory) -> None:
     workload = find_workload(f"{tiny}:mlp")
-    unsendable = replace(workload, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    lock = threading.Lock()
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        with lock:
+            return torch.optim.SGD(params, lr=0.1)
+
+    unsendable = replace(workload, optimizer=optimizer)
     memory = measure_memory(unsendable, FP32, CPU)
     assert memory.method.endswith("one thread")
     assert replace(memory, method="") == replace(one, method="")

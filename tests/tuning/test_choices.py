@@ -24,8 +24,8 @@ from castwise.process import _claimed
 from castwise.tuning import fastest, part_costs, search
 from castwise.tuning.axes import (
     check_formats,
+    complexity,
     numerics_of,
-    simplicity,
     whole_step_plans,
     with_operators_as_is,
 )
@@ -106,7 +106,7 @@ def test_axes_follow_the_model_and_the_optimizer() -> None:
     assert {p.memory_format for p in many} == {"as_is", "channels_last"}
     assert {p.optimizer for p in many} == {"as_given", "fused"}
     assert many[0] == BASELINE
-    assert [simplicity(p) for p in many] == sorted(simplicity(p) for p in many)
+    assert [complexity(p) for p in many] == sorted(complexity(p) for p in many)
     assert not any(p.master == "none" for p in many)
     small, _ = whole_step_plans(
         ("fp32", "bf16"), CPU, sgd(line.parameters()), has_images=False, goal="memory"
@@ -126,11 +126,14 @@ def test_a_format_that_the_device_lacks_is_left_out_with_its_reason() -> None:
     assert any(p.fp32_matmul == "tf32" for p in plans) is not bool(refused)
 
 
-def test_regions_and_rules_make_a_plan_less_simple() -> None:
+def test_regions_and_rules_make_a_plan_more_complex() -> None:
     lines = ("fp32", "bf16-mixed", "bf16-mixed+regions.0=fp32", "bf16-mixed+regions.0=fp32+optimizer=fused")
-    assert [simplicity(Plan.parse(line)) for line in lines] == sorted({
-        simplicity(Plan.parse(line)) for line in lines
+    assert [complexity(Plan.parse(line)) for line in lines] == sorted({
+        complexity(Plan.parse(line)) for line in lines
     })
+    free = complexity(Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last"))
+    assert free < complexity(Plan.parse("bf16-mixed+regions.0=fp32")) - 2.0
+    assert free < complexity(Plan.preset("bf16-master"))
     assert numerics_of(Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last")) == Plan.preset(
         "bf16-mixed"
     )
@@ -265,7 +268,6 @@ def test_what_is_slow_or_cannot_run_leaves_with_its_reason() -> None:
         assert low not in left
         assert contest.entries[low].reason.startswith("not faster: ")
         assert BASELINE in left
-        assert contest.winner(left) in left
     with Contest(workload(Fragile), CPU) as contest:
         contest.halve([low])
         assert contest.entries[low].reason == "not supported by this device: no kernel for bf16"
@@ -304,7 +306,7 @@ def test_nobody_joins_a_race_after_its_deadline() -> None:
         assert contest.halve([low]) == [BASELINE]
         assert contest.entries[low].reason == "not tried: the time was spent"
     with Contest(workload(), CPU, deadline=time.monotonic() - 1.0) as contest:
-        contest.final([low], 3)  # what has been found sound is timed in any case
+        contest.run([low], 3)  # what has been found sound is timed in any case
         assert contest.entries[low].rounds == 1
 
 
@@ -325,18 +327,6 @@ def test_a_region_is_a_candidate_where_batches_have_four_axes_and_nothing_convol
     found._refer()
     out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
     assert Plan.parse("bf16-mixed+regions.1=fp32") in out
-
-
-def test_ties_go_to_the_simpler_plan() -> None:
-    simple, other = Plan.preset("bf16-mixed"), Plan.parse("bf16-mixed+regions.0=fp32")
-    with Contest(workload(), CPU) as contest:
-        contest.run([simple, other], 1)
-        for plan, speed in ((BASELINE, 1.0), (simple, 0.5), (other, 0.499)):
-            contest.entries[plan].times_s = [speed * (1 + 0.02 * (i % 3)) for i in range(9)]
-        assert contest.winner([simple, other]) == simple
-        contest.entries[other].times_s = [0.4 * (1 + 0.02 * (i % 3)) for i in range(9)]
-        assert contest.winner([simple, other]) == other
-        assert contest.reason(simple, other) == "not faster: takes 1.25 times as long"
 
 
 # --- pairs --------------------------------------------------------------------------------------------------------
@@ -388,16 +378,6 @@ def test_training_runs_are_as_long_as_time_allows() -> None:
     assert affordable_steps(80.0, 0.1, 8) == 80
     assert affordable_steps(1e6, 0.1, 8) == 100
     assert affordable_steps(10.0, 0.1, 8) == 0  # too few to tell
-
-
-def test_plans_in_doubt_lose_ties() -> None:
-    simple, other = Plan.preset("bf16-mixed"), Plan.parse("bf16-mixed+regions.0=fp32")
-    with Contest(workload(), CPU) as contest:
-        contest.run([simple, other], 1)
-        for plan in (BASELINE, simple, other):
-            contest.entries[plan].times_s = [0.5 * (1 + 0.02 * (i % 3)) for i in range(9)]
-        assert contest.winner([simple, other]) == simple
-        assert contest.winner([simple, other], last=[simple]) == other
 
 
 def test_attention_is_unfused_where_there_is_any_and_no_gpu() -> None:

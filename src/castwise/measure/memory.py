@@ -12,26 +12,21 @@ import contextlib
 import gc
 import json
 import os
-import pickle
-import re
-import subprocess
-import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import nn
 
-from castwise.errors import CastwiseError, WorkloadError
+from castwise.errors import CastwiseError, WorkloadError, sentence
+from castwise.measure.processes import FORKS, Home, Process, portable, received
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
-from castwise.workload import Workload, find_workload
+from castwise.workload import Workload
 
 TIMEOUT_S = 900.0
 _MARK = "castwise::peak"
@@ -64,45 +59,57 @@ def measure_memory(
     *,
     seed: int = 0,
     inference: bool = True,
+    home: Home | None = None,
 ) -> Memory:
-    """Measure a plan's memory in a new process, which is ended after ``TIMEOUT_S`` seconds.
+    """Measure a plan's memory in a new process, for which at most ``TIMEOUT_S`` seconds are waited.
 
-    A workload that cannot be pickled (it holds lambdas or functions of the script itself) is measured in a fork of this
-    process, where the operating system and the device allow it. A specification is one that
-    :func:`castwise.workload.find_workload` takes.
+    A workload that cannot be sent to it (it holds a lock, an open file) is measured in a copy of this process, where the
+    operating system and the device allow it.
+
+    Args:
+        workload: A workload, or how :func:`castwise.workload.find_workload` finds it there.
+        plan: What it runs by.
+        device: Where.
+        seed: Of weights and data.
+        inference: Whether to measure inference too.
+        home: Where the process starts; one of its own, by default.
 
     Raises:
-        CastwiseError: The process could not be started or failed; the message says why.
+        CastwiseError: The workload cannot be sent, or the process failed; the message says why.
     """
-    with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
-        answer = Path(folder) / "memory.json"
-        request = _pickle(workload, plan, device, seed, inference)
-        if request is None and isinstance(workload, Workload):
-            measure = partial(measure_here, workload, plan, device, seed, inference)
-            _in_fork(partial(_answer, answer, measure), device)
-            forked = _read(answer, "")
-            return replace(forked, method=f"{forked.method}, one thread")
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "castwise.measure", str(answer)], env=_alone(os.environ),
-                input=pickle.dumps((sys.path, torch.get_num_threads(), request)), capture_output=True, timeout=TIMEOUT_S,
-                check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise CastwiseError(f"memory was not measured: no answer after {TIMEOUT_S:g} s") from None
-        return _read(answer, done.stderr.decode(errors="replace"))
+    try:
+        with Home() if home is None else contextlib.nullcontext(home) as place:
+            process = _start(place, workload, plan, device, seed, inference)
+            try:
+                found: Memory = process.answer(TIMEOUT_S)
+            finally:
+                process.close()
+    except Exception as error:
+        raise CastwiseError(f"memory was not measured: {sentence(error, whole=False)}") from error
+    return found
 
 
-def main(answer: str) -> None:
-    """Entry point of the process: a request on standard input, the answer into a file of this path."""
-    sys.path[:], threads, request = pickle.load(sys.stdin.buffer)
+def _start(
+    home: Home, workload: Workload | str, plan: Plan, device: torch.device, seed: int, inference: bool
+) -> Process:
+    try:
+        sent = portable(workload)
+    except WorkloadError:
+        if isinstance(workload, str) or device.type != "cpu" or not FORKS:
+            raise
+        return home.fork(_measure_in_copy, workload, plan, device, seed, inference)
+    return home.start(_measure, sent, plan.to_json(), str(device), seed, inference)
 
-    def measure() -> Memory:
-        torch.set_num_threads(threads)
-        workload, *others = pickle.loads(request)  # imports what the workload is made of
-        return measure_here(find_workload(workload) if isinstance(workload, str) else workload, *others)
 
-    _answer(Path(answer), measure)
+def _measure_in_copy(*what: Any) -> Memory:
+    found = measure_here(*what)
+    return replace(found, method=f"{found.method}, one thread")
+
+
+def _measure(
+    _pipe: Connection, workload: bytes, plan: str, device: str, seed: int, inference: bool
+) -> Memory:
+    return measure_here(received(workload), Plan.from_json(plan), torch.device(device), seed, inference)
 
 
 def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int, inference: bool) -> Memory:
@@ -211,66 +218,3 @@ def count_saved_bytes(model: nn.Module) -> Iterator[_Saved]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
-
-
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
-"""What torchrun says to its processes, beside names that begin with LOCAL_, GROUP_ or TORCHELASTIC_."""
-
-
-def _alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what makes a process one of torchrun's: the one that measures is none of the ranks."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in _LAUNCHED and not re.match(r"(LOCAL|GROUP)_(RANK|WORLD_SIZE)$|TORCHELASTIC_", name)
-    }
-
-
-def _pickle(workload: Workload | str, *others: object) -> bytes | None:
-    """A workload, and what goes with it, for another process; None where it would not be found there."""
-    try:
-        pickled = pickle.dumps((workload, *others))
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
-    return None if b"__main__" in pickled and not isinstance(workload, str) else pickled
-
-
-def _in_fork(work: Callable[[], None], device: torch.device) -> None:
-    if device.type != "cpu" or not sys.platform.startswith("linux"):
-        raise WorkloadError(
-            "memory was not measured: the workload holds functions that cannot be sent to another process; "
-            "put it into a file and name it file.py:attribute"
-        )
-    child = os.fork()
-    if child == 0:
-        try:
-            gc.freeze()  # a process group among what the parent has left behind would wait for threads that stayed there
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler talks on standard error
-            # torch's threads do not survive a fork; with one thread none is needed, as in DataLoader's workers
-            torch.set_num_threads(1)
-            for name in set(os.environ) - set(_alone(os.environ)):
-                del os.environ[name]
-            work()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
-
-def _answer(path: Path, measure: Callable[[], Memory]) -> None:
-    """Write what was measured, or why it was not."""
-    try:
-        answer = asdict(measure())
-    except Exception as error:
-        traceback.print_exc()
-        answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    path.write_text(json.dumps(answer), encoding="utf-8")
-
-
-def _read(path: Path, stderr: str) -> Memory:
-    if not path.exists():
-        last = stderr.strip().splitlines()[-1:] or ["it died without a word (out of memory?)"]
-        raise CastwiseError(f"memory was not measured: the process ended with: {last[0]}")
-    answer = json.loads(path.read_text(encoding="utf-8"))
-    if "error" in answer:
-        raise CastwiseError(f"memory was not measured: {answer['error']}")
-    return Memory(**answer)

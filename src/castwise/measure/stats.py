@@ -110,3 +110,72 @@ def _order_statistic(n: int, tail: float) -> int:
             break
         k = index
     return k
+
+
+_T = {
+    0.95: (
+        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
+        2.101, 2.093, 2.086,
+    ),
+    0.99: (
+        63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898,
+        2.878, 2.861, 2.845,
+    ),
+}  # fmt: skip
+"""Two-sided points of Student's t for 1, 2, ... degrees of freedom; beyond the last the last, which is a little wider."""
+LUCK = 0.02
+"""Standard deviation of the logarithm of a start's time that is expected before any is known."""
+_SHARED = 4
+"""Degrees of freedom that the spread of all pairs together counts for, in the spread of each."""
+
+
+def restarts(
+    times_s: Sequence[Sequence[Sequence[float]]], level: float = LEVEL
+) -> dict[tuple[int, int], Ratio]:
+    """How many times as long each of several programs takes as each other, from times of several starts of all.
+
+    Per start, the median over its rounds of the logarithm of the ratio; over starts, their mean and Student's interval. The
+    variance of a pair is drawn towards the mean variance of all pairs, as if that were known with four degrees of freedom:
+    with three starts a pair of its own has two, and its interval would be half as long again for nothing. Where nothing was
+    started twice, what ``LUCK`` says of starts in general stands in for it.
+
+    Args:
+        times_s: Per program, per start, per round seconds > 0. Rounds are shared: those of the shorter of two count.
+        level: Coverage, 0.95 or 0.99.
+
+    Returns:
+        By index of the one and the other; without a start of both from 0 to infinity.
+
+    Raises:
+        KeyError: Another level.
+    """
+    indices = range(len(times_s))
+    logs = {(i, j): _log_ratios(times_s[i], times_s[j]) for i in indices for j in indices if i < j}
+    spread = {pair: statistics.variance(found) for pair, found in logs.items() if len(found) > 1}
+    shared = statistics.fmean(spread.values()) if spread else 2.0 * LUCK**2
+    out: dict[tuple[int, int], Ratio] = {}
+    for (i, j), found in logs.items():
+        n = len(found)
+        mean, half = 0.0, math.inf
+        if n:
+            mean = statistics.fmean(found)
+            freedom = (n - 1) + (_SHARED if len(spread) != 1 else 0)
+            own = (n - 1) * spread.get((i, j), 0.0)
+            variance = (freedom - (n - 1)) * shared + own
+            half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / freedom / n)
+        out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
+        out[j, i] = Ratio(math.exp(-mean), math.exp(-mean - half), _exp(half - mean), level, n)
+    return out
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700.0 else math.inf
+
+
+def _log_ratios(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
+    """Per start, which both had, the median over the rounds, which both ran, of the logarithm of one / other."""
+    return [
+        statistics.median(math.log(a / b) for a, b in zip(mine, others, strict=False))
+        for mine, others in zip(one, other, strict=False)
+        if mine and others
+    ]

@@ -192,8 +192,9 @@ def interval_note(record: Record) -> str:
     """What the numbers in the tables are."""
     firm, lines = words.level(row["speedup"] for row in record["candidates"]), record["lines"]
     return (
-        f"Times are medians ± half the interquartile range of interleaved rounds; speeds come with their {firm} "
-        "interval from rounds that both plans ran, and an interval that contains 1 is a tie. Damage is "
+        "Times are medians ± half the interquartile range of rounds. The plans that came to the final were started several "
+        "times, each in a process of its own, and ran in turns; their speeds come with Student's "
+        f"{firm} interval over starts. The others left the race before it. Damage is "
         f"{words.MEANING}, with its 95 % interval: below {lines['pass']:g} passes, above {lines['fail']:g} fails, between the two "
         "is undecided."
     )

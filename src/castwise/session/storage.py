@@ -96,7 +96,9 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
         if dtype is not tensor.dtype:
             masters.store(tensor, dtype)
         if strides and not hasattr(tensor, "device_mesh"):
-            tensor.data = tensor.data.to(memory_format=torch.channels_last)  # contiguous() leaves 1 x 1 kernels as they are
+            tensor.data = tensor.data.to(
+                memory_format=torch.channels_last
+            )  # contiguous() leaves 1 x 1 kernels as they are
 
 
 def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:

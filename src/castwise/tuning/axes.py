@@ -105,7 +105,7 @@ def whole_step_plans(
         dataclasses.replace(plan, memory_format=layout, optimizer=step)
         for plan, layout, step in itertools.product(numerics, layouts, steps)
     ]
-    return sorted(plans, key=simplicity), dropped
+    return sorted(plans, key=complexity), dropped
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -137,15 +137,20 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
     return dataclasses.replace(plan, ops=(*plan.ops, *ops)) if ops else None
 
 
-def simplicity(plan: Plan) -> int:
-    """How many decisions a plan makes, 0 for fp32: between plans equally good the one with fewest is taken."""
-    base = Plan(compute="fp32")
-    own = 2 * (plan.compute != "fp32") + (plan.compute == "fp16") + 2 * (plan.params != base.params)
-    own += (plan.master == "none") + (plan.rules != base.rules and plan.compute != "fp32")
-    own += (plan.fp32_matmul != "as_is") + (plan.fp32_conv != "as_is" and plan.fp32_matmul != plan.fp32_conv)
-    own += (plan.memory_format != "as_is") + (plan.optimizer != "as_given") + 2 * len(plan.ops)
-    usual = next((p for p in PRESETS.values() if numerics_of(p) == numerics_of(plan)), None)
-    return own + (0 if usual is not None else 2 * len(plan.regions))
+def complexity(plan: Plan) -> float:
+    """How much a person has to understand, 0 for fp32: of plans equally good the least complex is taken.
+
+    Regions most of all, and overrides of operators; a low format and its storage less; the memory format and the fused
+    optimizer are nearly free.
+    """
+    usual = any(numerics_of(preset) == numerics_of(plan) for preset in PRESETS.values())
+    out = 2.0 * (plan.compute != "fp32") + (plan.compute == "fp16")
+    out += 2.0 * (plan.params != "fp32") + (plan.master == "none" and plan.params != "fp32")
+    out += plan.rules not in ("native", "none")
+    out += (plan.fp32_matmul != "as_is") + (plan.fp32_conv not in ("as_is", plan.fp32_matmul))
+    out += 2.0 * len(plan.ops)
+    out += 0.0 if usual or not plan.regions else 4.0 + len(plan.regions)
+    return out + 0.25 * (plan.memory_format != "as_is") + 0.25 * (plan.optimizer != "as_given")
 
 
 def numerics_of(plan: Plan) -> Plan:

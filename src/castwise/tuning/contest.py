@@ -2,7 +2,8 @@
 
 All candidates take a few interleaved steps, those that are clearly behind leave, and the rest go on with more rounds;
 fp32 stays to the end as what ratios are taken to. What could still be the fastest never leaves for lack of luck: a
-candidate goes only if its best round is behind the leader's typical one.
+candidate goes only if its best round is behind the leader's typical one. Who of those left is chosen is decided
+elsewhere (:mod:`castwise.tuning.final`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -22,22 +23,16 @@ from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
-from castwise.tuning.axes import simplicity
 from castwise.workload import Workload
 
 BASELINE = PRESETS["fp32"]
 BLOCK_S = 0.06
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
-FINAL_BLOCK = 2
-"""How many times as long blocks are in the final."""
 TOGETHER_BYTES = 4 << 30
 """Weights, gradients and optimizer state that may lie in memory at once."""
-LEAVES = 1.04
-"""A candidate whose best round is this many times the leader's median leaves."""
-TIE = 0.985
-"""A tie goes to the simpler plan only if it is at least this fast, whatever the interval."""
-WORTH = 0.997
-"""A simpler plan at least this fast is taken whatever the interval: nobody would trade a decision for less."""
+LEAVES, LEAVES_EARLY = 1.04, 1.2
+"""A candidate whose best round is this many times the leader's median leaves; the second before it had so many rounds:"""
+EARLY = 6
 
 
 @dataclass
@@ -116,6 +111,10 @@ class Contest:
 
     def __exit__(self, *exception: object) -> None:
         """Close every run."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all models; times stay, and a plan that is run again is built again."""
         for plan in list(self._runs):
             self._close(plan)
 
@@ -149,7 +148,8 @@ class Contest:
         leader = self.order(plans)[0]
         left = []
         for plan in plans:
-            if plan in (leader, BASELINE) or self._best(plan, leader) * LEAVES > 1.0:
+            behind = LEAVES if self.entries[plan].rounds >= EARLY else LEAVES_EARLY
+            if plan in (leader, BASELINE) or self._best(plan, leader) * behind > 1.0:
                 left.append(plan)
             else:
                 self.entries[plan].reason, self.entries[plan].behind = self._not_faster(plan, leader), True
@@ -168,23 +168,10 @@ class Contest:
         said = f"takes {1 / ratio.value:.2f} times as long" if ratio else "not timed beside it"
         return f"not faster: {said}"
 
-    def final(self, plans: Sequence[Plan], rounds: int, beside: Sequence[Plan] = ()) -> None:
-        """Race the last plans for longer, with others beside them, if they can run, though they have left."""
-        again = [self.entries[p] for p in beside if p not in plans and p in self.entries]
-        reasons = {entry.plan: entry.reason for entry in again if entry.behind or not entry.reason}
-        for plan in reasons:
-            self.entries[plan].reason = ""
-        for plan in [p for p in self._runs if p not in (BASELINE, *plans, *reasons)]:
-            self._close(plan)
-        self.run([*plans, *reasons], rounds, FINAL_BLOCK)
-        for plan, reason in reasons.items():
-            self.entries[plan].reason = self.entries[plan].reason or reason
-
-    def run(self, plans: Sequence[Plan], rounds: int, longer: int = 1, *, admit_late: bool = True) -> None:
+    def run(self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True) -> None:
         """Run interleaved rounds, in each of which every plan, and fp32, runs one block of steps.
 
-        Blocks are ``longer`` than usual by this factor; with ``admit_late`` plans that have not run yet may still join after
-        the deadline.
+        With ``admit_late`` plans that have not run yet may still join after the deadline.
 
         Raises:
             Exception: What fp32 raised: without it there is nothing to compare with.
@@ -200,7 +187,7 @@ class Contest:
             self._open(plan)
         self._warm([plan for plan in new if plan in self._runs], admit_late)
         racing = [plan for plan in field_ if plan in self._runs]
-        block = self._block * longer
+        block = self._block
         for number in range(rounds):
             if number and self._ranks.now() > self._deadline:
                 break
@@ -319,24 +306,3 @@ class Contest:
             return 1.0 if plan == BASELINE else statistics.median(self._ratios(plan) or [0.0])
 
         return sorted(plans, key=speed, reverse=True)
-
-    def winner(self, plans: Sequence[Plan], last: Collection[Plan] = ()) -> Plan:
-        """The fastest, or a simpler plan that cannot be told from it; those in ``last`` lose any tie."""
-        ordered = self.order(plans)
-        fastest = ordered[0]
-        tied = [fastest]
-        for plan in ordered[1:]:
-            ratio = self.ratio(plan, fastest)
-            if ratio is not None and ((ratio.high >= 1.0 and ratio.value >= TIE) or ratio.value >= WORTH):
-                tied.append(plan)
-        return min(tied, key=lambda plan: (plan in last, simplicity(plan), ordered.index(plan)))
-
-    def reason(self, plan: Plan, winner: Plan) -> str:
-        """Why a plan that was in to the end was not chosen."""
-        ratio = self.ratio(plan, winner)
-        if ratio is None:
-            return self.entries[plan].reason or "not timed against the chosen plan"
-        if ratio.is_tie:
-            simpler = simplicity(winner) < simplicity(plan)
-            return "a tie with the chosen plan, which is simpler" if simpler else "a tie with the chosen plan"
-        return self._not_faster(plan, winner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
@@ -12,25 +12,26 @@ from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import (
     FORMATS,
+    complexity,
     name_of,
     numerics_of,
-    simplicity,
     whole_step_plans,
     with_operators_as_is,
 )
 from castwise.tuning.contest import Contest
+from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
+from castwise.tuning.final import race_final
 from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
 FINALISTS = 5
-FINAL_ROUNDS = 20
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
-RACE_SHARE = 0.7
-"""After this share of the budget no round of a race starts."""
+RACE_SHARE, FINAL_SHARE = 0.4, 0.85
+"""After these shares of the budget no round of a race, and no start of the final, begins."""
 TRAINING_SHARE = 0.35
 """Training runs that decide a doubtful plan may take this share of the budget."""
 
@@ -64,29 +65,34 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = _with_operators(search, contest, left)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-    running = _with_lossless(contest, [*sound, *doubtful])
+    running = _with_lossless(contest, likeliest(search, contest, [*sound, *doubtful]))
+    _final(search, running, doubtful, FINAL_SHARE)
+    assert search.final is not None
+    _choose(search, search.final.in_turn([FP32, *running]))
+    if doubt := search.final.doubt(search.chosen):
+        search.notes.append(doubt)
+
+
+def _final(search: SearchState, plans: Sequence[Plan], doubtful: Collection[Plan], share: float) -> None:
     with search.stage("final"):
-        contest.final(running, FINAL_ROUNDS, beside=(AUTOCAST,))
-    best = contest.winner(running, last=doubtful)
-    _choose(search, [best, *(plan for plan in contest.order(running) if plan != best)])
+        search.final = race_final(search, plans, doubtful, search.start + share * search.settings.budget_s)
 
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
         search.measure_peaks(plans)
 
-    def lightness(plan: Plan) -> tuple[float, int]:
-        """Peak memory to within a hundredth, then simplicity; a plan that was not measured comes last."""
+    def lightness(plan: Plan) -> tuple[float, float]:
+        """Peak memory to within a hundredth, then complexity; a plan that was not measured comes last."""
         peak = search.peaks.get(plan)
-        return (math.inf if peak is None else round(math.log(peak) * 100), simplicity(plan))
+        return (math.inf if peak is None else round(math.log(peak) * 100), complexity(plan))
 
     left = sorted((p for p in plans if p in search.peaks), key=lightness) or [FP32]
     with search.stage("parity"):
         sound, _ = _sound(search, left)
     order = sorted(sound, key=lightness)
     _choose(search, order)
-    with search.stage("race"):
-        contest.run(list(dict.fromkeys([search.chosen, *order[:2]])), FINAL_ROUNDS // 2)
+    _final(search, list(dict.fromkeys([search.chosen, *order[:2]])), (), 1.2)
 
 
 # --- what is raced ------------------------------------------------------------------------------------------
@@ -128,7 +134,7 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     if settings.goal == "memory" and any(plan.optimizer == "fused" for plan in out):
         # the fused kernel never holds more than the loop it replaces
         out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
-    return [search.scaled(plan) for plan in sorted(out, key=simplicity)]
+    return [search.scaled(plan) for plan in sorted(out, key=complexity)]
 
 
 def _without(
@@ -146,6 +152,20 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in left[:2]]
     new = [plan for plan in variants if plan is not None]
     return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
+
+
+def likeliest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
+    """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them."""
+    order = contest.order([plan for plan in plans if plan != FP32])
+    if len(order) <= FINALISTS:
+        return list(plans)
+    speeds = [ratio.value if (ratio := contest.ratio(plan)) is not None else 0.0 for plan in order]
+    alike = [plan for plan, speed in zip(order, speeds, strict=True) if speed * MARGIN >= speeds[0]]
+    left = dict.fromkeys([min(alike, key=complexity), *order[: FINALISTS - 1]])
+    for plan in order:
+        if plan not in left:
+            search.passed_over[plan] = f"not in the final: {FINALISTS} others were faster in the race"
+    return [plan for plan in plans if plan == FP32 or plan in left]
 
 
 def _with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
@@ -198,13 +218,14 @@ def _may_train(search: SearchState, found: ParityResult | None) -> bool:
     return search.settings.goal == "time" and found is not None and is_doubtful(found)
 
 
-def _choose(search: SearchState, order: Sequence[Plan]) -> None:
+def _choose(search: SearchState, order: Iterable[Plan]) -> None:
     """Settle the first of some plans that passes on fresh batches, or that trains like fp32 where it is in doubt."""
     assert search.numerics is not None
     kept = search.kept
     for plan in order:
         if numerics_of(plan) == FP32:
-            break
+            search.settle(plan, None)
+            return
         with search.stage("verification"):
             result = search.numerics.verify(plan)
             lost = _lost(search, plan)
@@ -222,7 +243,7 @@ def _choose(search: SearchState, order: Sequence[Plan]) -> None:
         regions = any(region.compute == "fp32" for region in plan.regions)
         search.settle(plan, result, kept if regions else None)
         return
-    search.settle(next((p for p in order if numerics_of(p) == FP32), FP32), None)
+    search.settle(FP32, None)
 
 
 def _trained(search: SearchState, plan: Plan) -> Verification | None:

@@ -70,11 +70,12 @@ def answer(search: Search) -> str:
         )
     if plan == FP32:
         return f"Stay with fp32 as it is: {_why_fp32(search)}."
-    parts = []
-    if (over := _ratio(search, plan, FP32)) is not None:
-        parts.append(f"trains {_times(over)} as fast as fp32")
-    if (beside := _ratio(search, plan, AUTOCAST)) is not None:
-        parts.append(f"{_times(beside)} as fast as one-line torch.autocast in bf16")
+    beside = {
+        "fp32": _ratio(search, plan, FP32),
+        "one-line torch.autocast in bf16": _ratio(search, plan, AUTOCAST),
+    }
+    known = [_speed(name, ratio) for name, ratio in beside.items() if ratio is not None]
+    parts = [f"trains {' and '.join(known)}"] if known else []
     if search.settings.goal == "memory" and plan in search.peaks and FP32 in search.peaks:
         parts.insert(0, f"takes {search.peaks[plan] / search.peaks[FP32]:.0%} of fp32's peak memory")
     trained = search.verification
@@ -98,11 +99,18 @@ def _why_fp32(search: Search) -> str:
     return "no plan was faster by more than the measurement can tell"
 
 
-def _times(ratio: stats.Ratio) -> str:
-    return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f})"
+def _speed(other: str, ratio: stats.Ratio) -> str:
+    """How fast a plan is beside another; no direction where the interval knows none."""
+    interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.is_tie:
+        return f"as fast as {other} as far as can be told {interval}"
+    return f"{ratio.value:.2f} times {interval} as fast as {other}"
 
 
 def _ratio(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
+    """How many times as fast as another a plan is, by the final; by the race where that was not reached."""
+    if search.final is not None:
+        return search.final.ratio(plan, over)
     return search.contest.ratio(plan, over) if search.contest is not None and plan != over else None
 
 
@@ -114,10 +122,8 @@ def _finding(search: Search, plan: Plan) -> ParityResult | None:
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
     entries = search.contest.entries if search.contest is not None else {}
-    rows = [
-        _candidate(search, plan)
-        for plan in dict.fromkeys([FP32, *entries, *search.passed_over, *search.reasons, search.chosen])
-    ]
+    seen = [FP32, *entries, *search.peaks, *search.passed_over, *search.reasons, search.chosen]
+    rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
 
     def rank(row: Candidate) -> tuple[int, float]:
         place = 0 if row.plan == str(search.chosen) else _PLACES.index(row.status)
@@ -127,24 +133,27 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
 
 
 def _candidate(search: Search, plan: Plan) -> Candidate:
-    contest, chosen = search.contest, search.chosen
+    contest, final, chosen = search.contest, search.final, search.chosen
     entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
     found = _finding(search, plan)
-    why = search.reasons.get(plan) or search.passed_over.get(plan) or entry.reason
+    why = search.reasons.get(plan) or search.passed_over.get(plan)
+    why = why or (final.reason(plan, chosen) if final is not None else "") or entry.reason
     status: Status = "sound" if not why and found is not None and found.verdict == "pass" else "rejected"
     if plan == chosen:
         status, why = "chosen", "the fastest sound plan" if search.settings.goal == "time" else "chosen"
-    elif not why and contest is not None:
-        why = contest.reason(plan, chosen)
+    elif not why and entry.rounds:
+        why = "not timed beside the chosen plan"
     if plan == FP32:
         status = "baseline"
-    times, losses = entry.lap.seconds, entry.losses[-LAST:]
+    times, losses = (
+        (final.seconds(plan), final.losses.get(plan, [])) if final is not None else (entry.lap.seconds, [])
+    )
     return Candidate(
         name=name_of(plan), plan=str(plan), status=status, reason=why, rounds=len(times),
         time=stats.summarise(times) if times else None, speedup=_ratio(search, plan, FP32),
         versus_autocast=_ratio(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(found) if found is not None else None,
-        loss=statistics.fmean(losses) if losses else None,
+        loss=statistics.fmean(losses[-LAST:]) if losses else None,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.memory import measure_memory
+from castwise.measure.processes import Home
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
@@ -24,6 +26,9 @@ from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import Part
 from castwise.tuning.repair import NumericsSearch, Repair
 from castwise.workload import Workload
+
+if TYPE_CHECKING:
+    from castwise.tuning.final import Final
 
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
@@ -85,7 +90,8 @@ class SearchState:
         used: ATen operators that a training step's forward runs.
         images: Whether a memory format means anything: the model convolves over images.
         costs: Of the parts, by pattern.
-        contest: The race; None for ``goal="numerics"``.
+        contest: The race that leads to it; None for ``goal="numerics"``.
+        final: The race that decides, once it has been run.
         findings: Parity per plan's numerics.
         reasons: What speaks against a plan, where the race does not say.
         passed_over: Why a plan was not tried, of which nothing else is known.
@@ -112,6 +118,7 @@ class SearchState:
     images: bool = False
     costs: dict[str, Cost] = field(default_factory=dict)
     contest: Contest | None = None
+    final: Final | None = None
     test: ParityTest | None = None
     numerics: NumericsSearch | None = None
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
@@ -218,27 +225,30 @@ class SearchState:
     def measure_peaks(self, plans: Sequence[Plan]) -> None:
         """Measure peak memory of plans that have not been measured yet, each in a process of its own."""
 
-        def measure(plan: Plan) -> int | None:
+        def measure(home: Home, plan: Plan) -> int | None:
             what, seed = self.spec or self.workload, self.settings.seed
-            return measure_memory(what, plan, self.device, seed=seed, inference=False).training_peak_bytes
+            return measure_memory(
+                what, plan, self.device, seed=seed, inference=False, home=home
+            ).training_peak_bytes
 
-        for number, plan in enumerate(plans):
-            if plan in self.peaks:
-                continue
-            if self.left_s() < PEAK_S:
-                self.notes.append(
-                    f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
-                )
-                break
-            self.say(self.now, name_of(plan), number, len(plans))
-            try:
-                here = self.ranks.at(f"the memory of {plan}")
-                peak = here.worst(partial(measure, plan), lambda found: found or 0)
-            except (CastwiseError, OSError) as error:
-                self.notes.append(f"{name_of(plan)}: {error}")
-                continue
-            if peak is not None:
-                self.peaks[plan] = peak
+        with Home() as home:
+            for number, plan in enumerate(plans):
+                if plan in self.peaks:
+                    continue
+                if self.left_s() < PEAK_S:
+                    self.notes.append(
+                        f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                    )
+                    break
+                self.say(self.now, name_of(plan), number, len(plans))
+                try:
+                    here = self.ranks.at(f"the memory of {plan}")
+                    peak = here.worst(partial(measure, home, plan), lambda found: found or 0)
+                except (CastwiseError, OSError) as error:
+                    self.notes.append(f"{name_of(plan)}: {error}")
+                    continue
+                if peak is not None:
+                    self.peaks[plan] = peak
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
         """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""

@@ -1,0 +1,150 @@
+"""How often the rule that chooses a plan is wrong: simulated searches among plans of known speed.
+
+Five plans, the simplest first, race by the rule of ``castwise.tuning.decision``: ``slow`` counts choices that are more than
+3 % slower than the best, ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
+``decided`` searches that did not run out of starts. The noise is of three kinds drawn from formulas (a process is lucky for
+its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
+in a process of its own, started anew and run in turns, whose times differ by nothing but noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from castwise.measure.apart import race_apart
+from castwise.measure.processes import Home, portable
+from castwise.plans.plan import PRESETS
+from castwise.tuning.decision import MARGIN, settle
+from common import Results, arguments
+
+PLANS, ROUNDS, SEARCHES = 5, 10, 300
+COPIES, STARTS = 5, 12
+WORKLOADS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32")
+
+Noise = Callable[[random.Random, int], list[list[float]]]
+"""Logarithms of times of so many plans in one start, by plan and round."""
+
+
+def drawn(
+    generator: random.Random, plans: int, *, rounds_sd: float, starts_sd: float, drift: float
+) -> list[list[float]]:
+    """A start's luck, a normal part and one in ten a long tail per round, and a random walk from block to block."""
+    lucky = [generator.gauss(0.0, starts_sd) for _ in range(plans)]
+    logs = [[0.0] * ROUNDS for _ in range(plans)]
+    walk = 0.0
+    for turn, plan in itertools.product(range(ROUNDS), range(plans)):
+        walk += generator.gauss(0.0, drift)
+        tail = generator.expovariate(1.0 / (5.0 * rounds_sd)) if generator.random() < 0.1 else 0.0
+        logs[plan][turn] = lucky[plan] + generator.gauss(0.0, rounds_sd) + tail + walk
+    return logs
+
+
+def resampled(
+    measured: Sequence[Sequence[Sequence[float]]], generator: random.Random, plans: int
+) -> list[list[float]]:
+    """One of the measured starts, its copies in random order."""
+    start = generator.choice(measured)
+    return [list(copy) for copy in generator.sample(list(start), plans)]
+
+
+def measure(workload: str, device: torch.device) -> list[list[list[float]]]:
+    """Logarithms of times by start, copy and round."""
+    with Home() as home:
+        starts = []
+        for _ in range(STARTS):
+            times = race_apart(home, portable(workload), [PRESETS["fp32"]] * COPIES, device, rounds=ROUNDS)
+            starts.append([[math.log(t) for t in copy.times_s] for copy in times])
+        return starts
+
+
+def search(generator: random.Random, speeds: Sequence[float], noise: Noise) -> tuple[int, bool, int]:
+    """One search among plans that take so many times as long as one another: which it chooses, whether decided, starts."""
+
+    def start(racing: Sequence[int]) -> Mapping[int, Sequence[float]]:
+        logs = noise(generator, len(speeds))
+        return {one: [speeds[one] * math.exp(log) for log in logs[one]] for one in racing}
+
+    decision, times = settle(range(len(speeds)), start)
+    return decision.chosen, decision.decided, max(map(len, times))
+
+
+def equal(_: random.Random) -> list[float]:
+    """All as fast as each other."""
+    return [1.0] * PLANS
+
+
+def simple_slower(_: random.Random) -> list[float]:
+    """The two simplest 4 % slower than the others."""
+    return [1.04, 1.04, *[1.0] * (PLANS - 2)]
+
+
+def one_faster(_: random.Random) -> list[float]:
+    """All but the most complicated 4 % slower."""
+    return [*[1.04] * (PLANS - 1), 1.0]
+
+
+def spread(generator: random.Random) -> list[float]:
+    """As plans of one workload lie: by some 15 % from one another."""
+    return [math.exp(generator.gauss(0.0, 0.15)) for _ in range(PLANS)]
+
+
+def simulate(noise: Noise, speeds: Callable[[random.Random], list[float]]) -> dict[str, float]:
+    """Pairs of searches; shares of all searches, and of all pairs for ``alike``."""
+    generator = random.Random(0)
+    slow, complicated, decided, alike, starts = 0, 0, 0, 0, []
+    for _ in range(SEARCHES):
+        known = speeds(generator)
+        found = [search(generator, known, noise) for _ in range(2)]
+        alike += found[0][0] == found[1][0]
+        for chosen, sure, taken in found:
+            slow += known[chosen] > MARGIN * min(known)
+            complicated += any(time <= known[chosen] for time in known[:chosen])
+            decided += sure
+            starts.append(taken)
+    both = 2 * SEARCHES
+    return {
+        "slow": slow / both, "complicated": complicated / both, "alike": alike / SEARCHES, "decided": decided / both,
+        "starts": statistics.fmean(starts),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Write ``results/decision-<device>.json``."""
+    given = arguments(__doc__).parse_args()
+    device = torch.device(given.device)
+    kinds: dict[str, Noise] = {
+        "quiet": partial(drawn, rounds_sd=0.01, starts_sd=0.003, drift=0.002),
+        "busy": partial(drawn, rounds_sd=0.03, starts_sd=0.007, drift=0.005),
+        "wild": partial(drawn, rounds_sd=0.08, starts_sd=0.02, drift=0.01),
+    }
+    with Results("decision", device, __doc__, given.budget) as results:
+        for workload in WORKLOADS:
+            measured = measure(workload, device)
+            kinds[workload] = partial(resampled, measured)
+            results.add({"part": f"noise of {workload}", **noise_of(measured)})
+        for (name, noise), speeds in itertools.product(
+            kinds.items(), (equal, simple_slower, one_faster, spread)
+        ):
+            results.add({"part": f"{name}: {speeds.__name__}", **simulate(noise, speeds)})
+
+
+def noise_of(measured: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Spreads of the measured copies: of rounds within a start, and between starts beyond what rounds explain."""
+    between, within = [], []
+    for start in measured:
+        for one, other in itertools.pairwise(start):
+            ratios = [a - b for a, b in zip(one, other, strict=True)]
+            between.append(statistics.median(ratios))
+            within.append(statistics.stdev(ratios))
+    return {"rounds_sd": statistics.median(within), "starts_sd": statistics.pstdev(between)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Trainings raced in processes of their own, of which one runs while the others wait.
+
+A plan that is timed beside others in one process shares their allocator, caches and threads, and a process is lucky or
+unlucky for its whole life: where its memory lies can move the time of a step by more than many rounds can tell. So what
+decides is measured as it will be run: each plan trains in a process that holds nothing else and is started anew several
+times, and the spread between starts is part of the interval (:func:`castwise.measure.stats.restarts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+from castwise.measure.processes import Home, received
+from castwise.measure.ranks import BY_ITSELF, Lockstep
+from castwise.measure.steps import TrainingRun
+from castwise.measure.timing import WARMUP, synchronize
+from castwise.plans.plan import Plan
+
+BLOCK_S = 0.12
+"""A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
+
+LONGEST_BLOCK_S = 0.3
+"""Beside a plan so slow that its block would take longer, nobody needs to be timed as well."""
+LEAST_ROUNDS = 3
+
+
+class Apart:
+    """A :class:`TrainingRun` in a process of its own, which waits while it is not told to run.
+
+    Args:
+        home: Where it starts.
+        workload: As :func:`castwise.measure.processes.portable` returns it.
+        plan: What training runs by.
+        device: Device that it runs on.
+        seed: Of the weights and of the data.
+        compile: Compile the prepared model by ``torch.compile``.
+
+    Attributes:
+        losses: Of the steps it has taken, once it is closed.
+    """
+
+    def __init__(
+        self, home: Home, workload: bytes, plan: Plan, device: torch.device, seed: int, compile: bool = False
+    ) -> None:
+        self.losses: list[float] = []
+        self._process = home.start(_train, workload, plan.to_json(), str(device), seed, compile)
+
+    def warm_up(self) -> float:
+        """Wait until the model is built, and take the first steps, which build kernels and optimizer state.
+
+        Returns:
+            Seconds of the last of them.
+
+        Raises:
+            Exception: What was raised there; CastwiseError where the process died.
+        """
+        self._process.answer()
+        return [self.steps(1) for _ in range(WARMUP)][-1]
+
+    def steps(self, count: int) -> float:
+        """Train for some steps; seconds that they took, by its own clock, waiting for the device included.
+
+        Raises:
+            Exception: What a step raised there; CastwiseError where the process died.
+        """
+        self._process.send(count)
+        return float(self._process.answer())
+
+    def close(self) -> None:
+        """End the process; does nothing to one that has ended."""
+        with contextlib.suppress(Exception):  # one that failed has no losses to tell
+            self._process.send(0)
+            self.losses = self._process.answer()
+        self._process.close()
+
+
+def _train(
+    pipe: Connection, workload: bytes, plan: str, device: str, seed: int, compile: bool
+) -> list[float]:
+    where = torch.device(device)
+    run = TrainingRun(received(workload), Plan.from_json(plan), where, seed, compile=compile)
+    pipe.send((False, None))
+    while count := pipe.recv():
+        pipe.send((False, _seconds(run, count, where)))
+    return run.losses
+
+
+def _seconds(run: TrainingRun, steps: int, device: torch.device) -> float:
+    try:
+        run.before(steps)
+        synchronize(device)
+        start = time.perf_counter()
+        run.run(steps)
+        synchronize(device)
+        return time.perf_counter() - start
+    finally:
+        run.after()
+
+
+@dataclass
+class Timed:
+    """What one start of one plan gave.
+
+    Attributes:
+        times_s: Seconds per step, by round.
+        losses: Of its steps; every plan of a start has taken as many, but for one that failed.
+        error: What ended it, if something did.
+    """
+
+    times_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    error: Exception | None = None
+
+
+def race_apart(
+    home: Home,
+    workload: bytes,
+    plans: Sequence[Plan],
+    device: torch.device,
+    *,
+    rounds: int,
+    seed: int = 0,
+    compile: bool = False,
+    until: float = math.inf,
+    on_round: Callable[[int], None] = lambda _done: None,
+    ranks: Lockstep = BY_ITSELF,
+) -> list[Timed]:
+    """Start a training of each plan in a process of its own, and time them in turns.
+
+    Args:
+        home: Where they start.
+        workload: As :func:`castwise.measure.processes.portable` returns it.
+        plans: What they train by; the same plan may come more than once.
+        device: Device that all run on.
+        rounds: In each of which every one runs a block of steps, the order turning from round to round.
+        seed: Of weights and data.
+        compile: Compile the prepared models.
+        until: Clock time (``ranks.now()``) after which no further round begins, once there are three.
+        on_round: Called with the number of rounds that are done.
+        ranks: Who do so together: times are the slowest rank's, and a plan that fails on one fails on all.
+
+    Returns:
+        By plan what it gave.
+    """
+    out = [Timed() for _ in plans]
+    with contextlib.ExitStack() as stack:
+        runs = [Apart(home, workload, plan, device, seed, compile) for plan in plans]
+        for run in runs:
+            stack.callback(run.close)
+
+        def one(work: Callable[[Apart], float], run: Apart) -> list[float]:
+            return [work(run)]
+
+        def each(what: str, work: Callable[[Apart], float], order: Iterable[int]) -> dict[int, float]:
+            found = {}
+            for index in order:
+                if out[index].error is None:
+                    try:
+                        found[index] = ranks.at(what).slowest(partial(one, work, runs[index]))[0]
+                    except Exception as error:  # its own end, not that of the others
+                        out[index].error = error
+            return found
+
+        step_s = each("the first steps", Apart.warm_up, range(len(runs)))
+        fastest, slowest = min(step_s.values(), default=BLOCK_S), max(step_s.values(), default=BLOCK_S)
+        block = max(1, min(64, round(min(BLOCK_S / fastest, LONGEST_BLOCK_S / slowest))))
+        for number in range(rounds):
+            if number >= LEAST_ROUNDS and ranks.now() > until:
+                break
+            order = [(number + turn) % len(runs) for turn in range(len(runs))]
+            order = order if number % 2 == 0 else order[::-1]
+            for index, seconds in each("a block", lambda run: run.steps(block), order).items():
+                out[index].times_s.append(seconds / block)
+            on_round(number + 1)
+    for run, timed in zip(runs, out, strict=True):
+        timed.losses = run.losses
+    return out

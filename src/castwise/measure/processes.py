@@ -1,0 +1,233 @@
+"""Processes that measure: each holds nothing but what it measures, and has the threads that a training alone would have.
+
+Starting one is cheap where the system forks safely: one process imports castwise, touches no device and starts no thread, and
+is forked for each that is asked for. Elsewhere each is an interpreter of its own. What it is told and answers goes over a
+pipe; it ends when its pipe closes, so none outlives the process that asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Self
+
+import torch
+
+from castwise.errors import CastwiseError, WorkloadError, sentence
+from castwise.workload import Workload, find_workload
+
+FORKS = sys.platform.startswith("linux")
+"""Whether the system forks safely."""
+_PATIENCE_S = 5.0
+"""What is up when its pipe is closed ends after its current block; it is killed after so long."""
+_ENTRY = """
+import ast, sys
+sys.path[:] = ast.literal_eval(sys.argv[3])
+from castwise.measure.processes import serve
+serve(sys.argv[1], int(sys.argv[2]))
+"""
+_NEEDED = ("castwise.measure.apart", "castwise.measure.memory", "torch._dynamo", "torch.profiler")
+"""What is forked has imported this: an optimizer's first step imports Dynamo, which takes seconds."""
+_LAUNCHED = re.compile(
+    r"(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE)$|(LOCAL|GROUP)_(RANK|WORLD_SIZE)$|TORCHELASTIC_"
+)
+"""What torchrun says to its processes: one that measures is none of the ranks."""
+
+
+def portable(workload: Workload | str) -> bytes:
+    """A workload, or how to find it, as bytes for another process; functions of scripts and lambdas are among what can go.
+
+    Raises:
+        WorkloadError: It holds what cannot leave this process, such as a lock or a generator.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        return bytes(cloudpickle.dumps(workload))
+    except Exception as error:  # pickling runs code of whatever is pickled
+        name = workload if isinstance(workload, str) else workload.name
+        raise WorkloadError(
+            f"workload {name!r} cannot be sent to another process ({sentence(error, whole=False)}); put it into a "
+            "file and name it file.py:attribute"
+        ) from error
+
+
+def received(workload: bytes) -> Workload:
+    """What :func:`portable` sent, in the other process."""
+    found = pickle.loads(workload)
+    return find_workload(found) if isinstance(found, str) else found
+
+
+class Process:
+    """One process, as the one that asked for it sees it.
+
+    Args:
+        pipe: To it.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def send(self, message: object) -> None:
+        """Tell it something; to one that has ended, nothing: the answer says so."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(message)
+
+    def answer(self, timeout_s: float | None = None) -> Any:
+        """Wait for what it returns.
+
+        Raises:
+            Exception: What was raised there, in words where that exception cannot travel.
+            CastwiseError: It ended without a word, or said nothing in time.
+        """
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise CastwiseError(f"no answer after {timeout_s:g} s")
+            failed, value = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise CastwiseError("the process died without a word (out of memory?)") from None
+        if failed:
+            raise pickle.loads(value)
+        return value
+
+    def close(self) -> None:
+        """Let go of it: it ends when it next looks at its pipe."""
+        self._pipe.close()
+
+
+class Home:
+    """Where processes start that have imported castwise and done nothing else; a context manager."""
+
+    def __enter__(self) -> Self:
+        """Start the process that is forked, where there is one."""
+        self._interpreters: list[subprocess.Popen[bytes]] = []
+        self._copies: list[int] = []
+        self._line: socket.socket | None = None
+        if FORKS:
+            self._line, there = socket.socketpair()
+            with there:
+                self._interpreter("fork", there.fileno())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End it, and wait for what it was asked for; pipes are closed by then, or close with this process."""
+        if self._line is not None:
+            self._line.close()
+        for process in self._interpreters:
+            try:
+                process.wait(timeout=_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for pid in self._copies:
+            os.kill(pid, signal.SIGKILL)  # it has answered, or nobody waits for its answer
+            os.waitpid(pid, 0)
+
+    def start(self, work: Callable[..., Any], *args: Any) -> Process:
+        """Start ``work(pipe, *args)``, a function of a module, in a process; what it returns or raises is its last answer."""
+        here, there = Pipe()
+        with there:
+            if self._line is not None:
+                socket.send_fds(self._line, [b"."], [there.fileno()])
+            else:
+                self._interpreter("run", there.fileno())
+        process = Process(here)
+        process.send((os.getcwd(), torch.get_num_threads(), work, args))
+        return process
+
+    def fork(self, work: Callable[..., Any], *args: Any) -> Process:
+        """Start ``work(*args)`` in a copy of this process, for what cannot be sent to another.
+
+        It has one thread, as torch's own do not survive a fork, no accelerator, and is none of torchrun's ranks.
+        """
+        here, there = Pipe()
+        pid = os.fork()
+        if pid:
+            there.close()
+            self._copies.append(pid)
+            return Process(here)
+        try:
+            here.close()
+            gc.freeze()  # a process group among what the parent left would wait for threads that stayed there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's profiler talks there
+            for name in filter(_LAUNCHED.match, list(os.environ)):
+                del os.environ[name]
+            torch.set_num_threads(1)
+            with contextlib.suppress(ConnectionError):  # whoever asked has gone
+                there.send(_tried(work, *args))
+        finally:
+            os._exit(0)
+
+    def _interpreter(self, what: str, fd: int) -> None:
+        environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
+        command = [sys.executable, "-c", _ENTRY, what, str(fd), repr(sys.path)]
+        self._interpreters.append(
+            subprocess.Popen(
+                command, pass_fds=(fd,), env=environment,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+        )  # fmt: skip
+
+
+def serve(what: str, fd: int) -> None:
+    """What a started interpreter does: ``run`` one thing, or ``fork`` for each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked is interrupted, and closes the pipe
+    if what == "run":
+        _run(fd)
+        return
+    for module in _NEEDED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a fork then copies none of it where its collector looks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away what has ended
+    with socket.socket(fileno=fd) as line:
+        while True:
+            message, fds, _, _ = socket.recv_fds(line, 1, 1)
+            if not message:
+                return
+            if os.fork() == 0:
+                line.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                try:
+                    _run(fds[0])
+                finally:
+                    os._exit(0)
+            os.close(fds[0])
+
+
+def _run(fd: int) -> None:
+    with Connection(fd) as pipe, contextlib.suppress(EOFError, ConnectionError):  # whoever asked has gone
+        folder, threads, work, args = pipe.recv()
+        os.chdir(folder)
+        torch.set_num_threads(threads)
+        pipe.send(_tried(work, pipe, *args))
+
+
+def _tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+    """Whether it failed, and what it returned or raised."""
+    try:
+        return False, work(*args)
+    except (EOFError, ConnectionError):  # the pipe's
+        raise
+    except Exception as error:
+        return True, _pickled(error)
+
+
+def _pickled(error: Exception) -> bytes:
+    """An exception as bytes that become one again; in words where it would not."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # exceptions with arguments of their own pickle, and fail when they are made again
+        data = pickle.dumps(CastwiseError(sentence(error)))
+    return data

@@ -1,0 +1,98 @@
+"""Which of several plans to take, by the times that they were raced with: pure functions, and the loop around them.
+
+The plan taken is the simplest that is known to be within 3 % of every other. A simpler one is passed over only when it is
+known to be slower than another. As long as a simpler plan is neither, all are started and timed again; where the time for
+that is over it is taken, and the decision says that the machine was too noisy to know.
+
+Times come from plans that were all started anew several times, in processes of their own, and ran in turns
+(:mod:`castwise.measure.apart`). What two plans differ by is taken per start, as the median over its rounds of the ratio of
+their times: the drift of the machine falls on both, and a process that is lucky for its whole life is one draw of as many
+as there are starts. ``bench/bench_decision.py`` simulates how often the rule is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from castwise.measure import stats
+
+MARGIN = 1.03
+"""A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
+SURE = 0.99
+"""Confidence with which a plan is slower: several are looked at, after every start."""
+FIRST, MOST = 3, 8
+"""Starts before the first decision, and after which there is no further one."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the times say.
+
+    Attributes:
+        chosen: Index of the plan to take.
+        decided: Whether it is known to be within 3 % of the best, and every simpler one to be slower.
+        out: Plans that are known to be more than 3 % slower than another.
+    """
+
+    chosen: int
+    decided: bool
+    out: frozenset[int] = frozenset()
+
+
+def decide(complexity: Sequence[float], times_s: Sequence[Sequence[Sequence[float]]]) -> Decision:
+    """Choose among plans.
+
+    Args:
+        complexity: Of each plan, at least one; of equals the earlier counts as the simpler.
+        times_s: Of each, per start and per round seconds per step, as :func:`castwise.measure.stats.restarts` takes them.
+    """
+    order = sorted(range(len(complexity)), key=lambda index: (complexity[index], index))
+    likely, sure = stats.restarts(times_s), stats.restarts(times_s, SURE)
+    lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
+    out = frozenset(one for one in order if lead[one] > MARGIN)
+    for one in order:
+        if all(likely[one, two].high < MARGIN for two in order if two != one):
+            return Decision(one, True, out)
+        if lead[one] <= 1.0:
+            return Decision(one, False, out)
+    raise ValueError("decide: every plan is slower than another; the times are not of the same rounds")
+
+
+def settle(
+    complexity: Sequence[float],
+    start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
+    beside: frozenset[int] = frozenset(),
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[Decision, list[list[Sequence[float]]]]:
+    """Start plans again and again until the times decide.
+
+    Args:
+        complexity: Of each plan.
+        start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. A plan
+            that is missing in what it returns has failed and is out.
+        beside: Plans that are timed to be shown, and cannot be chosen; the others are at least one.
+        is_over: Whether no further start fits into the time.
+
+    Returns:
+        The decision, and each plan's times by start.
+    """
+    times: list[list[Sequence[float]]] = [[] for _ in complexity]
+    racing = list(range(len(complexity)))
+    while True:
+        found = start(racing)
+        for one in racing:
+            if one in found:
+                times[one].append(found[one])
+        racing = [one for one in racing if one in found]
+        left = [one for one in racing if one not in beside]
+        decision = decide([complexity[one] for one in left], [times[one] for one in left])
+        starts = max(map(len, times))
+        decided = decision.decided and (starts >= FIRST or len(left) == 1)
+        if decided or starts >= MOST or is_over():
+            break
+        if starts >= FIRST:
+            gone = {left[one] for one in decision.out}
+            racing = [one for one in racing if one not in gone]
+    out = frozenset(left[one] for one in decision.out)
+    return Decision(left[decision.chosen], decided, out), times

@@ -1,0 +1,188 @@
+"""The final: the plans that are left are started anew, again and again, each in a process of its own, until one is chosen.
+
+fp32 and one-line autocast run beside them, so that every speed that is shown comes from the same starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from castwise.errors import WorkloadError
+from castwise.measure import stats
+from castwise.measure.apart import Timed, race_apart
+from castwise.measure.failures import unfit
+from castwise.measure.processes import Home, portable
+from castwise.plans.plan import Plan
+from castwise.tuning.axes import complexity, name_of
+from castwise.tuning.contest import Contest
+from castwise.tuning.decision import FIRST, MARGIN, Decision, decide, settle
+from castwise.tuning.state import AUTOCAST, FP32, SearchState
+
+ROUNDS = 10
+_DOUBT = 1000.0
+"""What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
+
+
+@dataclass
+class Final:
+    """Plans in their last race.
+
+    Attributes:
+        plans: Who took part.
+        times_s: Of each, per start and per round seconds per step.
+        losses: Of each plan's steps in the first start, all over the same batches.
+        failed: Why a plan did not come to its end.
+        decision: Between those that may be chosen.
+    """
+
+    plans: Sequence[Plan]
+    doubtful: Collection[Plan] = ()
+    times_s: list[list[Sequence[float]]] = field(default_factory=list)
+    losses: dict[Plan, list[float]] = field(default_factory=dict)
+    failed: dict[Plan, str] = field(default_factory=dict)
+    decision: Decision | None = None
+
+    def __post_init__(self) -> None:
+        """Nobody has been timed yet."""
+        self._ratios: Mapping[tuple[int, int], stats.Ratio] = {}
+
+    @property
+    def starts(self) -> int:
+        """How often those that came to the end were started."""
+        return max(map(len, self.times_s), default=0)
+
+    def seconds(self, plan: Plan) -> list[float]:
+        """All times of a plan, in seconds per step."""
+        if plan not in self.plans or not self.times_s:
+            return []
+        return [time for start in self.times_s[self.plans.index(plan)] for time in start]
+
+    def ratio(self, plan: Plan, over: Plan) -> stats.Ratio | None:
+        """How many times as fast as another a plan is; None where one of them was not in it."""
+        if plan == over or not self.seconds(plan) or not self.seconds(over):
+            return None
+        self._ratios = self._ratios or stats.restarts(self.times_s)
+        return self._ratios[self.plans.index(over), self.plans.index(plan)]
+
+    def complexity(self, plan: Plan) -> float:
+        """Of a plan, with what doubt adds to it."""
+        return complexity(plan) + _DOUBT * (plan in self.doubtful)
+
+    def in_turn(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+        """The plan to choose, and, each time that one is refused, the one to choose among the others."""
+        left = [plan for plan in plans if self.seconds(plan)]
+        while left:
+            times = [self.times_s[self.plans.index(plan)] for plan in left]
+            yield left.pop(decide([self.complexity(plan) for plan in left], times).chosen)
+
+    def reason(self, plan: Plan, chosen: Plan) -> str:
+        """Why a plan that was in to the end was not chosen; empty for one that was not in it."""
+        ratio = self.ratio(chosen, plan)
+        if ratio is None:
+            return self.failed.get(plan, "")
+        if ratio.low > 1.0:
+            return f"not faster: takes {_interval(ratio)} times as long"
+        simpler = self.complexity(chosen) < self.complexity(plan)
+        if ratio.value < 1.0 and simpler:
+            sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
+            return f"{sure} than the chosen plan, which is simpler"
+        return "as fast as the chosen plan" + (", which is simpler" if simpler else "")
+
+    def doubt(self, chosen: Plan) -> str:
+        """What to tell where the machine was too noisy to decide; empty where it was not."""
+        if self.decision is None or self.decision.decided:
+            return ""
+        ratios = {plan: ratio.high for plan in self.plans if (ratio := self.ratio(plan, chosen)) is not None}
+        plan = max(ratios, key=ratios.__getitem__, default=chosen)
+        if ratios.get(plan, 1.0) < MARGIN:
+            return ""
+        return (
+            f"The machine is too noisy to decide: after {self.starts} start{'s' * (self.starts != 1)} of every finalist "
+            f"{name_of(plan)} may still be up to {ratios[plan] - 1:.0%} faster than the chosen plan, which is the simplest of "
+            "those that are not known to be slower. A longer --budget, and a machine with nothing else to do, would tell."
+        )
+
+
+def _interval(ratio: stats.Ratio) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def race_final(
+    search: SearchState, eligible: Sequence[Plan], doubtful: Collection[Plan], until: float
+) -> Final:
+    """Race plans to the decision.
+
+    Args:
+        search: Whose workload, device and settings they have.
+        eligible: The plans to choose among; fp32 always is one.
+        doubtful: Those among them whose gradients are in doubt.
+        until: Clock time after which nothing new begins.
+    """
+    contest, ranks = search.contest, search.ranks
+    assert contest is not None
+    runs = contest.entries
+    beside = [AUTOCAST] if AUTOCAST in runs and (runs[AUTOCAST].behind or not runs[AUTOCAST].reason) else []
+    plans = list(dict.fromkeys([FP32, *eligible, *beside]))
+    final = Final(plans, doubtful)
+    taken_s = 0.0
+
+    def over() -> bool:
+        return not starts or ranks.now() + taken_s > until
+
+    def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
+        for index, timed in found.items():
+            if timed.error is not None:
+                if plans[index] == FP32:
+                    raise timed.error
+                final.failed[plans[index]] = unfit(timed.error)
+            else:
+                final.losses.setdefault(plans[index], timed.losses)
+        return {index: timed.times_s for index, timed in found.items() if timed.error is None}
+
+    starts = 0
+
+    def apart(home: Home, payload: bytes, racing: Sequence[int]) -> dict[int, Sequence[float]]:
+        nonlocal starts, taken_s
+        begin = ranks.now()
+        share = max(1, FIRST - starts)
+        what = f"start {starts + 1} of {len(racing)} plans, each in a process of its own"
+        search.say(search.now, what, 0, ROUNDS)
+        found = race_apart(
+            home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
+            seed=search.settings.seed, compile=search.settings.compile, until=begin + (until - begin) / share,
+            on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
+        )  # fmt: skip
+        starts += 1
+        contest.steps += sum(len(timed.losses) for timed in found)
+        taken_s = ranks.now() - begin
+        return note(dict(zip(racing, found, strict=True)))
+
+    def decided(start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]]) -> Final:
+        weights = [final.complexity(plan) for plan in plans]
+        shown = frozenset(i for i, plan in enumerate(plans) if plan not in eligible and plan != FP32)
+        final.decision, final.times_s = settle(weights, start, shown, over)
+        return final
+
+    try:
+        payload = ranks.at("sending the workload").each(lambda: portable(search.spec or search.workload))
+    except WorkloadError as error:
+        search.notes.append(f"The finalists were timed once, in one process: {error}.")
+        return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing))
+    contest.close()
+    with Home() as home:
+        return decided(partial(apart, home, payload))
+
+
+def _here(contest: Contest, plans: Sequence[Plan], indices: Sequence[int]) -> dict[int, list[float]]:
+    """Times of one start of plans in this process, by index."""
+    before = len(contest.entries[FP32].times_s)
+    for plan in plans:  # one that has left may run again beside the others
+        if plan in contest.entries:
+            contest.entries[plan].reason = ""
+    contest.run(plans, 2 * ROUNDS)
+    times = {
+        index: contest.entries[plan].times_s[before:] for index, plan in zip(indices, plans, strict=True)
+    }
+    return {index: [t for t in found if t is not None] for index, found in times.items() if None not in found}

@@ -1,0 +1,148 @@
+"""Trainings in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from castwise import Workload
+from castwise.errors import CastwiseError, WorkloadError
+from castwise.measure.apart import Apart, race_apart
+from castwise.measure.processes import Home, portable
+from castwise.plans.plan import PRESETS
+
+CPU = torch.device("cpu")
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(8, 4, generator=generator)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def workload(loss: object = None, model: object = None) -> Workload:
+    """Of lambdas and functions of a test, as a script's own."""
+    return Workload(
+        name="lambdas", model=model or (lambda: nn.Linear(4, 1)), optimizer=sgd, batches=batches,
+        loss=loss or (lambda module, batch: module(batch).square().mean()),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Home]:
+    with Home() as found:
+        yield found
+
+
+def test_a_run_takes_the_steps_that_a_run_here_takes(home: Home) -> None:
+    from castwise.measure.steps import TrainingRun
+
+    here = TrainingRun(workload(), PRESETS["bf16-mixed"], CPU, 3)
+    here.block(4)
+    apart = Apart(home, portable(workload()), PRESETS["bf16-mixed"], CPU, 3)
+    apart.warm_up()
+    assert apart.steps(1) > 0.0
+    assert apart.steps(1) > 0.0
+    apart.close()
+    assert apart.losses == here.losses
+    here.close()
+
+
+def test_runs_are_timed_in_turns_and_all_have_every_round(home: Home) -> None:
+    times = race_apart(
+        home, portable("sine?size=16"), [PRESETS["fp32"], PRESETS["bf16-mixed"]], CPU, rounds=3
+    )
+    assert [len(found.times_s) for found in times] == [3, 3]
+    assert all(t > 0.0 for found in times for t in found.times_s)
+    assert len(times[0].losses) == len(times[1].losses)
+
+
+def test_it_has_the_threads_of_the_process_that_asks(home: Home) -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch).square().mean() * 0.0 + torch.get_num_threads()
+
+    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart.warm_up()
+    apart.close()
+    assert set(apart.losses) == {torch.get_num_threads()}
+
+
+def test_an_exception_there_is_an_exception_here_and_leaves_the_others_alone(home: Home) -> None:
+    def fails(module: nn.Module, batch: Tensor) -> Tensor:
+        if next(module.parameters()).dtype is torch.bfloat16:
+            raise NotImplementedError("no kernel for bf16")
+        return module(batch).square().mean()
+
+    found = race_apart(
+        home, portable(workload(fails)), [PRESETS["bf16-true"], PRESETS["fp32"]], CPU, rounds=2
+    )
+    assert isinstance(found[0].error, NotImplementedError)
+    assert "no kernel for bf16" in str(found[0].error)
+    assert found[1].error is None
+    assert len(found[1].times_s) == 2
+
+
+class Awkward(Exception):
+    """Pickles, and cannot be made again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_that_cannot_travel_comes_in_words(home: Home) -> None:
+    def model() -> nn.Module:
+        raise Awkward(1, 2)
+
+    apart = Apart(home, portable(workload(model=model)), PRESETS["fp32"], CPU, 0)
+    with pytest.raises(CastwiseError, match="Awkward: 1 and 2"):
+        apart.warm_up()
+    apart.close()
+
+
+def test_a_process_that_dies_is_a_failure_in_words(home: Home) -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return module(batch).sum()
+
+    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    with pytest.raises(CastwiseError, match="died without a word"):
+        apart.warm_up()
+    apart.close()
+    other = Apart(home, portable(workload()), PRESETS["fp32"], CPU, 0)
+    other.warm_up()
+    other.close()
+
+
+def test_a_workload_that_cannot_travel_is_refused_in_words() -> None:
+    lock = threading.Lock()
+    with pytest.raises(WorkloadError, match=r"cannot be sent to another process.*file\.py:attribute"):
+        portable(workload(lambda module, batch: (lock, module(batch).sum())[1]))
+
+
+def test_no_process_outlives_a_pipe_that_closes(home: Home) -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch).sum() * 0.0 + os.getpid()
+
+    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart.warm_up()
+    apart.close()
+    (number,) = {int(found) for found in apart.losses}
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        try:
+            os.kill(number, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    pytest.fail("it still runs")

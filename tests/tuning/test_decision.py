@@ -1,0 +1,132 @@
+"""The rule that chooses among plans by their times, on times that are made up."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from castwise.measure.stats import LUCK, restarts
+from castwise.tuning.decision import FIRST, MOST, decide, settle
+
+
+def times(speeds: Sequence[float], starts: int, noise: float = 0.0, seed: int = 0) -> list[list[list[float]]]:
+    """Seconds by plan, start and round; every start and round has a factor that all plans share."""
+    draw = random.Random(seed)
+    out: list[list[list[float]]] = [[] for _ in speeds]
+    for _ in range(starts):
+        drift = [math.exp(draw.gauss(0.0, 0.2)) for _ in range(7)]
+        for one, speed in enumerate(speeds):
+            lucky = math.exp(draw.gauss(0.0, noise))
+            out[one].append([speed * lucky * factor for factor in drift])
+    return out
+
+
+def test_the_simplest_within_the_margin_is_taken() -> None:
+    assert decide([0, 1, 2], times([1.02, 1.0, 0.99], 3)).chosen == 1
+    assert decide([0, 1, 2], times([1.5, 1.02, 1.0], 3)).chosen == 1
+    assert decide([2, 1, 0], times([1.0, 1.02, 1.5], 3)).chosen == 1
+
+
+def test_of_equals_the_earlier_is_the_simpler() -> None:
+    assert decide([1, 1, 1], times([1.0, 1.0, 1.0], 3)).chosen == 0
+
+
+def test_what_is_known_to_be_slower_by_more_than_the_margin_is_out() -> None:
+    decision = decide([0, 1, 2], times([1.5, 1.02, 1.0], 3))
+    assert decision.decided
+    assert decision.out == {0}
+
+
+def test_noise_leaves_it_undecided_and_takes_the_simpler() -> None:
+    decision = decide([0, 1], times([1.02, 1.0], 3, noise=0.1))
+    assert not decision.decided
+    assert decision.chosen == 0
+
+
+def test_one_start_tells_what_is_far_apart_alone() -> None:
+    assert decide([0, 1], times([1.3, 1.0], 1)).chosen == 1
+    assert decide([0, 1], times([1.05, 1.0], 1)).chosen == 0
+
+
+def test_a_plan_alone_is_chosen() -> None:
+    assert decide([3], times([1.0], 1)) == decide([3], [[]])
+    assert decide([3], [[]]).decided
+
+
+class Machine:
+    """Starts plans of known speed."""
+
+    def __init__(self, speeds: Sequence[float], noise: float, fails: Mapping[int, int] | None = None) -> None:
+        self.speeds, self.noise, self.fails = speeds, noise, fails or {}
+        self.started: list[list[int]] = []
+
+    def __call__(self, racing: Sequence[int]) -> dict[int, list[float]]:
+        self.started.append(list(racing))
+        drawn = times(self.speeds, 1, self.noise, seed=len(self.started))
+        return {one: drawn[one][0] for one in racing if self.fails.get(one, MOST + 1) > len(self.started)}
+
+
+def test_starts_end_when_the_times_decide() -> None:
+    machine = Machine([1.5, 1.0, 1.2], 0.001)
+    decision, taken = settle([0, 1, 2], machine)
+    assert (decision.chosen, decision.decided) == (1, True)
+    assert [len(starts) for starts in taken] == [FIRST] * 3
+
+
+def test_a_machine_too_noisy_to_decide_is_given_up_after_most_starts() -> None:
+    machine = Machine([1.02, 1.0], 0.3)
+    decision, taken = settle([0, 1], machine)
+    assert not decision.decided
+    assert len(taken[0]) == MOST
+
+
+def test_what_is_far_behind_is_not_started_again_while_others_are() -> None:
+    machine = Machine([1.02, 1.0, 5.0], 0.02)
+    settle([0, 1, 2], machine)
+    assert len(machine.started) > FIRST
+    assert 2 not in machine.started[-1]
+
+
+def test_what_stands_beside_is_started_to_the_end_and_never_chosen() -> None:
+    machine = Machine([5.0, 1.02, 1.0], 0.02)
+    decision, taken = settle([0, 1, 2], machine, beside=frozenset({0}))
+    assert decision.chosen != 0
+    assert len(taken[0]) == len(taken[1])
+
+
+def test_a_plan_that_fails_in_a_later_start_is_not_chosen() -> None:
+    decision, _ = settle([0, 1], Machine([1.0, 1.0], 0.001, fails={0: 2}))
+    assert decision.chosen == 1
+
+
+def test_no_start_begins_after_the_time_is_over() -> None:
+    machine = Machine([1.02, 1.0], 0.1)
+    decision, _ = settle([0, 1], machine, is_over=lambda: len(machine.started) >= 2)
+    assert len(machine.started) == 2
+    assert not decision.decided
+
+
+@pytest.mark.parametrize(("level", "least"), [(0.95, 0.93), (0.99, 0.975)])
+@pytest.mark.parametrize("starts", [3, 5, 8])
+def test_intervals_over_starts_cover(starts: int, level: float, least: float) -> None:
+    truth, hit, tried = 1.1, 0, 0
+    for seed in range(150):
+        found = restarts(times([truth, 1.0, 1.3, 0.8], starts, noise=0.02, seed=seed), level)
+        tried += 1
+        hit += found[0, 1].low <= truth <= found[0, 1].high
+    assert hit / tried >= least - 2 * math.sqrt(least * (1 - least) / tried)
+
+
+def test_an_interval_from_one_start_rests_on_the_luck_of_starts_in_general() -> None:
+    found = restarts([[[1.0, 1.0]], [[2.0, 2.0]]])[1, 0]
+    assert found.value == 2.0
+    assert found.low == pytest.approx(2.0 * math.exp(-2.776 * math.sqrt(2.0) * LUCK))
+    assert found.n == 1
+
+
+def test_an_interval_without_a_start_of_both_reaches_everywhere() -> None:
+    found = restarts([[[1.0]], []])[1, 0]
+    assert (found.low, found.high) == (0.0, math.inf)
