@@ -37,6 +37,8 @@ REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
 MOST_ELEMENTS = 1 << 21
 """Of a larger parameter this many elements, drawn at random, stand for it."""
+MOST_IN_ALL = 1 << 24
+"""Where all parameters together have more than this many elements, fewer of the large ones: 64 MiB a microbatch."""
 RESCALE = 2.0**-6
 """Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
 RESCALES = 3
@@ -135,18 +137,22 @@ class Prober:
             name: p.detach().clone() for name, p in self.model.named_parameters() if p.is_floating_point()
         }
         self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        most = MOST_ELEMENTS
+        while most > _CHUNK // 8 and sum(min(size, most) for size in sizes) > MOST_IN_ALL:
+            most //= 2
         self._picks = {
-            name: self._pick(index, p.numel())
+            name: self._pick(index, p.numel(), most)
             for index, (name, p) in enumerate(self.model.named_parameters())
             if p.requires_grad
         }
         self._scales: dict[Plan, float] = {}
 
-    def _pick(self, index: int, numel: int) -> Tensor | None:
-        if numel <= MOST_ELEMENTS:
+    def _pick(self, index: int, numel: int, most: int) -> Tensor | None:
+        if numel <= most:
             return None
         generator = torch.Generator().manual_seed(self._seed + index)
-        return torch.randint(numel, (MOST_ELEMENTS,), generator=generator).sort().values.to(self.device)
+        return torch.randint(numel, (most,), generator=generator).sort().values.to(self.device)
 
     # --- passes -------------------------------------------------------------------------------------------
 

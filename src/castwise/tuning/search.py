@@ -36,7 +36,7 @@ from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
-from castwise.tuning.repair import NumericsSearch
+from castwise.tuning.repair import VERIFYING, NumericsSearch
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
 
 __all__ = ["Search", "Settings"]
@@ -147,7 +147,7 @@ class Search(SearchState):
         if result.verdict != "pass" and not trained:
             before = self.chosen
             self.reasons[before] = f"after {settings.warmup_steps} steps: {self.why(before, result)}"
-            repair = search.repair(before, result, reserve=2 * MICROBATCHES)
+            repair = search.repair(before, result, reserve=VERIFYING)
             result = search.verify(repair.plan)
             self.settle(*((repair.plan, result, repair.kept) if result.verdict == "pass" else (FP32, None)))
         self.findings[self.chosen] = result

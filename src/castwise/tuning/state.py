@@ -24,7 +24,7 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import Part
-from castwise.tuning.repair import NumericsSearch, Repair
+from castwise.tuning.repair import VERIFYING, NumericsSearch, Repair
 from castwise.workload import Workload
 
 if TYPE_CHECKING:
@@ -216,10 +216,11 @@ class SearchState:
         ``findings`` says whether the plan that is returned passes.
         """
         assert self.numerics is not None
-        repair: Repair = self.numerics.repair(plan, found, reserve=2 * MICROBATCHES)
+        repair: Repair = self.numerics.repair(plan, found, reserve=VERIFYING)
         self.kept = dict(repair.kept)
-        if repair.result is not None:
-            self.findings[repair.plan] = repair.result
+        if (result := repair.result) is not None:
+            hangs = result.verdict == "undecided" and result.severity < 1.0  # on a few microbatches
+            self.findings[repair.plan] = self.numerics.find(repair.plan) if hangs else result
         return repair.plan
 
     def measure_peaks(self, plans: Sequence[Plan]) -> None:
