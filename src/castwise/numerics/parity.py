@@ -29,6 +29,7 @@ from castwise.numerics.damage import FAIL, Estimate, Grams, estimate, quick_esti
 from castwise.numerics.gradient_range import GradientRange
 from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE, Probe, Prober
+from castwise.numerics.states import Optimizer, StateTest
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.numerics.verdicts import LEAST, Verdict, compare, goes_on, passes
 from castwise.plans.formats import LOW
@@ -89,6 +90,8 @@ class ParityResult:
         passes: Forward/backwards it took.
         strayed: Random draws that could not be replayed.
         more: Whether more microbatches may change the verdict.
+        stopped: Buffers, and parameters that are not trained, which do not move under the plan as they do in fp32.
+        note: What else to know, in a sentence: up to which position of a sequence the plan was tested.
     """
 
     plan: Plan
@@ -106,6 +109,8 @@ class ParityResult:
     passes: int = 0
     strayed: int = 0
     more: bool = False
+    stopped: tuple[str, ...] = ()
+    note: str = ""
 
     def __bool__(self) -> bool:
         """Whether the plan passed."""
@@ -135,7 +140,7 @@ class ParityResult:
         """The finding and the worst modules, for ``rich.print``."""
         from castwise.report.show import table
 
-        said = {"kind": "parity", "plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
+        said = {"kind": "parity", "plan": str(self.plan), "verdict": self.verdict, "reason": self.reason, "note": self.note}
         return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
 
 
@@ -146,6 +151,7 @@ class ParityTest:
     Attributes:
         per_update: Microbatches per update.
         adam: Whether to ask in the units of Adam's steps too.
+        optimizer: The user's, for the few steps in which state is watched; without one weights stand still in them.
         range: What was seen of the reference's gradients.
         floor: Damage of fp32 against itself, rounding differently.
         repeat: Damage of fp32 against itself, repeated exactly.
@@ -154,12 +160,17 @@ class ParityTest:
     prober: Prober
     per_update: int = 1
     adam: bool = False
+    optimizer: Optimizer | None = None
     range: GradientRange = field(default_factory=GradientRange)
     floor: float = 0.0
     repeat: float = 0.0
     _dead: frozenset[str] = frozenset()
     _weights: list[Tensor] | None = None
     _count: int = 0
+
+    @functools.cached_property
+    def _states(self) -> StateTest:
+        return StateTest(self.prober, self.optimizer)
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
         """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself."""
@@ -246,7 +257,24 @@ class ParityTest:
             plan=probe.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
             floor=self.floor, repeat=self.repeat, loss_scale=probe.scale, microbatches=len(probe.indices),
             per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed, more=more,
+            note=self.prober.positions.note,
         )  # fmt: skip
+
+    def with_state(self, result: ParityResult) -> ParityResult:
+        """A finding that does not fail, after a look at what the model keeps beside its weights."""
+        if result.verdict == "fail":
+            return result
+        stopped = self._states.stopped(with_scale(result.plan, result.loss_scale))
+        if not stopped:
+            return result
+        name, what = next(iter(stopped.items()))
+        others = f"; so do {len(stopped) - 1} others" if len(stopped) > 1 else ""
+        reason = f"gradients are sound, but the model's state does not follow: {name} {what}{others}"
+        if result.verdict == "undecided":
+            reason = reason.replace("gradients are sound, but the", "the")
+        return dataclasses.replace(
+            result, verdict="fail", reason=reason, more=False, stopped=tuple(stopped), passes=self.prober.passes
+        )
 
     def _modules(self) -> dict[str, list[str]]:
         modules: dict[str, list[str]] = {}
@@ -363,7 +391,7 @@ def parity(
             model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
         )
         adam = optimizer is not None and is_adam(optimizer(prober.model.parameters()))
-        test = ParityTest(prober, accumulate * world_size, adam)
+        test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)
         most = max(MOST * microbatches, LEAST)
@@ -375,7 +403,7 @@ def parity(
             prober.extend(fresh.stop - len(prober.micros))
             probe = prober.probe(chosen, fresh, onto=probe)
             result = test.judge(probe)
-        lost = None
+        result, lost = test.with_state(result), None
         if optimizer is not None:
             lost = lost_updates(model, loss, make(seed), optimizer, chosen, where, seed)
     return _with_updates(result, lost, prober.passes)
@@ -401,8 +429,15 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
     scales = seen.scales()
     if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
+    return with_scale(plan, scales.init)
+
+
+def with_scale(plan: Plan, init: float | None) -> Plan:
+    """A plan whose loss scale starts at a value, as far as its floor and ceiling allow; without one as it is."""
+    if plan.loss_scale is None or init is None:
+        return plan
     scale = plan.loss_scale
-    init = max(min(scales.init, scale.ceiling or math.inf), scale.floor or 0.0)
+    init = max(min(init, scale.ceiling or math.inf), scale.floor or 0.0)
     return dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=init))
 
 

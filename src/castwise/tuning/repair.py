@@ -93,6 +93,7 @@ class NumericsSearch:
         self._say = on_progress
         self._ranks = ranks
         self._first = len(test.prober.micros)
+        self._followed: set[Plan] = set()  # by numerics, what state follows as in fp32
         self._below: dict[Plan, int] = {}  # by numerics, how many microbatches said that a plan passes
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self.alone: dict[str, Blame] = {}
@@ -114,7 +115,7 @@ class NumericsSearch:
         def hangs(found: ParityResult) -> bool:
             return found.severity < 1.0 and self.left() >= VERIFYING + 2 * self._first
 
-        return self._judged(plan, 0, self._first, hangs)
+        return self._with_state(self._judged(plan, 0, self._first, hangs))
 
     def verify(self, plan: Plan) -> ParityResult:
         """Test a plan on fresh microbatches, which had no part in choosing it, on as many as it takes to pass.
@@ -128,7 +129,8 @@ class NumericsSearch:
             short = before + found.microbatches < least
             return may_pass(found.damage, found.adam) and (short or self.left() >= 2 * self._first)
 
-        return self._judged(plan, max(before, self._first), self._first, hangs, before, least)
+        found = self._judged(plan, max(before, self._first), self._first, hangs, before, least)
+        return self._with_state(found)
 
     def _judged(
         self,
@@ -156,6 +158,16 @@ class NumericsSearch:
                 self._below[numerics_of(plan)] = end
             if not hangs(found) or not goes_on(found.verdict, found.more, end - start, count, MOST * count):
                 return found
+
+    def _with_state(self, found: ParityResult) -> ParityResult:
+        """A finding that passes, after a look at what the model keeps beside its weights; made once per numerics."""
+        key = numerics_of(found.plan)
+        if found.verdict != "pass" or key in self._followed:
+            return found
+        looked = self._worst(f"state under {key}", lambda: self._test.with_state(found), self._badness)
+        if looked.verdict == "pass":
+            self._followed.add(key)
+        return looked
 
     def _worst(self, what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
         """The worst that ranks in lockstep find; the passes it took are counted alike on all."""
