@@ -140,7 +140,13 @@ class ParityResult:
         """The finding and the worst modules, for ``rich.print``."""
         from castwise.report.show import table
 
-        said = {"kind": "parity", "plan": str(self.plan), "verdict": self.verdict, "reason": self.reason, "note": self.note}
+        said = {
+            "kind": "parity",
+            "plan": str(self.plan),
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "note": self.note,
+        }
         return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
 
 
@@ -273,7 +279,12 @@ class ParityTest:
         if result.verdict == "undecided":
             reason = reason.replace("gradients are sound, but the", "the")
         return dataclasses.replace(
-            result, verdict="fail", reason=reason, more=False, stopped=tuple(stopped), passes=self.prober.passes
+            result,
+            verdict="fail",
+            reason=reason,
+            more=False,
+            stopped=tuple(stopped),
+            passes=self.prober.passes,
         )
 
     def _modules(self) -> dict[str, list[str]]:
@@ -298,7 +309,9 @@ class ParityTest:
         verdict, reason, more = compare(damage, adam, seen, least)
         if passes(damage, adam):
             return verdict, reason, more
-        likely = severity(damage.value, None if adam is None else adam.value) < 1.0  # more may bring it below the lines
+        likely = (
+            severity(damage.value, None if adam is None else adam.value) < 1.0
+        )  # more may bring it below the lines
         if probe.strayed:
             return (
                 "undecided",

@@ -58,7 +58,9 @@ class _Path:
     def is_steady(self) -> bool:
         """Whether it is one number that goes on as it began: a counter."""
         first, second = self.middle - self.start, self.end - self.middle
-        return self.end.numel() == 1 and bool(((second / first) >= STEADY).all() and torch.isfinite(self.end).all())
+        return self.end.numel() == 1 and bool(
+            ((second / first) >= STEADY).all() and torch.isfinite(self.end).all()
+        )
 
     def ahead(self) -> Tensor:
         """Where it would be many steps later."""
@@ -93,7 +95,9 @@ class StateTest:
             self._fp32 = self._train(REFERENCE)
         fp32, ours = self._fp32, self._train(plan)
         both = [name for name in names if name in fp32 and name in ours]
-        out = {name: what for name in both if (what := _differs(fp32[name], ours[name])) and self._repeats(name)}
+        out = {
+            name: what for name in both if (what := _differs(fp32[name], ours[name])) and self._repeats(name)
+        }
         counters = {name: fp32[name].ahead() for name in both if name not in out and fp32[name].is_steady()}
         if counters:
             with contextlib.suppress(Exception):  # code may not take what it counts to be anything
@@ -101,7 +105,8 @@ class StateTest:
                 out |= {
                     name: f"does not move any more at {float(fp32[name].start):g}, and in fp32 it does"
                     for name in counters
-                    if not fp32[name].stands() and ours[name].stands()  # at the first step it may be rounded itself
+                    if not fp32[name].stands()
+                    and ours[name].stands()  # at the first step it may be rounded itself
                 }
         return out
 
