@@ -82,6 +82,7 @@ class SearchState:
         workload: What is tuned.
         spec: How another process finds it, where it can.
         ranks: Who search together.
+        elsewhere: Plans that were found for the same job on other devices or by other versions.
         say: Told the stage, what is tried, how much is done of how much.
         model: The model in fp32, as the search found it; set by the first stage, as are the next five.
         test: The parity test with its reference.
@@ -111,6 +112,7 @@ class SearchState:
     settings: Settings
     spec: str | None = None
     ranks: Lockstep = BY_ITSELF
+    elsewhere: Sequence[Plan] = ()
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
     parts: tuple[Part, ...] = ()
