@@ -127,19 +127,35 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
 
 
+def raced(search: SearchState, times_s: dict[Plan, float]) -> Contest:
+    """A contest in which plans took so many seconds per step."""
+    assert search.contest is not None
+    for plan, seconds in times_s.items():
+        entry = search.contest.entries[plan] = Entry(plan)
+        entry.times_s = [seconds] * 4
+    return search.contest
+
+
 def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final(
     searching: Callable[[Workload], SearchState],
 ) -> None:
-    plain = AUTOCAST
     others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
     search = searching(workload(SlowWhenLow))
-    assert search.contest is not None
-    for place, plan in enumerate([FP32, *others, plain]):
-        entry = search.contest.entries[plan] = Entry(plan)
-        entry.times_s = [2.0 if plan == FP32 else 1.0 + 0.001 * place] * 4
-    left = likeliest(search, search.contest, [FP32, *others, plain])
-    assert left == [FP32, *others[: FINALISTS - 1], plain]
-    assert search.passed_over == dict.fromkeys(
-        others[FINALISTS - 1 :], f"not in the final: {FINALISTS} others were faster in the race"
-    )
-    assert likeliest(search, search.contest, [FP32, plain]) == [FP32, plain]
+    places = {plan: 1.0 + 0.001 * place for place, plan in enumerate([*others, AUTOCAST])}
+    contest = raced(search, {FP32: 2.0, **places})
+    assert likeliest(search, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[: FINALISTS - 1], AUTOCAST]
+    why = f"not in the final: {FINALISTS} others were faster in the race"
+    assert search.passed_over == dict.fromkeys(others[FINALISTS - 1 :], why)
+    assert likeliest(search, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
+    assert likeliest(search, contest, [FP32]) == [FP32]
+
+
+def test_what_is_far_behind_stays_out_unless_a_doubtful_plan_alone_is_ahead(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    search = searching(workload(SlowWhenLow))
+    contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2, FUSED: 0.7})
+    assert likeliest(search, contest, [FP32, AUTOCAST, REGION], [FUSED]) == [FP32, AUTOCAST, FUSED]
+    assert search.passed_over == {
+        REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"
+    }

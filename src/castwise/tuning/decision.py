@@ -71,7 +71,7 @@ def settle(
         complexity: Of each plan.
         start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. A plan
             that is missing in what it returns has failed and is out.
-        beside: Plans that are timed to be shown, and cannot be chosen; the others are at least one.
+        beside: Plans that are timed to be shown, in the first starts, and cannot be chosen; the others are at least one.
         is_over: Whether no further start fits into the time.
 
     Returns:
@@ -93,6 +93,6 @@ def settle(
             break
         if starts >= FIRST:
             gone = {left[one] for one in decision.out}
-            racing = [one for one in racing if one not in gone]
+            racing = [one for one in left if one not in gone]
     out = frozenset(left[one] for one in decision.out)
     return Decision(left[decision.chosen], decided, out), times

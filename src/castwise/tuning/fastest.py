@@ -28,6 +28,8 @@ from castwise.tuning.parts import exempt
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
 FINALISTS = 5
+FAR = 1.1
+"""What takes this many times as long as the fastest in the race does not come to the final."""
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
 RACE_SHARE, FINAL_SHARE = 0.4, 0.85
@@ -65,7 +67,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = _with_operators(search, contest, left)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-    running = _with_lossless(contest, likeliest(search, contest, [*sound, *doubtful]))
+    running = _with_lossless(contest, likeliest(search, contest, sound, doubtful))
     _final(search, running, doubtful, FINAL_SHARE)
     assert search.final is not None
     _choose(search, search.final.in_turn([FP32, *running]))
@@ -160,18 +162,29 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
 
 
-def likeliest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
-    """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them."""
-    order = contest.order([plan for plan in plans if plan != FP32])
-    if len(order) <= FINALISTS:
-        return list(plans)
-    speeds = [ratio.value if (ratio := contest.ratio(plan)) is not None else 0.0 for plan in order]
-    alike = [plan for plan, speed in zip(order, speeds, strict=True) if speed * MARGIN >= speeds[0]]
-    left = dict.fromkeys([min(alike, key=complexity), *order[: FINALISTS - 1]])
+def likeliest(
+    search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan] = ()
+) -> list[Plan]:
+    """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them.
+
+    A doubtful plan keeps no sound one out.
+    """
+    order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
+    if not order:
+        return [*sound, *doubtful]
+    first = next((plan for plan in order if plan not in doubtful), order[0])
+    over = {plan: contest.ratio(first, plan) for plan in order}
+    slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
+    near = [plan for plan in order if plan not in slow]
+    alike = [plan for plan in near if (ratio := over[plan]) is None or ratio.value <= MARGIN]
+    left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), *near]))[:FINALISTS]}
+    many = f"{FINALISTS} others were faster in the race"
     for plan in order:
         if plan not in left:
-            search.passed_over[plan] = f"not in the final: {FINALISTS} others were faster in the race"
-    return [plan for plan in plans if plan == FP32 or plan in left]
+            ratio = slow.get(plan)
+            why = f"takes {ratio.value:.2f} times as long as {name_of(first)} in the race" if ratio else many
+            search.passed_over[plan] = f"not in the final: {why}"
+    return [plan for plan in (*sound, *doubtful) if plan in left]
 
 
 def _with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
