@@ -21,7 +21,7 @@ MARGIN = 1.03
 """A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
 SURE = 0.99
 """Confidence with which a plan is slower: several are looked at, after every start."""
-FIRST, MOST = 3, 8
+FIRST, MOST = 3, 12
 """Starts before the first decision, and after which there is no further one."""
 
 
