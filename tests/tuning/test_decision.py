@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from castwise.measure.stats import LUCK, restarts
-from castwise.tuning.decision import FIRST, FIRST, MOST, decide, settle
+from castwise.tuning.decision import FIRST, MOST, decide, settle
 
 
 def times(speeds: Sequence[float], starts: int, noise: float = 0.0, seed: int = 0) -> list[list[list[float]]]:
