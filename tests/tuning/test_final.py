@@ -14,12 +14,16 @@ from tests.tuning.test_choices import CPU, SlowWhenLow, loss, workload
 from torch import Tensor, nn
 
 from castwise import Plan, Workload
+from castwise.numerics.parity import ParityTest
+from castwise.numerics.probes import Prober
 from castwise.tuning import final as final_
 from castwise.tuning.axes import name_of
 from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.decision import Decision
-from castwise.tuning.fastest import FINALISTS, likeliest
+from castwise.tuning.fastest import FINALISTS, likeliest, low_share
 from castwise.tuning.final import Final, race_final
+from castwise.tuning.part_costs import Cost
+from castwise.tuning.parts import find_parts
 from castwise.tuning.search import Settings
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
@@ -160,3 +164,23 @@ def test_what_is_far_behind_stays_out_unless_a_doubtful_plan_alone_is_ahead(
     assert search.passed_over == {
         REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"
     }
+
+
+def test_how_much_of_a_model_runs_low() -> None:
+    search = SearchState(workload(SlowWhenLow), CPU, Settings(formats=("fp32", "bf16")))
+    model = search.workload.model()
+    batch = next(iter(search.workload.batches(0)))
+    search.parts = find_parts(model, lambda: search.workload.loss(model, batch))
+    search.test = ParityTest(Prober(model, search.workload.loss, iter(search.workload.batches(0)), CPU))
+    assert low_share(search, AUTOCAST) == 1.0  # nothing was timed
+    assert [part.pattern for part in search.parts] == ["0", "1", "2"]
+    search.costs = {"0": Cost({"fp32": 3.0}), "1": Cost({"fp32": 0.2}), "2": Cost({"fp32": 0.8})}
+    shares = {
+        "bf16-mixed": 1.0,
+        "bf16-mixed+regions.0=fp32": 0.25,
+        "bf16-mixed+regions.*=fp32": 0.0,
+        "fp32": 0.0,
+    }
+    assert {line: low_share(search, Plan.parse(line)) for line in shares} == pytest.approx(shares)
+    nested = Plan.parse("bf16-mixed+regions.type:Sequential=fp32+regions.2=bf16")
+    assert low_share(search, nested) == pytest.approx(0.2)

@@ -10,6 +10,7 @@ from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan
+from castwise.resolve import assign
 from castwise.tuning.axes import (
     FORMATS,
     complexity,
@@ -32,6 +33,8 @@ FAR = 1.1
 """What takes this many times as long as the fastest in the race does not come to the final."""
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
+BY_NAME = 0.1
+"""A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 RACE_SHARE, FINAL_SHARE = 0.4, 0.85
 """After these shares of the budget no round of a race, and no start of the final, begins."""
 TRAINING_SHARE = 0.35
@@ -127,12 +130,19 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
         if hopeless:  # no whole step of it is ever run
             out = _without(search, out, name, f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}")
         sets = {tuple(losers), tuple(losers[: max(len(hopeless), len(losers) // 2)])} - {()}
-        out += [
+        new = [
             exempt(plan, search.parts, patterns)
             for patterns in sorted(sets)
             for plan in plans
             if plan.compute == name and plan.rules != "none" and plan.memory_format == layout
         ]
+        for plan in new:
+            if (share := low_share(search, plan)) < BY_NAME:
+                search.passed_over[search.scaled(plan)] = (
+                    f"fp32 but for a name: {share:.0%} of the time would be in {name}"
+                )
+            else:
+                out.append(plan)
     if settings.goal == "memory" and any(plan.optimizer == "fused" for plan in out):
         # the fused kernel never holds more than the loop it replaces
         out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
@@ -143,6 +153,28 @@ def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> lis
     """Candidates, and what was chosen for the same job elsewhere, where its formats are raced here."""
     raced = {plan.compute for plan in plans}
     return list(dict.fromkeys([*plans, *(plan for plan in search.elsewhere if plan.formats <= raced)]))
+
+
+def low_share(search: SearchState, plan: Plan) -> float:
+    """Of the time that the model's parts take in fp32, the share of those that a plan runs low; 1 where none was timed."""
+    assert search.test is not None
+    assigned = assign(
+        search.test.prober.model, [region for region in plan.regions if region.compute is not None]
+    )
+    times_s = {
+        part: search.costs[part.pattern].times_s["fp32"]
+        for part in search.parts
+        if part.pattern in search.costs
+    }
+    low_s = 0.0
+    for part, time_s in times_s.items():
+        path = part.paths[0]
+        while path and path not in assigned:
+            path = path.rpartition(".")[0]
+        region = assigned.get(path)
+        low_s += time_s * ((plan.compute if region is None else region.compute) in LOW)
+    whole_s = sum(times_s.values())
+    return low_s / whole_s if whole_s else 1.0
 
 
 def _without(
@@ -226,6 +258,11 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         if 2 * len(search.kept) > len(search.parts):
             search.reasons[plan] += (
                 f"; {len(search.kept)} of {len(search.parts)} regions would have to stay in fp32"
+            )
+            search.kept = {}
+        elif (share := low_share(search, repaired)) < BY_NAME:
+            search.reasons[plan] += (
+                f"; repaired it is fp32 but for a name: {share:.0%} of the time is in {plan.compute}"
             )
             search.kept = {}
         elif repaired in search.findings and search.findings[repaired].verdict == "pass":
