@@ -162,6 +162,29 @@ def test_code_that_takes_no_later_count_is_not_asked_for_it() -> None:
     assert stopped(Scheduled(0.0, low=True), "bf16-mixed") == {}
 
 
+def test_state_that_changes_its_format_or_shape_or_is_complex_stops_nobody() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(1))
+            self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+            self.register_buffer("index", torch.tensor(0.0))
+            self.register_buffer("seen", torch.zeros(3).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last, self.index = x.detach(), self.index.long() + 1
+            self.phase += 1j
+            return x
+
+    assert stopped(Odd(), "bf16-mixed") == {}
+
+
+def test_an_optimizer_whose_step_takes_a_closure_leaves_the_weights_where_they_are() -> None:
+    prober = Prober(model(Counter(300.0, low=True)), loss, batches(), torch.device("cpu"))
+    prober.extend(8)
+    assert "1.steps" in StateTest(prober, torch.optim.LBFGS).stopped(Plan.parse("bf16-mixed"))
+
+
 def test_the_verdict_names_the_buffer_and_the_model_is_as_before() -> None:
     made = model(Counter(300.0, low=True))
     found = castwise.parity(made, loss, batches, "bf16-mixed", optimizer=adam)

@@ -188,7 +188,9 @@ class Prober:
                         watching.enter_context(self.positions.observing(model, batch))
                     micro.loss = self._backward(model, amp, micro)
                 self.moving += tuple(
-                    n for n, t in state_of(model) if n in state and not torch.equal(t, state[n])
+                    n
+                    for n, t in state_of(model)
+                    if n in state and not (t.dtype is state[n].dtype and torch.equal(t, state[n]))
                 )
                 micro.gradients = self._gradients(model, 1.0)
                 self._check_reference(model, micro)
@@ -370,9 +372,11 @@ class Prober:
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a model keeps beside its trained weights: buffers, and parameters that are not trained."""
-    yield from model.named_buffers()
-    yield from ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    """What a model keeps beside its trained weights: dense real buffers, and such parameters as are not trained."""
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        untrained = not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+        if untrained and tensor.layout is torch.strided and not tensor.is_complex():
+            yield name, tensor
 
 
 def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:

@@ -53,18 +53,18 @@ class _Path:
 
     def stands(self) -> bool:
         """Whether it has come to stand after the first steps."""
-        return torch.equal(self.middle, self.end)
+        return torch.equal(self.middle.double(), self.end.double())
 
     def is_steady(self) -> bool:
         """Whether it is one number that goes on as it began: a counter."""
-        first, second = self.middle - self.start, self.end - self.middle
-        return self.end.numel() == 1 and bool(
-            ((second / first) >= STEADY).all() and torch.isfinite(self.end).all()
-        )
+        if self.end.numel() != 1:
+            return False
+        start, middle, end = (float(t) for t in (self.start, self.middle, self.end))
+        return middle != start and (end - middle) / (middle - start) >= STEADY
 
     def ahead(self) -> Tensor:
         """Where it would be many steps later."""
-        return self.start + (self.middle - self.start) * AHEAD
+        return self.start.double() + (self.middle.double() - self.start.double()) * AHEAD
 
 
 @dataclass
@@ -137,11 +137,9 @@ class StateTest:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data.copy_(dithered(parameter.data, jitter, generator))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if self.optimizer is not None:
-            optimizer = self.optimizer(model.parameters())
-        else:
-            optimizer = torch.optim.SGD(trained, lr=0.0)
+        optimizer = None if self.optimizer is None else self.optimizer(model.parameters())
+        if optimizer is None or isinstance(optimizer, torch.optim.LBFGS):  # whose step takes a closure
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
         emulate = prober.device.type == "cpu" and "fp16" in plan.formats
         micros = prober.micros[:STEPS]
         seen = []
@@ -164,7 +162,7 @@ class StateTest:
                     seen.append(self._now(model))
         begin, middle, end = seen
         return {
-            name: _Path(tensor.double(), middle[name].double(), end[name].double())
+            name: _Path(tensor, middle[name], end[name])
             for name, tensor in begin.items()
             if name in middle and name in end and tensor.shape == middle[name].shape == end[name].shape
         }
@@ -176,15 +174,19 @@ class StateTest:
 
 def _differs(fp32: _Path, ours: _Path) -> str:
     """How state moves otherwise than in fp32, in a clause; empty where it moves alike."""
-    moved = fp32.end - fp32.start
+    moved, ours_moved = (path.end.double() - path.start.double() for path in (fp32, ours))
     square = float(moved.square().sum())
-    if not bool(torch.isfinite(fp32.end).all()) or square == 0.0 or torch.equal(fp32.end, ours.end):
+    if (
+        not bool(torch.isfinite(fp32.end).all())
+        or square == 0.0
+        or torch.equal(fp32.end.double(), ours.end.double())
+    ):
         return ""
     if not bool(torch.isfinite(ours.end).all()):
         return "is not finite after a few steps, and in fp32 it is"
-    if torch.equal(ours.start, ours.end):
+    if not ours_moved.any():
         return "does not move in a few steps, and in fp32 it does"
-    share = float(((ours.end - ours.start) * moved).sum()) / square
+    share = float((ours_moved * moved).sum()) / square
     if abs(share - 1.0) <= ALIKE:
         return ""
     return f"moves {max(share, 0.0):.2g} times as far in a few steps as it does in fp32"
