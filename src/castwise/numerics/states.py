@@ -115,7 +115,7 @@ class StateTest:
         if "parametrizations" in name.split(".") or hasattr(owner, "weight_orig"):
             return False
         low = any(region.params in LOW for region in plan.regions)
-        return low or not isinstance(owner, nn.modules.batchnorm._NormBase)
+        return low or not hasattr(owner, "track_running_stats")  # torch's norms
 
     def _repeats(self, name: str) -> bool:
         """Whether fp32, rounding differently, moves it as fp32 does; else its movement is rounding alone."""
