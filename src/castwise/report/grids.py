@@ -46,7 +46,7 @@ class Row:
     @property
     def tag(self) -> str:
         """The status, where a page says it beside the name."""
-        return self.status if self.status in ("chosen", "baseline", "rejected") else ""
+        return self.status if self.status in ("chosen", "baseline", "tie", "rejected", "not tried") else ""
 
 
 @dataclass(frozen=True)

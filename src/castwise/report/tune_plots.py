@@ -19,6 +19,7 @@ _PALETTE = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8
 _STATUS = {
     "chosen": (COLOURS[0], "*", 190.0),
     "sound": (COLOURS[2], "o", 42.0),
+    "tie": (COLOURS[4], "o", 42.0),
     "rejected": (COLOURS[6], "X", 48.0),
     "baseline": (GREY, "s", 42.0),
 }
@@ -271,7 +272,7 @@ def _regions(record: Record) -> Figure | None:
 PICTURES = {
     "scatter": Picture(
         _scatter, "Speed over fp32 against the damage of each plan",
-        "Every plan whose speed and gradients were both measured, with 95 % intervals; right and down is better. Plans "
+        "Every plan whose speed and gradients were both measured, with their intervals; right and down is better. Plans "
         "without both are in the table alone.",
     ),
     "gradients": Picture(

@@ -91,7 +91,9 @@ class Search(SearchState):
         """Run fp32 on a few batches, and look at the model."""
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
-        adam = self.ranks.at("the optimizer").same(is_adam(workload.optimizer(model.parameters())))
+        optimizer = workload.optimizer(model.parameters())
+        self.optimizer = type(optimizer).__name__
+        adam = self.ranks.at("the optimizer").same(is_adam(optimizer))
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
             call=f"tune({workload.name!r})", dither=coarsest(settings.formats),

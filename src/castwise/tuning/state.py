@@ -83,7 +83,8 @@ class SearchState:
         spec: How another process finds it, where it can.
         ranks: Who search together.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model in fp32, as the search found it; set by the first stage, as are the next five.
+        model: The model in fp32, as the search found it; set by the first stage, as are the next six.
+        optimizer: Class name of the optimizer.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
         parts: The model's regions.
@@ -113,6 +114,7 @@ class SearchState:
     ranks: Lockstep = BY_ITSELF
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
+    optimizer: str = "optimizer"
     parts: tuple[Part, ...] = ()
     used: frozenset[str] = frozenset()
     images: bool = False
