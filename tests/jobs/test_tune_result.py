@@ -62,15 +62,17 @@ def test_the_table_fits_and_marks_the_plan(result: TuneResult, width: int) -> No
     marked = [line for line in out.splitlines() if line.strip().startswith("> ")]
     assert len(marked) == 2
     assert "56.0 ±1.1 ms" in marked[0]
-    assert "1.79x (1.73-1.84)" in marked[0]
-    assert "0.0031 (0.0019-0.0053)" in marked[1]
+    assert "1.79x" in marked[0]
+    assert "0.0031" in marked[1]
+    for piece in (*str(CHOSEN).split("+"), "(1.73-1.84)", "(0.0019-0.0053)"):
+        assert piece in out  # in one line
     said = " ".join(out.split())
-    for words in ("out of memory", "Conv2d x9", "not worse than fp32", "Rejected", "Not tried", "castwise.Amp("):
+    for words in ("out of memory", "Conv2d x9", "not worse than fp32", "6 rejected", "1 not tried", "castwise.Amp("):
         assert words in said, words
 
 
 def test_the_table_cuts_a_long_list_of_rejected_plans() -> None:
-    many = tuple(make_candidate(f"p{i}", None, "rejected", reason="not faster") for i in range(30))
+    many = tuple(make_candidate(f"p{i}", None, "rejected", reason=f"not faster {i}") for i in range(30))
     out = printed(TuneResult(CHOSEN, make_evidence(candidates=many)), 80)
     assert "and 18 more in evidence.json" in out
 

@@ -111,7 +111,7 @@ def test_fp32_and_autocast_are_always_rows_and_ties_are_one() -> None:
     (tie,) = said.where("tie").rows
     assert tie.cells[1:3] == ("55.9 ms to 56.1 ms", "1.78x to 1.79x")
     assert tie.why == (
-        "bf16-mixed+memory_format=channels_last; bf16-mixed+memory_format=channels_last+optimizer=fused"
+        "bf16-mixed+memory_format=channels_last\nbf16-mixed+memory_format=channels_last+optimizer=fused"
     )
     one = tuple(r for r in rows if r.name != "bf16-mixed+memory_format=channels_last")
     (tie,) = tune.plan_grid(make_record(make_evidence(candidates=one))).where("tie").rows

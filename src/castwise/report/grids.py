@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
 Said = str | Callable[[Any], Any]
@@ -114,30 +114,60 @@ def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(_table(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines))
+    return Group(*(_Fitted(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines))
 
 
-def _table(grid: Grid) -> Table:
+@dataclass(frozen=True)
+class _Fitted:
+    """A table that gives way where the terminal is too narrow to show whole words: what follows a number goes below it."""
+
+    grid: Grid
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        yield _table(self.grid, stacked=_width(self.grid) > options.max_width)
+
+
+def _width(grid: Grid) -> int:
+    """Columns of the terminal that a table needs so that no number, and no word of a plan's name, is broken."""
+    out = 4 if any(row.status == "chosen" for row in grid.rows) else 1
+    for name, *cells in zip(grid.header, *(row.cells for row in grid.rows), strict=True):
+        wraps = name in _WORDS or grid.wraps
+        longest = (max(map(len, breakable(cell).split()), default=0) if wraps else len(cell) for cell in (name, *cells))
+        out += max(longest) + 2
+    return out
+
+
+def breakable(plan: str) -> str:
+    """A plan's line that a terminal may break between its parts."""
+    return plan.replace("+", " +")
+
+
+def _table(grid: Grid, stacked: bool = False) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(
-        title=grid.title, title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=Text(grid.title), title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )  # fmt: skip
     marked = any(row.status == "chosen" for row in grid.rows)
     if marked:
         table.add_column("")
     for name in grid.header:
         words = name in _WORDS
+        head = name if words or not stacked else name.replace(" ", "\n")
         table.add_column(
-            Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
-            min_width=12 if name == "plan" else None,
+            Text(head), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
         )  # fmt: skip
     for row in grid.rows:
         name, *cells = row.cells
         if grid.header[0] == "plan":
-            name = name.replace("+", " +")  # so that a plan's line may wrap between its parts
+            name = breakable(name)
+        if stacked:
+            cells = [
+                cell if head in _WORDS else cell.replace(" (", "\n(").replace(" to ", "\nto ")
+                for head, cell in zip(grid.header[1:], cells, strict=True)
+            ]
         mark = [">" if row.status == "chosen" else ""] if marked else []
         table.add_row(*map(Text, [*mark, name, *cells]), style=_STYLES.get(row.status))
     return table

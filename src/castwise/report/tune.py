@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from castwise.report import words
-from castwise.report.grids import Columns, Grid, Line, Row
+from castwise.report.grids import Columns, Grid, Line, Row, breakable
 from castwise.report.tune_plots import PICTURES
 
 __all__ = [
@@ -41,6 +41,7 @@ def lines(record: Record) -> list[Grid | Line]:
         Line(words.pasted(record["plan"]), "green"),
         Line(),
         *(grid for grid in grids if grid.rows),
+        *(Line(breakable(f"Ties: {row.why}".replace("\n", "\n  or  "))) for row in plans.where("tie").rows if "\n" in row.why),
         *(part for status in ("rejected", "not tried") for part in _left(record, status)),
         *([Line(said)] if said else ()),
         *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
@@ -84,9 +85,19 @@ def plan_grid(record: Record) -> Grid:
 
 
 def left_grid(record: Record, status: str) -> Grid:
-    """The plans of a status (``rejected``, ``not tried``) that :func:`plan_grid` does not show, with why."""
+    """The plans of a status (``rejected``, ``not tried``) that :func:`plan_grid` does not show, one row per reason."""
     rows = [row for row in record["candidates"] if row["status"] == status and not _is_shown(record, row)]
-    return Grid.of(status.capitalize(), rows, _columns(record), "status", _why)
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault(_why(row), []).append(dict(row))
+    columns = _columns(record)
+    firsts = [same[0] | {"name": _and_others(same)} for same in alike.values()]
+    return replace(Grid.of("", firsts, columns, "status", _why), title=f"{len(rows)} {status}")
+
+
+def _and_others(same: Sequence[Record]) -> str:
+    others = len(same) - 1
+    return same[0]["name"] + (f" and {others} other{'s' * (others > 1)}" if others else "")
 
 
 def _is_shown(record: Record, row: Record) -> bool:
@@ -142,7 +153,7 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
         "damage": span(words.damage, value("parity", "value")),
         "loss": span(words.loss, [row["loss"] for row in ties]),
     }
-    return Row(tuple(cells[name] or "-" for name in columns), "tie", "; ".join(row["name"] for row in ties))
+    return Row(tuple(cells[name] or "-" for name in columns), "tie", "\n".join(row["name"] for row in ties))
 
 
 def region_grid(record: Record) -> Grid:
