@@ -241,7 +241,7 @@ def train(
                 microbatches=microbatches, schedule=schedule, save_every=save_every, resume=resume, progress=progress,
             )  # fmt: skip
         if leads:
-            _console().print(result.summary(), highlight=False)
+            _console().print(result.summary(), highlight=False, markup=False)
             _wrote([folder / "result.json", *(folder / name for name in result.files)])
 
 

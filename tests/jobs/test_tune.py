@@ -126,8 +126,9 @@ def test_nothing_is_left_behind(end: str, tmp_path: Path) -> None:
         # a plan that fails is a candidate that failed; fp32 failing ends the search
         try:
             tune(model, loss=watched)
-        except ArithmeticError:
+        except WorkloadError as error:
             assert end == "fails"
+            assert "ArithmeticError: the loss fails now and then (test_tune.py, line" in str(error)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert (np.random.get_state()[1] == before[2]).all()

@@ -109,7 +109,7 @@ def test_fp32_and_autocast_are_always_rows_and_ties_are_one() -> None:
         "2 others that tie with it",
     ]  # fmt: skip
     (tie,) = said.where("tie").rows
-    assert tie.cells[1:3] == ("55.9 ms to 56.1 ms", "1.78x to 1.79x")
+    assert tie.cells[1:3] == ("55.9-56.1 ms", "1.78-1.79x")
     assert tie.why == (
         "bf16-mixed+memory_format=channels_last\nbf16-mixed+memory_format=channels_last+optimizer=fused"
     )

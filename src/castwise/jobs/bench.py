@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from castwise.casting import default_device_type
-from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError, sentence
+from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError, place, sentence
 from castwise.jobs import Event, Progress
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
 from castwise.measure import stats
@@ -23,6 +23,7 @@ from castwise.measure.memory import measure_memory
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
 from castwise.plans.plan import PRESETS, Plan, as_plan
+from castwise.process import find_device
 from castwise.tuning.axes import name_of
 from castwise.workload import Workload, about_data, find_workload
 
@@ -111,7 +112,7 @@ def bench(
             f"bench(steps={steps}, rounds={rounds}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, "
             "rounds >= 1 and hopeless > 1"
         )
-    where = torch.device(device if device is not None else default_device_type())
+    where = find_device("bench", device, default_device_type())
     rows = _rows(plans)
     spec = workload if isinstance(workload, str) else None
     found = find_workload(workload) if isinstance(workload, str) else workload
@@ -293,8 +294,9 @@ class _Work:
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
                 raise error
+            where = f" ({said})" if (said := place(error)) else ""
             raise WorkloadError(
-                f"workload {self.workload.name!r} fails in fp32: {sentence(error, whole=False)}"
+                f"workload {self.workload.name!r} fails in fp32: {sentence(error, whole=False)}{where}"
             ) from error
         status = "unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed"
         row.found(status=status, reason=sentence(error, whole=False))

@@ -28,6 +28,7 @@ from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment
 from castwise.plans.plan import Plan, as_plan
+from castwise.process import find_device
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss, find_workload, next_batch, non_finite_parts
@@ -94,7 +95,7 @@ def train(
     check_count("train", "save_every", save_every, 0)
     found = find_workload(workload) if isinstance(workload, str) else workload
     chosen = as_plan(plan)
-    where = torch.device(device if device is not None else default_device_type())
+    where = find_device("train", device, default_device_type())
     outer = torch.get_rng_state()
     try:
         with join(layout, where) as ranks:

@@ -21,11 +21,12 @@ from castwise.measure.ranks import lockstep
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import copied, unspoilt
 from castwise.numerics.parity import device_of
+from castwise.process import find_device
 from castwise.tuning.axes import FORMATS
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.tuning.state import Say
-from castwise.workload import Workload, find_workload
+from castwise.workload import Workload, find_workload, users_code
 
 __all__ = ["TuneResult", "tune"]
 
@@ -111,7 +112,8 @@ def tune(
         search = Search(found, where, settings, spec, ranks)
         search.say = _teller(search, progress)
         try:
-            with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+            kept = unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
+            with users_code(f"workload {found.name!r} failed"), kept:
                 search.run()
         except KeyboardInterrupt as interrupt:
             if out is not None and ranks.rank == 0:
@@ -161,7 +163,7 @@ def _workload(
         given = [name for name, value in parts.items() if value is not None]
         if given:
             raise WorkloadError(f"tune(workload, {given[0]}=...): give a workload or its parts, not both")
-        where = torch.device(device if device is not None else default_device_type())
+        where = find_device("tune", device, default_device_type())
         if isinstance(workload, str):
             return find_workload(workload), workload, where
         if not isinstance(workload, Workload):
@@ -187,4 +189,4 @@ def _workload(
         loss=loss,
         description=f"A {type(model).__name__} given as an object.",
     )
-    return made, None, torch.device(device) if device is not None else device_of(model)
+    return made, None, find_device("tune", device, str(device_of(model)))

@@ -138,6 +138,8 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
     def span(said: Callable[[float], str], values: Sequence[float | None]) -> str:
         known = [value for value in values if value is not None]
         ends = list(dict.fromkeys(said(end) for end in (min(known), max(known)))) if known else ["-"]
+        if len(ends) == 2 and (unit := ends[0].lstrip(".0123456789")) == ends[1].lstrip(".0123456789"):
+            ends = [f"{ends[0].removesuffix(unit)}-{ends[1]}"]
         return " to ".join(ends)
 
     def value(key: str, inner: str) -> list[float | None]:
