@@ -81,7 +81,9 @@ def find_device(call: str, device: Any, default: str) -> torch.device:
     if where.index is not None and where.type in ("cuda", "xpu"):
         count = getattr(torch, where.type).device_count()
         if where.index >= count:
-            raise DeviceError(f"{call}(device={str(where)!r}): there are {count}, counted from 0; use a lower number")
+            raise DeviceError(
+                f"{call}(device={str(where)!r}): there are {count}, counted from 0; use a lower number"
+            )
     return where
 
 

@@ -390,7 +390,9 @@ def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Op
     """
     who, trained = f"workload {workload.name!r}", list(parameters)
     if not any(parameter.requires_grad for parameter in trained):
-        raise WorkloadError(f"{who}: no parameter of the model requires a gradient; give a model that is trained")
+        raise WorkloadError(
+            f"{who}: no parameter of the model requires a gradient; give a model that is trained"
+        )
     with users_code(f"{who}: optimizer(params) failed"):
         optimizer = workload.optimizer(trained)
     if not isinstance(optimizer, Optimizer):

@@ -93,7 +93,9 @@ def parity(job: Workload, optimizer: bool = True) -> Any:
 
 CALLS: dict[str, Call] = {
     "tune": lambda job, folder: castwise.tune(job, out=folder, device="cpu", budget_s=10, memory=False),
-    "bench": lambda job, _: castwise.bench(job, device="cpu", steps=4, rounds=1, inference=False, memory=False),
+    "bench": lambda job, _: castwise.bench(
+        job, device="cpu", steps=4, rounds=1, inference=False, memory=False
+    ),
     "train": lambda job, folder: train(job, "bf16-mixed", steps=2, out=folder, device="cpu"),
     "doctor": lambda job, _: doctor(job, device="cpu", small=True),
     "parity": lambda job, _: parity(job),
@@ -181,7 +183,8 @@ def test_a_model_given_as_an_object_is_as_it_was(job: str) -> None:
 
 @pytest.mark.parametrize("call", ["tune", "bench", "train", "doctor", "parity"])
 @pytest.mark.parametrize(
-    ("device", "text"), [("xpu", "no xpu device is available; use device='cpu'"), ("gpu", "no such kind of device; use")]
+    ("device", "text"),
+    [("xpu", "no xpu device is available; use device='cpu'"), ("gpu", "no such kind of device; use")],
 )
 def test_a_device_that_is_not_there(call: str, device: str, text: str, tmp_path: Path) -> None:
     if device == "xpu" and torch.xpu.is_available():
@@ -192,7 +195,9 @@ def test_a_device_that_is_not_there(call: str, device: str, text: str, tmp_path:
         "bench": lambda job, _: castwise.bench(job, device=device),
         "train": lambda job, folder: train(job, "fp32", steps=2, out=folder, device=device),
         "doctor": lambda job, _: doctor(job, device=device),
-        "parity": lambda job, _: castwise.parity(network(), job.loss, job.batches, "bf16-mixed", device=device),
+        "parity": lambda job, _: castwise.parity(
+            network(), job.loss, job.batches, "bf16-mixed", device=device
+        ),
     }
     with pytest.raises(DeviceError) as caught:
         calls[call](job, tmp_path)

@@ -67,7 +67,14 @@ def test_the_table_fits_and_marks_the_plan(result: TuneResult, width: int) -> No
     for piece in (*str(CHOSEN).split("+"), "(1.73-1.84)", "(0.0019-0.0053)"):
         assert piece in out  # in one line
     said = " ".join(out.split())
-    for words in ("out of memory", "Conv2d x9", "not worse than fp32", "6 rejected", "1 not tried", "castwise.Amp("):
+    for words in (
+        "out of memory",
+        "Conv2d x9",
+        "not worse than fp32",
+        "6 rejected",
+        "1 not tried",
+        "castwise.Amp(",
+    ):
         assert words in said, words
 
 

@@ -19,10 +19,11 @@ from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage
 
 from castwise.numerics.gradient_range import ScaleRange
 from castwise.plans.formats import FORMATS
-from castwise.report import show, tune, tune_plots, words
+from castwise.report import show, tune, tune_plots
 from castwise.report.grids import Grid
 from castwise.report.plots import draw
 from castwise.report.show import table, write
+from castwise.report.words import pasted
 
 VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
@@ -72,9 +73,16 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
     places = [
         said.index(words)
         for words in (
-            record["answer"], *record["why"], "Paste into your", "amp.prepare(model, optimizer)", "Plans compared",
-            "rejected, and why", "not tried, and why", "95 % intervals", "How to repeat",
-        )  # fmt: skip
+            record["answer"],
+            *record["why"],
+            "Paste into your",
+            "amp.prepare(model, optimizer)",
+            "Plans compared",
+            "rejected, and why",
+            "not tried, and why",
+            "95 % intervals",
+            "How to repeat",
+        )
     ]
     assert places == sorted(places)
     for words in (
@@ -124,9 +132,11 @@ def test_the_level_of_intervals_is_said_once() -> None:
         assert said.count("95 %") == 1
 
 
-@pytest.mark.parametrize("plan", [str(CHOSEN), "fp32", f"bf16-mixed+regions.{'long.' * 30}x=fp32+optimizer=fused"])
+@pytest.mark.parametrize(
+    "plan", [str(CHOSEN), "fp32", f"bf16-mixed+regions.{'long.' * 30}x=fp32+optimizer=fused"]
+)
 def test_what_is_to_be_pasted_runs_and_breaks_at_plus(plan: str) -> None:
-    lines = words.pasted(plan).splitlines()
+    lines = pasted(plan).splitlines()
     assert max(map(len, (line for line in lines if "long" not in line))) <= 80
     seen: list[str] = []
 

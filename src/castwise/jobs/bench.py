@@ -14,8 +14,16 @@ from typing import Any, Self
 import torch
 
 from castwise.casting import default_device_type
-from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError, place, sentence
-from castwise.jobs import Event, Progress
+from castwise.errors import (
+    CastwiseError,
+    DeviceError,
+    NonFiniteError,
+    PlanError,
+    WorkloadError,
+    place,
+    sentence,
+)
+from castwise.jobs import Event, Progress, heard
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
 from castwise.measure import stats
 from castwise.measure.environment import environment
@@ -77,7 +85,7 @@ def bench(
     inference: bool = True,
     memory: bool = True,
     hopeless: float = HOPELESS,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> BenchResult:
     """Train a workload under several plans, in turns, and measure what each costs.
 
@@ -96,7 +104,7 @@ def bench(
         inference: Measure inference too.
         memory: Measure memory too.
         hopeless: A plan whose first steps take this many times the baseline's is stopped.
-        progress: Called with events.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
 
     Returns:
         The result: ``.table()``, ``.save(folder)``.
@@ -118,19 +126,18 @@ def bench(
     found = find_workload(workload) if isinstance(workload, str) else workload
     rounds = min(rounds, steps - WARMUP)
     per_round = (steps - WARMUP) // rounds
-    work = _Work(
-        found, spec, where, seed, steps, rounds, per_round, hopeless, progress or (lambda _event: None), rows
-    )
     outer = torch.get_rng_state()
-    try:
-        work.train()
-        if inference:
-            work.infer()
-        if memory:
-            work.measure_memory()
-    finally:
-        work.close()
-        torch.set_rng_state(outer)
+    with heard(progress) as tell:
+        work = _Work(found, spec, where, seed, steps, rounds, per_round, hopeless, tell, rows)
+        try:
+            work.train()
+            if inference:
+                work.infer()
+            if memory:
+                work.measure_memory()
+        finally:
+            work.close()
+            torch.set_rng_state(outer)
     return work.result()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from castwise.casting import default_device_type
-from castwise.jobs import Event, Progress
+from castwise.jobs import Event, Progress, heard
 from castwise.jobs.doctor_result import DoctorResult, Finding, WorkloadReport
 from castwise.measure import stats
 from castwise.measure.environment import environment
@@ -44,7 +44,7 @@ def doctor(
     device: torch.device | str | None = None,
     seed: int = 0,
     small: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> DoctorResult:
     """Measure a device, and say what limits a workload on it.
 
@@ -53,7 +53,7 @@ def doctor(
         device: By default the accelerator at hand, else the CPU.
         seed: Of the workload's weights and data.
         small: Measure small sizes: in a second instead of some ten, and rough.
-        progress: Called with events.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
 
     Returns:
         The result: ``.table()``, ``.to_json()``. What it says of formats for a workload comes from steps of that workload,
@@ -67,34 +67,34 @@ def doctor(
     where = find_device("doctor", device, default_device_type())
     notes = _busy(where)  # before this process makes a load itself
     found = find_workload(workload) if isinstance(workload, str) else workload
-    tell = progress or (lambda _event: None)
-    profile = None
-    if found is not None:  # first, since what is wrong with it should not be told after half a minute
-        tell(Event("workload", found.name, 0, 1))
-        with users_code(f"workload {found.name!r} fails in fp32"):
-            profile = profile_steps(found, where, seed=seed)
-        tell(Event("workload", found.name, 1, 1))
-    units = matrix_units(where)
-    rates = measure_rates(
-        where, small=small, on_kernel=lambda name, done, total: tell(Event("rates", name, done, total))
-    )
-    tell(Event("bandwidth", "copy", 0, 1))
-    band = measure_bandwidth(where, copied_bytes=2**22 if small else 2**28)
-    tell(Event("bandwidth", "copy", 1, 1))
-    said = verdicts(rates, where.type)
-    report = None
-    if found is not None and profile is not None:
-        dtype = _best_dtype(said)
-        tell(Event("sizes", found.name, 0, 1))
-        limits = findings(
-            profile, units, rates, lambda product: padding_gain(product, units.multiples, where, dtype)
+    with heard(progress) as tell:
+        profile = None
+        if found is not None:  # first, since what is wrong with it should not be told after half a minute
+            tell(Event("workload", found.name, 0, 1))
+            with users_code(f"workload {found.name!r} fails in fp32"):
+                profile = profile_steps(found, where, seed=seed)
+            tell(Event("workload", found.name, 1, 1))
+        units = matrix_units(where)
+        rates = measure_rates(
+            where, small=small, on_kernel=lambda name, done, total: tell(Event("rates", name, done, total))
         )
-        tell(Event("sizes", found.name, 1, 1))
-        steps = measure_steps(
-            found, where, _not_run(profile, rates, where.type), seed=seed,
-            on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
-        )  # fmt: skip
-        report = WorkloadReport(found.name, found.description, steps, profile, limits)
+        tell(Event("bandwidth", "copy", 0, 1))
+        band = measure_bandwidth(where, copied_bytes=2**22 if small else 2**28)
+        tell(Event("bandwidth", "copy", 1, 1))
+        said = verdicts(rates, where.type)
+        report = None
+        if found is not None and profile is not None:
+            dtype = _best_dtype(said)
+            tell(Event("sizes", found.name, 0, 1))
+            limits = findings(
+                profile, units, rates, lambda product: padding_gain(product, units.multiples, where, dtype)
+            )
+            tell(Event("sizes", found.name, 1, 1))
+            steps = measure_steps(
+                found, where, _not_run(profile, rates, where.type), seed=seed,
+                on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
+            )  # fmt: skip
+            report = WorkloadReport(found.name, found.description, steps, profile, limits)
     return DoctorResult(environment(where), units, rates, band, said, report, notes)
 
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from castwise.casting import default_device_type
 from castwise.errors import WorkloadError
-from castwise.jobs import Event, Progress
+from castwise.jobs import Event, Progress, heard
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.ranks import lockstep
@@ -51,7 +52,7 @@ def tune(
     device: torch.device | str | None = None,
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> TuneResult:
     """Find the fastest precision plan whose gradients cannot be told from fp32's within the noise of the data.
 
@@ -82,11 +83,12 @@ def tune(
         memory: Measure peak memory too (a process per plan).
         device: By default where the model is, or the accelerator at hand, else the CPU.
         seed: Of weights, data, dither and random draws.
-        out: Where to write the evidence so far if the search is interrupted.
-        progress: Called with events.
+        out: Folder for what ``.save(folder)`` writes, as the command line writes it: at the end, or when the search is
+            interrupted. It is made at once.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
 
     Returns:
-        The result: ``.plan``, ``.table()``, ``.save(folder)``.
+        The result: ``.plan``, ``.answer``, ``.table()``, ``.save(folder)``, and in ``.files`` what was written to ``out``.
 
     Raises:
         PlanError: An argument out of its range.
@@ -98,7 +100,7 @@ def tune(
 
     Source: docs/tuning.md.
     """
-    with lockstep("tune") as ranks:
+    with lockstep("tune") as ranks, heard(progress, stages=True) as tell:
         if world_size is None:
             world_size = ranks.size
         if goal == "numerics" and tuple(formats) == FORMATS:
@@ -109,30 +111,34 @@ def tune(
         )  # fmt: skip
         found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
+        folder = None if out is None or ranks.rank else Path(out)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)  # now, and not when there is something to lose
         search = Search(found, where, settings, spec, ranks)
-        search.say = _teller(search, progress)
+        search.say = _teller(search, tell)
         try:
             kept = unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
             with users_code(f"workload {found.name!r} failed"), kept:
                 search.run()
         except KeyboardInterrupt as interrupt:
-            if out is not None and ranks.rank == 0:
-                paths = _result(search).save(out)
+            if folder is not None:
+                paths = _result(search).save(folder)
                 interrupt.add_note(
                     "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                 )
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
-        return _result(search)
+        result = _result(search)
+        return dataclasses.replace(result, files=result.save(folder)) if folder is not None else result
 
 
-def _teller(search: Search, progress: Progress | None) -> Say:
+def _teller(search: Search, tell: Progress) -> Say:
     """Tell a user's function how far a search is; on rank 0 alone, whose clock it is."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
-        if progress is not None and search.ranks.rank == 0:
+        if search.ranks.rank == 0:
             parts = (subject, search.known(), f"{max(0.0, search.left_here_s()):.0f} s left")
-            progress(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
+            tell(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
 
     return say
 

@@ -114,7 +114,9 @@ def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(_Fitted(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines))
+    return Group(
+        *(_Fitted(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines)
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,10 @@ def _width(grid: Grid) -> int:
     out = 4 if any(row.status == "chosen" for row in grid.rows) else 1
     for name, *cells in zip(grid.header, *(row.cells for row in grid.rows), strict=True):
         wraps = name in _WORDS or grid.wraps
-        longest = (max(map(len, breakable(cell).split()), default=0) if wraps else len(cell) for cell in (name, *cells))
+        longest = (
+            max(map(len, breakable(cell).split()), default=0) if wraps else len(cell)
+            for cell in (name, *cells)
+        )
         out += max(longest) + 2
     return out
 

@@ -41,7 +41,11 @@ def lines(record: Record) -> list[Grid | Line]:
         Line(words.pasted(record["plan"]), "green"),
         Line(),
         *(grid for grid in grids if grid.rows),
-        *(Line(breakable(f"Ties: {row.why}".replace("\n", "\n  or  "))) for row in plans.where("tie").rows if "\n" in row.why),
+        *(
+            Line(breakable(f"Ties: {row.why}".replace("\n", "\n  or  ")))
+            for row in plans.where("tie").rows
+            if "\n" in row.why
+        ),
         *(part for status in ("rejected", "not tried") for part in _left(record, status)),
         *([Line(said)] if said else ()),
         *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
@@ -97,11 +101,15 @@ def left_grid(record: Record, status: str) -> Grid:
 
 def _and_others(same: Sequence[Record]) -> str:
     others = len(same) - 1
-    return same[0]["name"] + (f" and {others} other{'s' * (others > 1)}" if others else "")
+    return str(same[0]["name"]) + (f" and {others} other{'s' * (others > 1)}" if others else "")
 
 
 def _is_shown(record: Record, row: Record) -> bool:
-    return row["status"] not in ("rejected", "not tried") or bool(_name_beside(row)) or row["plan"] == record["plan"]
+    return (
+        row["status"] not in ("rejected", "not tried")
+        or bool(_name_beside(row))
+        or row["plan"] == record["plan"]
+    )
 
 
 def _name_beside(row: Record) -> str:
@@ -143,7 +151,7 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
         return " to ".join(ends)
 
     def value(key: str, inner: str) -> list[float | None]:
-        return [row[key] and row[key][inner] for row in ties]
+        return [None if (found := row[key]) is None else found[inner] for row in ties]
 
     cells = {
         "plan": f"{len(ties)} others that tie with it",
@@ -151,7 +159,9 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
         "vs fp32": span(words.factor, value("speedup", "value")),
         "vs autocast": span(words.factor, value("versus_autocast", "value")),
         "peak memory": span(words.size, [row["peak_bytes"] for row in ties]),
-        "parity": ", ".join(dict.fromkeys(filter(None, (row["parity"] and row["parity"]["verdict"] for row in ties)))),
+        "parity": ", ".join(
+            dict.fromkeys(filter(None, (row["parity"] and row["parity"]["verdict"] for row in ties)))
+        ),
         "damage": span(words.damage, value("parity", "value")),
         "loss": span(words.loss, [row["loss"] for row in ties]),
     }

@@ -56,7 +56,11 @@ def advice(plan: Plan, optimizer: str = "optimizer") -> str:
         if precision not in ("as_is", "ieee"):
             inside.setdefault(precision, []).append(what)
     does += [f"let fp32 {' and '.join(what)} use {precision} inside" for precision, what in inside.items()]
-    for rule, said in (("fp32", "keep {} in fp32"), ("unfused", "run {} unfused"), ("as_is", "cast nothing for {}")):
+    for rule, said in (
+        ("fp32", "keep {} in fp32"),
+        ("unfused", "run {} unfused"),
+        ("as_is", "cast nothing for {}"),
+    ):
         operators = [op for op, mine in plan.ops if mine == rule]
         if operators:
             does.append(said.format(_counted(operators, "operators")))
@@ -91,18 +95,23 @@ def _memory_words(search: Search) -> str:
     if search.chosen not in search.peaks or not search.peaks.get(FP32):
         return ""
     change = search.peaks[search.chosen] / search.peaks[FP32] - 1.0
-    return "same memory" if abs(change) < _SAME else f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory".replace("%", " %")
+    return (
+        "same memory"
+        if abs(change) < _SAME
+        else f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory".replace("%", " %")
+    )
 
 
 def _numerics(search: Search) -> str:
     low, kept = search.settings.formats[0], search.kept
     if search.chosen == FP32:
-        return f"Stay in fp32: no set of regions made {low} pass."
-    sound = "its gradients cannot be told from fp32's within the noise of the data"
+        return f"No set of regions made {low} pass: stay in fp32."
     if not kept:
-        return f"Train in {low}: it needs no exemption, {sound}."
-    regions = f"{len(kept)} region{'s' * (len(kept) != 1)}"
-    return f"Train in {low} with {regions} kept in fp32 ({', '.join(kept)}): {sound}."
+        return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
+    return (
+        f"{low} is sound with {len(kept)} region{'s' * (len(kept) != 1)} kept in fp32 ({', '.join(kept)}): its gradients "
+        "then cannot be told from fp32's within the noise of the data."
+    )
 
 
 def _timed(search: Search) -> list[Plan]:
@@ -139,7 +148,9 @@ def why_chosen(search: Search) -> str:
         return "as few regions in fp32 as pass"
     if not _timed(search):
         return "nothing else was timed to the end"
-    return "the simplest of those that are as fast as can be told" if tied(search) else "the fastest sound plan"
+    return (
+        "the simplest of those that are as fast as can be told" if tied(search) else "the fastest sound plan"
+    )
 
 
 def _against_autocast(search: Search) -> str:
@@ -172,9 +183,7 @@ def _ties(search: Search) -> str:
     count = len(tied(search))
     if not count:
         return ""
-    return (
-        f"{count} other plan{'s tie' if count > 1 else ' ties'} with it as far as can be told, and it is the simplest of them."
-    )
+    return f"{count} other plan{'s tie' if count > 1 else ' ties'} with it as far as can be told, and it is the simplest of them."
 
 
 def _why_not_low(search: Search) -> str:
@@ -186,5 +195,9 @@ def _why_not_low(search: Search) -> str:
     if reason:
         fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
         return f"One-line torch.autocast in bf16{fast} does not keep the gradients: {reason}."
-    named = f"bf16 was left out of the race ({search.passed_over[AUTOCAST]})" if AUTOCAST in search.passed_over else ""
+    named = (
+        f"bf16 was left out of the race ({search.passed_over[AUTOCAST]})"
+        if AUTOCAST in search.passed_over
+        else ""
+    )
     return f"{name_of(AUTOCAST)}: {named}." if named else ""

@@ -90,9 +90,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
     )  # fmt: skip
 
 
-def _standing(
-    search: Search, plan: Plan, entry: Entry, found: ParityResult | None
-) -> tuple[Status, str]:
+def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, str]:
     """What became of a plan, and why."""
     final, unsound = search.final, search.reasons.get(plan, "")
     if plan == search.chosen:
