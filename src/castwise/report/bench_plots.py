@@ -93,7 +93,7 @@ def _panel(axes: Axes, title: str, bars: Sequence[_Bar], colours: Mapping[str, s
         axes.text(end + 0.015 * top, index, plain(label), va="center", ha="left").set_in_layout(False)
     axes.set_title(title)
     name_rows(axes, [bar.name for bar in bars])
-    axes.set_xlim(0, top * 1.62)
+    axes.set_xlim(0, top * 2.0)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
 

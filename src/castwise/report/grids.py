@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,12 +134,8 @@ def _width(grid: Grid) -> int:
     """Columns of the terminal that a table needs so that no number, and no word of a plan's name, is broken."""
     out = 4 if any(row.status == "chosen" for row in grid.rows) else 1
     for name, *cells in zip(grid.header, *(row.cells for row in grid.rows), strict=True):
-        wraps = name in _WORDS or grid.wraps
-        longest = (
-            max(map(len, breakable(cell).split()), default=0) if wraps else len(cell)
-            for cell in (name, *cells)
-        )
-        out += max(longest) + 2
+        words = [word for cell in (name, *cells) for word in breakable(cell).split()]
+        out += max(map(len, words if name in _WORDS else (name, *cells)), default=0) + 2
     return out
 
 
@@ -160,7 +157,7 @@ def _table(grid: Grid, stacked: bool = False) -> Table:
         table.add_column("")
     for name in grid.header:
         words = name in _WORDS
-        head = name if words or not stacked else name.replace(" ", "\n")
+        head = name if words or not stacked else name.replace(" ", "\n").replace("_", "\n_")
         table.add_column(
             Text(head), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
         )  # fmt: skip
@@ -170,7 +167,7 @@ def _table(grid: Grid, stacked: bool = False) -> Table:
             name = breakable(name)
         if stacked:
             cells = [
-                cell if head in _WORDS else cell.replace(" (", "\n(").replace(" to ", "\nto ")
+                cell if head in _WORDS else re.sub(r" (?=\(|to |±)", "\n", cell)
                 for head, cell in zip(grid.header[1:], cells, strict=True)
             ]
         mark = [">" if row.status == "chosen" else ""] if marked else []

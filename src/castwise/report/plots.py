@@ -84,9 +84,9 @@ def plain(text: str) -> str:
 
 
 def folded(name: str, most: int = 18) -> str:
-    """A name in lines short enough for an axis, which begin at a dot or a plus where they can."""
+    """A name in lines short enough for an axis, which begin at a dot, a plus or an equals sign where they can."""
     rows = [""]
-    for part in re.split(r"(?=[.+])", name):
+    for part in re.split(r"(?=[.+=])", name):
         pieces = [part[at : at + most] for at in range(0, len(part), most)]
         for piece in pieces:
             if rows[-1] and len(rows[-1] + piece) > most:

@@ -127,11 +127,13 @@ def _why(row: Record) -> Any:
 
 def _columns(record: Record) -> Columns:
     base = _baseline(record)
-    peak = base["peak_bytes"] if base is not None else None
+    peak = None if base is None else base["peak_bytes"]
     return {
         "plan": lambda row: ", ".join(filter(None, (row["name"], _name_beside(row)))),
         "training step": lambda row: words.step(row["time"]),
-        "vs fp32": lambda row: "1" if row is base and row["time"] else words.speed(row["speedup"]),
+        "vs fp32": lambda row: (
+            "1" if row["status"] == "baseline" and row["time"] else words.speed(row["speedup"])
+        ),
         "vs autocast": lambda row: words.speed(row["versus_autocast"]),
         "peak memory": lambda row: words.against(row["peak_bytes"], None if row is base else peak),
         "parity": lambda row: row["parity"] and row["parity"]["verdict"],
