@@ -23,6 +23,7 @@ from castwise.numerics.batches import endless
 from castwise.numerics.isolation import copied, unspoilt
 from castwise.numerics.parity import device_of
 from castwise.process import find_device
+from castwise.tuning import index
 from castwise.tuning.axes import FORMATS
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
@@ -51,6 +52,7 @@ def tune(
     memory: bool = True,
     device: torch.device | str | None = None,
     seed: int = 0,
+    fresh: bool = False,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TuneResult:
@@ -83,6 +85,10 @@ def tune(
         memory: Measure peak memory too (a process per plan).
         device: By default where the model is, or the accelerator at hand, else the CPU.
         seed: Of weights, data, dither and random draws.
+        fresh: Search even where a plan was found before for the same model, optimizer, loss and data on the same device with
+            the same versions. Otherwise that search's evidence is returned at once, and says so; a plan found on another
+            device or with other versions is a candidate from the start. They are kept in the user's cache folder, or in
+            ``CASTWISE_CACHE_DIR``; an empty one turns that off.
         out: Folder for what ``.save(folder)`` writes, as the command line writes it: at the end, or when the search is
             interrupted. It is made at once.
         progress: True shows what the command line shows, on standard error; a function is called with events.
@@ -116,9 +122,16 @@ def tune(
             folder.mkdir(parents=True, exist_ok=True)  # now, and not when there is something to lose
         search = Search(found, where, settings, spec, ranks)
         search.say = _teller(search, tell)
+        with _kept(model):
+            job = index.job_of(found, where, settings)
+        before: TuneResult | None = None
+        if job is not None and not fresh:
+            known, search.elsewhere = ranks.at("what was found before").same(index.find(job, where))
+            before = TuneResult(*known) if known is not None else None
+        if before is not None:
+            return _written(before, folder)
         try:
-            kept = unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
-            with users_code(f"workload {found.name!r} failed"), kept:
+            with users_code(f"workload {found.name!r} failed"), _kept(model):
                 search.run()
         except KeyboardInterrupt as interrupt:
             if folder is not None:
@@ -129,7 +142,17 @@ def tune(
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
         result = _result(search)
-        return dataclasses.replace(result, files=result.save(folder)) if folder is not None else result
+        if job is not None and search.complete and ranks.rank == 0:
+            index.keep(job, where, result.plan, result.to_dict())
+        return _written(result, folder)
+
+
+def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if model is None else unspoilt(model)
+
+
+def _written(result: TuneResult, folder: Path | None) -> TuneResult:
+    return result if folder is None else dataclasses.replace(result, files=result.save(folder))
 
 
 def _teller(search: Search, tell: Progress) -> Say:

@@ -127,15 +127,33 @@ class _Fitted:
     grid: Grid
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        yield _table(self.grid, stacked=_width(self.grid) > options.max_width)
+        fits = (level for level in range(len(_STACKED)) if _width(self.grid, level) <= options.max_width)
+        yield _table(self.grid, next(fits, len(_STACKED) - 1))
 
 
-def _width(grid: Grid) -> int:
+_STACKED = (None, re.compile(r" (?=\(|to )"), re.compile(r" (?=\(|to |±)"))
+"""Where numbers go on below, the less room there is."""
+
+
+def _cell(text: str, level: int, head: bool = False) -> str:
+    """What a column of numbers shows of a cell."""
+    at = _STACKED[level]
+    if at is None:
+        return text
+    return re.sub(" |(?=_)", "\n", text) if head else at.sub("\n", text)
+
+
+def _width(grid: Grid, level: int) -> int:
     """Columns of the terminal that a table needs so that no number, and no word of a plan's name, is broken."""
     out = 4 if any(row.status == "chosen" for row in grid.rows) else 1
     for name, *cells in zip(grid.header, *(row.cells for row in grid.rows), strict=True):
-        words = [word for cell in (name, *cells) for word in breakable(cell).split()]
-        out += max(map(len, words if name in _WORDS else (name, *cells)), default=0) + 2
+        shown = [_cell(name, level, head=True), *(_cell(cell, level) for cell in cells)]
+        parts = [
+            part
+            for text in shown
+            for part in (breakable(text).split() if name in _WORDS else text.split("\n"))
+        ]
+        out += max(map(len, parts), default=0) + 2
     return out
 
 
@@ -144,7 +162,7 @@ def breakable(plan: str) -> str:
     return plan.replace("+", " +")
 
 
-def _table(grid: Grid, stacked: bool = False) -> Table:
+def _table(grid: Grid, level: int) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -157,7 +175,7 @@ def _table(grid: Grid, stacked: bool = False) -> Table:
         table.add_column("")
     for name in grid.header:
         words = name in _WORDS
-        head = name if words or not stacked else name.replace(" ", "\n").replace("_", "\n_")
+        head = name if words else _cell(name, level, head=True)
         table.add_column(
             Text(head), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
         )  # fmt: skip
@@ -165,11 +183,10 @@ def _table(grid: Grid, stacked: bool = False) -> Table:
         name, *cells = row.cells
         if grid.header[0] == "plan":
             name = breakable(name)
-        if stacked:
-            cells = [
-                cell if head in _WORDS else re.sub(r" (?=\(|to |±)", "\n", cell)
-                for head, cell in zip(grid.header[1:], cells, strict=True)
-            ]
+        cells = [
+            cell if head in _WORDS else _cell(cell, level)
+            for head, cell in zip(grid.header[1:], cells, strict=True)
+        ]
         mark = [">" if row.status == "chosen" else ""] if marked else []
         table.add_row(*map(Text, [*mark, name, *cells]), style=_STYLES.get(row.status))
     return table

@@ -86,7 +86,7 @@ def _speed_words(ratio: stats.Ratio | None) -> str:
     if ratio is None:
         return ""
     interval = f"({ratio.low:.2f}-{ratio.high:.2f})"
-    if ratio.is_tie:
+    if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as it is printed
         return f"as fast, as far as can be told {interval}"
     return f"{ratio.value:.2f} times as fast {interval}"
 

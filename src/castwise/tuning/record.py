@@ -63,7 +63,17 @@ def _finding(search: Search, plan: Plan) -> ParityResult | None:
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
     entries = search.contest.entries if search.contest is not None else {}
-    seen = [FP32, AUTOCAST, *entries, *search.peaks, *search.passed_over, *search.reasons, search.chosen]
+    finalists = search.final.plans if search.final is not None else ()
+    seen = [
+        FP32,
+        AUTOCAST,
+        *finalists,
+        *entries,
+        *search.peaks,
+        *search.passed_over,
+        *search.reasons,
+        search.chosen,
+    ]
     rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
 
     def rank(row: Candidate) -> tuple[int, float]:
