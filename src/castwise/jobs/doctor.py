@@ -16,7 +16,7 @@ from castwise.measure.environment import environment
 from castwise.measure.limits import Product, StepProfile, padding_gain, profile_steps
 from castwise.measure.matrix_units import MatrixUnits, matrix_units
 from castwise.measure.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
-from castwise.measure.step_rates import PLANS, SLOW, by_operators, measure_steps
+from castwise.measure.step_rates import PLANS, SLOW, STARTS, by_operators, measure_steps
 from castwise.plans.plan import PRESETS
 from castwise.process import find_device
 from castwise.workload import Workload, find_workload, users_code
@@ -91,7 +91,7 @@ def doctor(
             )
             tell(Event("sizes", found.name, 1, 1))
             steps = measure_steps(
-                found, where, _not_run(profile, rates, where.type), seed=seed,
+                found, where, _not_run(profile, rates, where.type), seed=seed, starts=1 if small else STARTS,
                 on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
             )  # fmt: skip
             report = WorkloadReport(found.name, found.description, steps, profile, limits)

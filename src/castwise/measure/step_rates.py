@@ -58,6 +58,7 @@ def measure_steps(
     out: Mapping[str, str],
     *,
     seed: int = 0,
+    starts: int = STARTS,
     on_start: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[StepRate, ...]:
     """Time steps under each of ``PLANS``.
@@ -67,6 +68,7 @@ def measure_steps(
         device: Where.
         out: By plan why it is not run.
         seed: Of weights and data.
+        starts: How often all are started, within some seconds.
         on_start: Called with the number of starts that are done, and how many there are at most.
 
     Returns:
@@ -83,13 +85,14 @@ def measure_steps(
     except WorkloadError:
         times, failed = _in_turns(workload, plans, device, seed)
         why |= failed
+        plans = [plan for plan in plans if plan not in why]
     else:
         with Home() as home:
             plans = _tried(home, payload, plans, device, seed, why)
             end = time.monotonic() + BUDGET_S
-            for start in range(STARTS):
-                on_start(start, STARTS)
-                share = (end - time.monotonic()) / (STARTS - start)
+            for start in range(starts):
+                on_start(start, starts)
+                share = (end - time.monotonic()) / (starts - start)
                 found = race_apart(
                     home, payload, [PRESETS[plan] for plan in plans], device, rounds=ROUNDS, seed=seed,
                     until=time.monotonic() + share,
@@ -97,7 +100,7 @@ def measure_steps(
                 plans = _booked(plans, found, times, why)
                 if time.monotonic() > end:
                     break
-            on_start(STARTS, STARTS)
+            on_start(starts, starts)
     ratios = stats.restarts([times[plan] for plan in plans])
     rates = {}
     for at, plan in enumerate(plans):

@@ -111,7 +111,8 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
         return "baseline", why
     if plan in tied(search):
         return "tie", why
-    ran = bool(entry.rounds or entry.reason) and not why.startswith(("not tried", "not tested"))
+    in_final = final is not None and bool(final.seconds(plan))
+    ran = bool(entry.rounds or entry.reason or in_final) and not why.startswith(("not tried", "not tested"))
     if unsound or (why and ran):
         return "rejected", why
     if found is not None:
