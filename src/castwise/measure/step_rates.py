@@ -1,7 +1,7 @@
 """How fast a training step of a workload is in each low format, beside fp32.
 
 Each plan trains in a process of its own, in turns, and all are started again: what the rates of single operators promise
-is not what a step makes of them (:mod:`castwise.measure.apart`).
+is not what a step makes of them (:mod:`castwise.measure.apart`). Intervals are from paired rounds, as a bench's are.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from castwise.workload import Workload
 PLANS = ("fp32", "bf16-mixed", "fp16-mixed")
 SLOW = 3.0
 """A plan that takes this many times fp32's time, by a step or by what its operators take, is not timed any further."""
-STARTS, ROUNDS = 3, 8
-BUDGET_S = 9.0
-"""No start begins after so long, and no round after its share of it."""
+STARTS, ROUNDS = 3, 6
+BUDGET_S = 12.0
+"""No start begins after so long, and no round but the first three of a start."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,19 @@ def measure_steps(
             end = time.monotonic() + BUDGET_S
             for start in range(starts):
                 on_start(start, starts)
-                share = (end - time.monotonic()) / (starts - start)
                 found = race_apart(
                     home, payload, [PRESETS[plan] for plan in plans], device, rounds=ROUNDS, seed=seed,
-                    until=time.monotonic() + share,
+                    until=end,
                 )  # fmt: skip
                 plans = _booked(plans, found, times, why)
                 if time.monotonic() > end:
                     break
             on_start(starts, starts)
-    ratios = stats.restarts([times[plan] for plan in plans])
+    rounds = {plan: [second for start in times[plan] for second in start] for plan in plans}
     rates = {}
-    for at, plan in enumerate(plans):
-        summary = stats.summarise([second for start in times[plan] for second in start])
-        ratio = ratios[0, at] if at else None
+    for plan in plans:
+        summary = stats.summarise(rounds[plan])
+        ratio = stats.paired_speedup(rounds["fp32"], rounds[plan]) if plan != "fp32" else None
         rates[plan] = StepRate(plan, summary, ratio, verdict_of(ratio) if ratio is not None else None)
     return tuple(rates.get(plan) or StepRate(plan, verdict="avoid", reason=why[plan]) for plan in PLANS)
 

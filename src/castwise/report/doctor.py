@@ -74,7 +74,7 @@ def headline(report: Record) -> str:
     """What a workload should do about formats, in a sentence."""
     fast = [step for step in report["steps"] if step["verdict"] == "fast"]
     if not fast:
-        return f"{report['name']}: no low format makes a training step faster here; stay in fp32."
+        return f"{report['name']}: no low format is known to make a training step faster here; stay in fp32."
     best = max(fast, key=lambda step: float(step["speedup"]["value"]))
     return f"{report['name']}: {best['plan']} trains {words.speed(best['speedup'])} as fast as fp32."
 
@@ -94,7 +94,7 @@ def _workload(report: Record) -> list[Grid | Line]:
         Line(),
         Grid.of(f"Steps of {report['name']}", report["steps"], columns, "verdict"),
         Line(
-            "Each trained in a process of its own, in turns, and was started again; brackets hold 95 % intervals over starts. "
+            "Each trained in a process of its own, in turns, and was started again; brackets hold 95 % intervals from paired rounds. "
             "fast: all of the interval is above 1; avoid: all of it is below 0.9. Whether a format keeps the gradients, and "
             "which plan is fastest, castwise tune finds.",
             "dim",
