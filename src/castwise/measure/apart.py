@@ -62,8 +62,16 @@ class Apart:
         Raises:
             Exception: What was raised there; CastwiseError where the process died.
         """
-        self._process.answer()
+        self.wait()
         return [self.steps(1) for _ in range(WARMUP)][-1]
+
+    def wait(self) -> None:
+        """Wait until the model is built.
+
+        Raises:
+            Exception: What was raised there; CastwiseError where the process died.
+        """
+        self._process.answer()
 
     def steps(self, count: int) -> float:
         """Train for some steps; seconds that they took, by its own clock, waiting for the device included.

@@ -17,7 +17,7 @@ from castwise.process import Claim, check_device
 from castwise.ranks import ALONE
 from castwise.scaler import StepResult
 from castwise.session import Amp
-from castwise.workload import Workload, check_loss, next_batch
+from castwise.workload import Workload, check_loss, check_no_backward, make_optimizer, next_batch
 
 
 def build_model(
@@ -156,7 +156,7 @@ class TrainingRun(_Run):
         self._workload = workload
         with self._random.in_force():
             self.model = build_model(workload, device, seed, state)
-            self.optimizer = workload.optimizer(self.model.parameters())
+            self.optimizer = make_optimizer(workload, self.model.parameters())
             self.amp = Amp(self._without_settings, device=device, group=ALONE)
             self.amp.prepare(self.model, self.optimizer)
             if compile:
@@ -185,6 +185,8 @@ class TrainingRun(_Run):
         workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
         for batch in self._block[:steps]:
             loss = workload.loss(model, batch)
+            if not self.losses and not self._losses:
+                check_no_backward(model, f"workload {workload.name!r}")
             check_loss(loss, workload)
             amp.backward(loss)
             result = amp.step(optimizer)

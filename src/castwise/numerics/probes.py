@@ -32,7 +32,7 @@ from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
-from castwise.workload import about_data, check_loss
+from castwise.workload import about_data, check_loss, check_no_backward
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
@@ -301,7 +301,9 @@ class Prober:
         model.zero_grad(set_to_none=True)
         seed_all(micro.seed % 2**32)
         self.passes += 1
-        loss = check_loss(self.loss(model, micro.batch), self.call)
+        loss = self.loss(model, micro.batch)
+        check_no_backward(model, self.call)
+        loss = check_loss(loss, self.call)
         amp.backward(loss)
         return float(loss.detach())
 

@@ -38,6 +38,7 @@ from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
 from castwise.tuning.repair import VERIFYING, NumericsSearch
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
+from castwise.workload import make_optimizer
 
 __all__ = ["Search", "Settings"]
 
@@ -94,7 +95,12 @@ class Search(SearchState):
         """Run fp32 on a few batches, and look at the model."""
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
-        adam = self.ranks.at("the optimizer").same(is_adam(workload.optimizer(model.parameters())))
+        trained = model.parameters()
+        optimizer = (
+            workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
+        )
+        self.optimizer = type(optimizer).__name__
+        adam = self.ranks.at("the optimizer").same(is_adam(optimizer))
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
             call=f"tune({workload.name!r})", dither=coarsest(settings.formats),

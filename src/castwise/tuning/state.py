@@ -85,7 +85,8 @@ class SearchState:
         elsewhere: Plans that were found for the same job on other devices or by other versions.
         home: Where the processes start that it measures in.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model in fp32, as the search found it; set by the first stage, as are the next five.
+        model: The model in fp32, as the search found it; set by the first stage, as are the next six.
+        optimizer: Class name of the optimizer.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
         parts: The model's regions.
@@ -117,6 +118,7 @@ class SearchState:
     home: Home = field(default_factory=Home)
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
+    optimizer: str = "optimizer"
     parts: tuple[Part, ...] = ()
     used: frozenset[str] = frozenset()
     images: bool = False
