@@ -33,6 +33,7 @@ from castwise.session.checks import (
     check_model,
     check_optimizer,
     check_parameters,
+    check_uncompiled,
 )
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
@@ -138,6 +139,8 @@ class Amp:
             StateError: A wrong order of wrapping, or something prepared twice.
         """
         target = check_model(model, self.device_type)
+        check_uncompiled(model, self.plan)
+        check_uncompiled(target, self.plan)
         owner = _prepared.get(target)
         if owner is not None:
             raise StateError(
