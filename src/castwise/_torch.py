@@ -879,8 +879,8 @@ def guard_calls(
             unwind(before)
             raise
 
-    call.__castwise_guard__ = owner  # type: ignore[attr-defined]
     present = module._compiled_call_impl
+    call.__castwise_guard__, call.__castwise_before__ = owner, present  # type: ignore[attr-defined]
     if present is None or getattr(present, "__castwise_guard__", None) is owner:
         module._compiled_call_impl = call
 
@@ -909,6 +909,13 @@ def unguard_calls(module: torch.nn.Module, owner: object) -> None:
     """Remove the guard that :func:`guard_calls` put on a module for this owner, or nothing."""
     if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
         del module._compiled_call_impl
+
+
+def leave_uncompiled(module: torch.nn.Module, owner: object) -> None:
+    """Undo what :func:`guard_calls` with a mode did for this owner, or nothing; the guard stays."""
+    call = module._compiled_call_impl
+    if getattr(call, "__castwise_guard__", None) is owner and call.__castwise_before__ is not None:  # type: ignore[union-attr]
+        module._compiled_call_impl = call.__castwise_before__  # type: ignore[union-attr]
 
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:

@@ -84,9 +84,8 @@ def apply(
         log.callback(_torch.forget_every_step, refuse)
         _torch.watch_every_step(refuse)
     if plan.compile != "as_given":
-        guard = functools.partial(_torch.guard_calls, owner=root, depth=frames.depth, unwind=frames.unwind)
-        log.on(model, guard)
-        guard(model, mode=plan.compile)
+        log.on(model, _torch.leave_uncompiled, root)
+        _torch.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
     return root
 
 
