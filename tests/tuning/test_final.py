@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -30,10 +32,17 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final_, "ROUNDS", 3)
 
 
-def searching(made: Workload) -> SearchState:
-    search = SearchState(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
-    search.contest = Contest(made, CPU)
-    return search
+@pytest.fixture
+def searching() -> Iterator[Callable[[Workload], SearchState]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(made: Workload) -> SearchState:
+            search = SearchState(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
+            stack.enter_context(search.home)
+            search.contest = Contest(made, CPU)
+            return search
+
+        yield make
 
 
 def timed(speeds: dict[Plan, float], **options: object) -> Final:
@@ -45,7 +54,7 @@ def timed(speeds: dict[Plan, float], **options: object) -> Final:
     return Final(list(speeds), times_s=times, **options)  # type: ignore[arg-type]
 
 
-def test_plans_are_started_until_the_slow_one_is_known() -> None:
+def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Workload], SearchState]) -> None:
     search = searching(workload(SlowWhenLow))
     final = race_final(search, [AUTOCAST], (), time.monotonic() + 60.0)
     assert final.decision == Decision(0, True, frozenset({1}))
@@ -59,7 +68,9 @@ def test_plans_are_started_until_the_slow_one_is_known() -> None:
     assert len(final.losses[FP32]) == len(final.losses[AUTOCAST])
 
 
-def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason() -> None:
+def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason(
+    searching: Callable[[Workload], SearchState],
+) -> None:
     class Fragile(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.dtype is torch.bfloat16:
@@ -71,7 +82,9 @@ def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason() -> None:
     assert final.reason(AUTOCAST, FP32) == "not supported by this device: no kernel for bf16"
 
 
-def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said() -> None:
+def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
+    searching: Callable[[Workload], SearchState],
+) -> None:
     lock = threading.Lock()
 
     def locked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -114,7 +127,9 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
 
 
-def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final() -> None:
+def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final(
+    searching: Callable[[Workload], SearchState],
+) -> None:
     plain = AUTOCAST
     others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
     search = searching(workload(SlowWhenLow))

@@ -48,7 +48,7 @@ def find_fastest(search: SearchState) -> None:
         if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
             search.notes.append(f"{name}: {reason}")
     with search.stage("costs"):
-        plans = _by_costs(search, plans)
+        plans = with_plans_from_elsewhere(search, _by_costs(search, plans))
     deadline = search.start + (RACE_SHARE if settings.goal == "time" else 1.2) * settings.budget_s
     contest = Contest(
         search.workload, search.device, seed=settings.seed, compile=settings.compile, deadline=deadline,
@@ -135,6 +135,12 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
         # the fused kernel never holds more than the loop it replaces
         out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
     return [search.scaled(plan) for plan in sorted(out, key=complexity)]
+
+
+def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
+    """Candidates, and what was chosen for the same job elsewhere, where its formats are raced here."""
+    raced = {plan.compute for plan in plans}
+    return list(dict.fromkeys([*plans, *(plan for plan in search.elsewhere if plan.formats <= raced)]))
 
 
 def _without(
