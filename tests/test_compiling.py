@@ -68,12 +68,17 @@ def given(model: nn.Module) -> dict[str, Any]:
     return {name: copy.copy(value) for name, value in vars(model).items()}
 
 
-@pytest.mark.parametrize("line", ["fp32", "bf16-mixed+regions.a=fp32", "fp16-master", "bf16-mixed+ops.exp=fp32"])
+@pytest.mark.parametrize(
+    "line", ["fp32", "bf16-mixed+regions.a=fp32", "fp16-master", "bf16-mixed+ops.exp=fp32"]
+)
 def test_prepare_compiles_in_place_and_close_takes_it_off(line: str) -> None:
     model, eager = Net(), Net()
     optimizer, other = (torch.optim.SGD(m.parameters(), 0.01) for m in (model, eager))
     before = given(model)
-    with castwise.Amp(f"{line}+compile=default", device="cpu") as amp, castwise.Amp(line, device="cpu") as plain:
+    with (
+        castwise.Amp(f"{line}+compile=default", device="cpu") as amp,
+        castwise.Amp(line, device="cpu") as plain,
+    ):
         assert amp.prepare(model, optimizer) == (model, optimizer)
         plain.prepare(eager, other)
         start = graphs()
@@ -93,14 +98,16 @@ def test_prepare_compiles_in_place_and_close_takes_it_off(line: str) -> None:
     assert model._compiled_call_impl is None
     model(X)
     assert graphs() == start + 1
-    with castwise.Amp("bf16-mixed+compile=default+output=as_is", device="cpu") as amp:  # and again, by another plan
+    with castwise.Amp(
+        "bf16-mixed+compile=default+output=as_is", device="cpu"
+    ) as amp:  # and again, by another plan
         amp.prepare(model)
         assert model(X).dtype is torch.bfloat16
         assert graphs() == start + 2
 
 
 def test_whatever_class_a_model_has_it_is_compiled() -> None:
-    """torch's own ``module.compile()`` leaves torch's classes to Python, hooks and all."""
+    """Torch's own ``module.compile()`` leaves torch's classes to Python, hooks and all."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     with castwise.Amp("fp32+compile=default", device="cpu") as amp:
         amp.prepare(model)
@@ -117,7 +124,9 @@ def test_models_of_one_class_are_compiled_each_for_itself_and_all_of_them() -> N
     with contextlib.ExitStack() as stack:
         for model, dtype in zip(models, formats, strict=True):
             short = "bf16" if dtype is torch.bfloat16 else "fp16"
-            amp = stack.enter_context(castwise.Amp(f"{short}-mixed+compile=default+output=as_is", device="cpu"))
+            amp = stack.enter_context(
+                castwise.Amp(f"{short}-mixed+compile=default+output=as_is", device="cpu")
+            )
             amp.prepare(model)
         assert [model(X).dtype for model in models] == formats
         assert graphs() == start + len(models)
@@ -169,7 +178,11 @@ def test_copies_pickles_and_replicas_run_by_the_plan_uncompiled() -> None:
         amp.prepare(model)
         want = model(X)
         start = graphs()
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model._replicate_for_data_parallel()):
+        for other in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            model._replicate_for_data_parallel(),
+        ):
             assert torch.equal(other(X), want)
         assert graphs() == start
 
@@ -289,7 +302,9 @@ def test_compiling_makes_no_candidate_look_hopeless(monkeypatch: pytest.MonkeyPa
 def test_the_bench_compiles_and_says_how_long_it_took() -> None:
     made = workload()
     start = graphs()
-    result = bench(made, ["bf16-mixed", "bf16-mixed+compile=default"], device="cpu", steps=8, rounds=2, memory=False)
+    result = bench(
+        made, ["bf16-mixed", "bf16-mixed+compile=default"], device="cpu", steps=8, rounds=2, memory=False
+    )
     _, plain, compiled = result.plans
     assert (plain.notes, compiled.status) == ((), "ok")
     (note,) = compiled.notes

@@ -95,7 +95,16 @@ def plans(draw: st.DrawFn) -> Plan:
         "provenance": draw(st.none() | st.dictionaries(st.text(), json_values, max_size=3)),
     }
     fields["ops"] = {op.removeprefix("aten::"): rule for op, rule in fields["ops"].items()}
-    chosen = ("master", "rules", "fp32_matmul", "fp32_conv", "memory_format", "optimizer", "compile", "output")
+    chosen = (
+        "master",
+        "rules",
+        "fp32_matmul",
+        "fp32_conv",
+        "memory_format",
+        "optimizer",
+        "compile",
+        "output",
+    )
     for name in chosen:
         fields[name] = draw(allowed(name))
     low = {fields["compute"], *(region.compute for region in fields["regions"])} & {"bf16", "fp16"}
@@ -217,9 +226,13 @@ def test_the_line_of_every_field() -> None:
 def test_modes_of_compiling_are_torchs_own() -> None:
     from torch._inductor import list_mode_options
 
-    for mode in list_mode_options().keys() - {"lite"}:  # which optimizes nothing that is not asked for one by one
+    for mode in list_mode_options().keys() - {
+        "lite"
+    }:  # which optimizes nothing that is not asked for one by one
         assert Plan.parse(f"bf16-mixed+compile={mode}").compile == mode
-    with pytest.raises(PlanError, match=r"compile='fast' is not allowed.*as_given, default, reduce-overhead, max"):
+    with pytest.raises(
+        PlanError, match=r"compile='fast' is not allowed.*as_given, default, reduce-overhead, max"
+    ):
         Plan(compile="fast")
 
 

@@ -7,6 +7,7 @@ has self-checks for others.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -527,6 +528,25 @@ def compilations() -> tuple[int, float]:
     """
     keep_compile_callbacks(_compiling, _compiling_ended)
     return _compiled, _compiled_s
+
+
+def refuse_to_give_up() -> None:
+    """Have Dynamo raise where it would run a function that it has compiled too often as it is, in silence."""
+    import torch._dynamo.config as config
+
+    config.fail_on_recompile_limit_hit = True
+
+
+def gave_up(error: BaseException) -> bool:
+    """Whether an exception is the one of :func:`refuse_to_give_up`."""
+    return "FailOnRecompileLimitHit" in type(error).__name__
+
+
+def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:
+    """A block in which Inductor compiles operators that draw random numbers to draw what they do in eager mode."""
+    import torch._inductor.config as config
+
+    return config.patch(fallback_random=True)  # type: ignore[no-any-return]
 
 
 # --- what operators are -------------------------------------------------------------------------------------

@@ -83,9 +83,7 @@ class Apart:
         self._process.close()
 
 
-def _train(
-    pipe: Connection, workload: bytes, plan: str, device: str, seed: int
-) -> tuple[list[float], float]:
+def _train(pipe: Connection, workload: bytes, plan: str, device: str, seed: int) -> tuple[list[float], float]:
     where = torch.device(device)
     run = TrainingRun(received(workload), Plan.from_json(plan), where, seed)
     pipe.send((False, None))

@@ -46,7 +46,7 @@ def build_model(
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     """A block in which compiled models run as they are: to evaluate once takes less time than to compile for it."""
-    return torch.compiler.set_stance("force_eager")
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 class _RandomState:

@@ -265,8 +265,12 @@ class Prober:
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
-        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
+        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32.
+
+        Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
+        """
         model = copy.deepcopy(self.model)
+        plan = dataclasses.replace(plan, compile="as_given")
         with Amp(plan, device=self.device, group=ALONE) as amp:
             if plan.keeps_masters:
                 amp.prepare(
@@ -293,9 +297,9 @@ class Prober:
                 weight = self._weights.get(name)
                 if weight is None:
                     continue
-                moved = _dithered(weight, self._eps, generator)
+                moved = dithered(weight, self._eps, generator)
                 if jitter:
-                    moved = _dithered(moved, jitter, second)
+                    moved = dithered(moved, jitter, second)
                 parameter.data.copy_(moved)
             for name, buffer in model.named_buffers():
                 if name in self._buffers and buffer.shape == self._buffers[name].shape:
@@ -350,7 +354,7 @@ class Prober:
         return out
 
 
-def _dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     """A weight moved uniformly by up to half a unit in the last place of a format with this eps."""
     _, exponent = torch.frexp(weight)
     unit = torch.ldexp(torch.full_like(weight, eps / 2), exponent)  # frexp's mantissa is in [1/2, 1)

@@ -84,7 +84,9 @@ class Plan:
     fp32_conv: str = _choice("as_is", *_FP32_MODES)
     memory_format: str = _choice("as_is", "as_is", "channels_last")
     optimizer: str = _choice("as_given", "as_given", "fused")
-    compile: str = field(default="as_given", metadata={"allowed": ("as_given", *_COMPILE_MODES), "later": True})
+    compile: str = field(
+        default="as_given", metadata={"allowed": ("as_given", *_COMPILE_MODES), "later": True}
+    )
     output: str = _choice("fp32", "fp32", "as_is")
     loss_scale: LossScale | None = None
     provenance: Mapping[str, Any] | None = field(default=None, compare=False)

@@ -77,11 +77,21 @@ def plan_grid(record: Record) -> Grid:
         "damage": lambda row: row["parity"] and _damage(row["parity"]),
         "loss": lambda row: None if row["loss"] is None else words.loss(row["loss"]),
     }
+    if any(row["compile_s"] for row in record["candidates"]):
+        columns = {**columns, "compiling": _compiling}
 
     def why(row: Record) -> Any:
         return row["reason"] or (row["parity"] or row)["reason"]
 
     return Grid.of("Plans compared", record["candidates"], columns, "status", why)
+
+
+def _compiling(row: Record) -> str | None:
+    """What compiling took, and when it pays."""
+    if row["compile_s"] is None:
+        return None
+    steps = row["pays_after_steps"]
+    return words.time(row["compile_s"]) + (f", pays after {steps:,} steps" if steps is not None else "")
 
 
 def region_grid(record: Record) -> Grid:

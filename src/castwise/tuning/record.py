@@ -13,6 +13,7 @@ from castwise.plans.parts import Region
 from castwise.plans.plan import Plan
 from castwise.resolve import assign
 from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
 from castwise.tuning.search import Search
@@ -122,7 +123,15 @@ def _finding(search: Search, plan: Plan) -> ParityResult | None:
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
     entries = search.contest.entries if search.contest is not None else {}
-    seen = [FP32, *entries, *search.peaks, *search.passed_over, *search.reasons, search.chosen]
+    seen = [
+        FP32,
+        *entries,
+        *search.trials,
+        *search.peaks,
+        *search.passed_over,
+        *search.reasons,
+        search.chosen,
+    ]
     rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
 
     def rank(row: Candidate) -> tuple[int, float]:
@@ -154,6 +163,8 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
         versus_autocast=_ratio(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(found) if found is not None else None,
         loss=statistics.fmean(losses[-LAST:]) if losses else None,
+        compile_s=(trial.compile_s or None) if (trial := search.trials.get(plan)) is not None else None,
+        pays_after_steps=pays_after(search, plan),
     )  # fmt: skip
 
 
