@@ -41,7 +41,7 @@ BATCHES = 3
 STEPS, SETTLED = 4, 2
 """Steps that are watched for compilations, and how many of the last have to be without any."""
 TIMED, BLOCK_S = 5, 0.1
-FACTOR = 100.0
+FACTOR = 25.0
 """A squared difference may be so many times that which a unit in the last place of each weight makes."""
 LEAST = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
 """Squared relative difference of a parameter's gradient that is never held against a plan, by its coarsest format."""
