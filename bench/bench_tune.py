@@ -164,7 +164,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, between commas")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--budget", type=float, default=170.0, help="seconds per search")
-    parser.add_argument("--compiled", action="store_true", help="compiled plans are in the grid and in the search")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compiled plans are in the grid and in the search"
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     built_in = BUILT_IN[device.type]

@@ -14,12 +14,16 @@ from tests.tuning.test_choices import CPU, SlowWhenLow, loss, workload
 from torch import Tensor, nn
 
 from castwise import Plan, Workload
+from castwise.numerics.parity import ParityTest
+from castwise.numerics.probes import Prober
 from castwise.tuning import final as final_
 from castwise.tuning.axes import name_of
 from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.decision import Decision
-from castwise.tuning.fastest import FINALISTS, likeliest
+from castwise.tuning.fastest import FINALISTS, likeliest, low_share
 from castwise.tuning.final import Final, race_final
+from castwise.tuning.part_costs import Cost
+from castwise.tuning.parts import find_parts
 from castwise.tuning.search import Settings
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
@@ -57,7 +61,8 @@ def timed(speeds: dict[Plan, float], **options: object) -> Final:
 def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Workload], SearchState]) -> None:
     search = searching(workload(SlowWhenLow))
     final = race_final(search, [AUTOCAST], (), time.monotonic() + 60.0)
-    assert final.decision == Decision(0, True, frozenset({1}))
+    assert final.decision is not None
+    assert (final.decision.chosen, final.decision.decided) == (0, True)
     assert next(final.in_turn([FP32, AUTOCAST])) == FP32
     ratio = final.ratio(AUTOCAST, FP32)
     assert ratio is not None
@@ -127,19 +132,55 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
 
 
+def raced(search: SearchState, times_s: dict[Plan, float]) -> Contest:
+    """A contest in which plans took so many seconds per step."""
+    assert search.contest is not None
+    for plan, seconds in times_s.items():
+        entry = search.contest.entries[plan] = Entry(plan)
+        entry.times_s = [seconds] * 4
+    return search.contest
+
+
 def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final(
     searching: Callable[[Workload], SearchState],
 ) -> None:
-    plain = AUTOCAST
     others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
     search = searching(workload(SlowWhenLow))
-    assert search.contest is not None
-    for place, plan in enumerate([FP32, *others, plain]):
-        entry = search.contest.entries[plan] = Entry(plan)
-        entry.times_s = [2.0 if plan == FP32 else 1.0 + 0.001 * place] * 4
-    left = likeliest(search, search.contest, [FP32, *others, plain])
-    assert left == [FP32, *others[: FINALISTS - 1], plain]
-    assert search.passed_over == dict.fromkeys(
-        others[FINALISTS - 1 :], f"not in the final: {FINALISTS} others were faster in the race"
-    )
-    assert likeliest(search, search.contest, [FP32, plain]) == [FP32, plain]
+    places = {plan: 1.0 + 0.001 * place for place, plan in enumerate([*others, AUTOCAST])}
+    contest = raced(search, {FP32: 2.0, **places})
+    assert likeliest(search, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[: FINALISTS - 1], AUTOCAST]
+    why = f"not in the final: {FINALISTS} others were faster in the race"
+    assert search.passed_over == dict.fromkeys(others[FINALISTS - 1 :], why)
+    assert likeliest(search, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
+    assert likeliest(search, contest, [FP32]) == [FP32]
+
+
+def test_what_is_far_behind_stays_out_unless_a_doubtful_plan_alone_is_ahead(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    search = searching(workload(SlowWhenLow))
+    contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2, FUSED: 0.7})
+    assert likeliest(search, contest, [FP32, AUTOCAST, REGION], [FUSED]) == [FP32, AUTOCAST, FUSED]
+    assert search.passed_over == {
+        REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"
+    }
+
+
+def test_how_much_of_a_model_runs_low() -> None:
+    search = SearchState(workload(SlowWhenLow), CPU, Settings(formats=("fp32", "bf16")))
+    model = search.workload.model()
+    batch = next(iter(search.workload.batches(0)))
+    search.parts = find_parts(model, lambda: search.workload.loss(model, batch))
+    search.test = ParityTest(Prober(model, search.workload.loss, iter(search.workload.batches(0)), CPU))
+    assert low_share(search, AUTOCAST) == 1.0  # nothing was timed
+    assert [part.pattern for part in search.parts] == ["0", "1", "2"]
+    search.costs = {"0": Cost({"fp32": 3.0}), "1": Cost({"fp32": 0.2}), "2": Cost({"fp32": 0.8})}
+    shares = {
+        "bf16-mixed": 1.0,
+        "bf16-mixed+regions.0=fp32": 0.25,
+        "bf16-mixed+regions.*=fp32": 0.0,
+        "fp32": 0.0,
+    }
+    assert {line: low_share(search, Plan.parse(line)) for line in shares} == pytest.approx(shares)
+    nested = Plan.parse("bf16-mixed+regions.type:Sequential=fp32+regions.2=bf16")
+    assert low_share(search, nested) == pytest.approx(0.2)

@@ -20,7 +20,7 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST, MARGIN, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
-ROUNDS = 10
+ROUNDS = 8
 _DOUBT = 1000.0
 """What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
