@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
-from castwise.measure.processes import portable
+from castwise.measure.processes import COMPILED, keep_compiled_apart, portable
 from castwise.tuning import compiling
 from castwise.tuning.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.tuning.contest import Contest, Entry
@@ -272,18 +272,23 @@ def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
     assert found.reason == "does not compile: the process died without a word (out of memory?)"
 
 
-def test_the_folder_of_compiled_code_is_a_searchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TORCHINDUCTOR_CACHE_DIR"
-    for before in ("mine", None):
-        if before is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, before)
-        with own_cache():
-            inside = os.environ[name]
-            assert os.path.isdir(inside)
-        assert os.environ.get(name) == before
-        assert not os.path.exists(inside)
+    monkeypatch.setenv(name, "mine")
+    keep_compiled_apart(BF16)
+    assert os.environ[name] == "mine"  # nobody searches
+    with own_cache():
+        kept = os.environ[COMPILED]
+        assert os.path.isdir(kept)
+        folders = []
+        for plan in (BF16, FP32_COMPILED, BF16, AUTOCAST):
+            keep_compiled_apart(plan)
+            folders.append(os.environ[name])
+    assert folders[0] == folders[2] != folders[1]
+    assert folders[3] == folders[2]  # what compiles nothing changes nothing
+    assert all(os.path.dirname(folder) == kept for folder in folders)
+    assert COMPILED not in os.environ
+    assert not os.path.exists(kept)
 
 
 # --- what is said of it ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure.processes import Home, received
+from castwise.measure.processes import Home, keep_compiled_apart, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
@@ -85,7 +85,9 @@ class Apart:
 
 def _train(pipe: Connection, workload: bytes, plan: str, device: str, seed: int) -> tuple[list[float], float]:
     where = torch.device(device)
-    run = TrainingRun(received(workload), Plan.from_json(plan), where, seed)
+    made = Plan.from_json(plan)
+    keep_compiled_apart(made)
+    run = TrainingRun(received(workload), made, where, seed)
     pipe.send((False, None))
     while count := pipe.recv():
         pipe.send((False, _seconds(run, count, where)))

@@ -118,7 +118,7 @@ class Amp:
 
         Works in place, by hooks: the same objects come back, and references to parameters stay good. Prepare before
         ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
-        ``parallelize_module``; of a pipeline prepare each stage. Where torch.distributed is initialised, all ranks make
+        ``parallelize_module``; of a pipeline prepare each stage. Under a plan that compiles this compiles the model, in place. Where torch.distributed is initialised, all ranks make
         the first call together, and their plans are compared.
 
         Args:

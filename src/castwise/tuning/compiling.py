@@ -1,8 +1,8 @@
 """Finalists compiled: each is tried in a process of its own, and those that may win come to the final.
 
 A trial takes as long as compiling does, so the fastest finalist is the first, and none begins that the time is too short for.
-All of a search compile into a folder of their own on disk: what a trial takes is what a first training takes, and the starts
-of the final, which find there what the trial has left, are soon over.
+Each plan compiles into a folder of its own on disk: what a trial takes is what a first training takes, and the starts of
+the final, which find there what the trial has left, are soon over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from castwise.errors import CastwiseError, WorkloadError
-from castwise.measure.processes import portable
+from castwise.measure.processes import COMPILED, portable
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of, uncompiled
 from castwise.tuning.state import FP32, SearchState
@@ -36,22 +36,17 @@ AGAIN = 0.25
 STARTS = 3
 MOST = 2
 """So many compiled plans come to the final: each of its starts waits for all of them."""
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
     """A block whose processes keep compiled code in a folder that is gone after it."""
-    before = os.environ.get(_CACHE)
     with tempfile.TemporaryDirectory(prefix="castwise-", ignore_cleanup_errors=True) as folder:
-        os.environ[_CACHE] = folder
+        os.environ[COMPILED] = folder
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[_CACHE]
-            else:
-                os.environ[_CACHE] = before
+            del os.environ[COMPILED]
 
 
 def compile_finalists(

@@ -27,7 +27,7 @@ from torch import Tensor
 from castwise import _torch
 from castwise.casting.trees import to_device
 from castwise.errors import sentence
-from castwise.measure.processes import received
+from castwise.measure.processes import keep_compiled_apart, received
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.numerics.isolation import seed_all
@@ -69,7 +69,9 @@ def run_trial(pipe: Connection, workload: bytes, line: str, device: str, seed: i
     """Try a plan that compiles; what :class:`castwise.measure.processes.Home` starts. Tells its process id first."""
     os.setpgid(0, 0)  # compiling starts further processes, which go with this one
     pipe.send((False, os.getpid()))
-    return try_compiled(received(workload), Plan.from_json(line), torch.device(device), seed)
+    plan = Plan.from_json(line)
+    keep_compiled_apart(plan)
+    return try_compiled(received(workload), plan, torch.device(device), seed)
 
 
 def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> Trial:
