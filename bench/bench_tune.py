@@ -72,9 +72,12 @@ def compete(
         steps = max(1, min(16, round(BLOCK_S / min(t for t in first if t is not None))))
         named = [(str(i), runs[plan]) for i, plan in enumerate(plans)]
         laps = race(named, rounds=rounds, steps=steps, device=device)
-        losses: dict[Plan | str, float] = {p: statistics.fmean(run.losses[-LAST:]) for p, run in runs.items()}
+        same = min(len(run.losses) for plan, run in runs.items() if not laps[str(plans.index(plan))].done)
+        losses: dict[Plan | str, float] = {
+            p: statistics.fmean(run.losses[:same][-LAST:]) for p, run in runs.items()
+        }
         losses["start"] = base.losses[0]
-        losses["spread"] = statistics.stdev(base.losses[-LAST:]) / LAST**0.5
+        losses["spread"] = statistics.stdev(base.losses[:same][-LAST:]) / LAST**0.5
         return {plan: laps[str(i)] for i, plan in enumerate(plans)}, losses
     finally:
         for run in runs.values():

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.report.evidence import make_candidate, make_evidence, make_record
 from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
 from castwise.measure.processes import COMPILED, keep_compiled_apart, portable
+from castwise.report.tune import plan_grid
 from castwise.tuning import compiling
 from castwise.tuning.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.tuning.contest import Contest, Entry
@@ -312,6 +314,18 @@ def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search:
     rows = {row.plan: row for row in evidence(search).candidates}
     assert (rows[str(BF16)].compile_s, rows[str(FP32_COMPILED)].compile_s) == (54.0, 5.0)
     assert rows["bf16-mixed"].compile_s is None
+
+
+def test_the_page_says_what_compiling_took_and_when_it_pays() -> None:
+    assert "compiling" not in plan_grid(make_record()).header
+    rows = (
+        make_candidate("fp32", 0.1, "baseline"),
+        make_candidate("fp32+compile=default", 0.08, compile_s=54.2, pays_after_steps=2710),
+        make_candidate("bf16-mixed+compile=default", 0.12, compile_s=7.0),
+    )
+    grid = plan_grid(make_record(make_evidence(candidates=rows)))
+    at = grid.header.index("compiling")
+    assert [row.cells[at] for row in grid.rows] == ["-", "54.2 s, pays after 2,710 steps", "7.00 s"]
 
 
 def test_true_and_false_mean_always_and_never() -> None:
