@@ -286,8 +286,12 @@ class Prober:
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
-        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
+        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32.
+
+        Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
+        """
         model = copy.deepcopy(self.model)
+        plan = dataclasses.replace(plan, compile="as_given")
         with Amp(plan, device=self.device, group=ALONE) as amp:
             if plan.keeps_masters:
                 amp.prepare(

@@ -64,6 +64,8 @@ class Candidate:
         peak_bytes: Peak memory of a training step, None where it was not measured.
         parity: The gradient parity test's finding, None where it was not made.
         loss: Mean loss of the last steps that it trained in the race, None where there were none.
+        compile_s: Seconds that compiling it took, with none of its code on disk; None where it was not compiled.
+        pays_after_steps: Steps that take as much longer uncompiled; None where that is not known, or never.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Candidate:
     peak_bytes: int | None = None
     parity: Damage | None = None
     loss: float | None = None
+    compile_s: float | None = None
+    pays_after_steps: int | None = None
 
 
 @dataclass(frozen=True)
