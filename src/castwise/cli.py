@@ -155,8 +155,13 @@ def tune(
         typer.Option(help="Data-parallel ranks that average gradients.", show_default="torchrun's, or 1"),
     ] = None,
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Time models compiled by torch.compile.")
-    ] = False,
+        str,
+        typer.Option(
+            "--compile",
+            help="never; auto: compile the model where that is faster; always: choose among compiled plans. Compiling takes its "
+            "time, so give a longer --budget.",
+        ),
+    ] = "never",
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each plan in a process of its own.")
     ] = True,

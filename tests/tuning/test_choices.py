@@ -134,9 +134,14 @@ def test_regions_and_rules_make_a_plan_more_complex() -> None:
     free = complexity(Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last"))
     assert free < complexity(Plan.parse("bf16-mixed+regions.0=fp32")) - 2.0
     assert free < complexity(Plan.preset("bf16-master"))
-    assert numerics_of(Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last")) == Plan.preset(
-        "bf16-mixed"
+    assert numerics_of(
+        Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last+compile=default")
+    ) == Plan.preset("bf16-mixed")
+    fused, compiled, region = (
+        complexity(Plan.parse(f"bf16-mixed+{more}"))
+        for more in ("optimizer=fused", "compile=default", "regions.0=fp32")
     )
+    assert fused < compiled < region
 
 
 def test_losses_inside_the_model_may_follow_their_inputs() -> None:

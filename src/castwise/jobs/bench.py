@@ -211,6 +211,8 @@ class _Work:
                 except Exception as error:
                     self._lost(row, error)
             row.found(losses=tuple(row.run.losses), skipped_steps=row.run.skipped_steps)
+            if row.run.compile_s:
+                row.note(f"compiling took {row.run.compile_s:.2g} s")
             row.run.close()
             row.run = None
             self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))

@@ -13,7 +13,7 @@ from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import Layout
 from castwise.jobs.processes import TrainingRanks
-from castwise.measure.steps import build_model
+from castwise.measure.steps import build_model, uncompiled
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
@@ -180,7 +180,7 @@ def evaluate(workload: Workload, model: nn.Module) -> dict[str, float]:
     """What ``workload.evaluate`` says of a prepared model, as numbers."""
     assert workload.evaluate is not None
     model.eval()
-    with torch.no_grad(), calls(workload, "evaluate(model)"):
+    with torch.no_grad(), uncompiled(), calls(workload, "evaluate(model)"):
         metrics = {key: float(value) for key, value in workload.evaluate(model).items()}
     model.train()
     return metrics

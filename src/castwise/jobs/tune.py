@@ -44,7 +44,7 @@ def tune(
     goal: str = "time",
     accumulate: int = 1,
     world_size: int | None = None,
-    compile: bool = False,
+    compile: str | bool = "never",
     warmup_steps: int = 0,
     verify_steps: int = 0,
     verify_seeds: int = 8,
@@ -77,7 +77,10 @@ def tune(
             format given, the fewest regions that have to stay in fp32, whatever the speed here.
         accumulate: Microbatches accumulated per update.
         world_size: Data-parallel ranks that average gradients; by default as many as call it together.
-        compile: Time models compiled, as they will be deployed. Numerics are tested eagerly.
+        compile: Whether the plan may compile the model: ``never``; ``auto``, where that is faster; ``always``, of all finalists
+            that can be compiled the best. False and True mean the first and the last. Finalists are compiled, each in a process
+            of its own, as far as the budget has room for it; numerics are tested uncompiled before, and compiled gradients
+            compared with them.
         warmup_steps: fp32 steps after which the numerics are looked at once more; 0 for no second look.
         verify_steps: Length of training runs of the plan against fp32 at the end; 0 for none.
         verify_seeds: How many pairs of them, at least 2; about 20 show small differences.
@@ -112,7 +115,7 @@ def tune(
         if goal == "numerics" and tuple(formats) == FORMATS:
             formats = ("bf16",)
         settings = Settings(
-            formats, goal, accumulate, world_size, bool(compile), warmup_steps, verify_steps, verify_seeds, budget_s,
+            formats, goal, accumulate, world_size, compile, warmup_steps, verify_steps, verify_seeds, budget_s,
             memory, seed,
         )  # fmt: skip
         found, spec, where = _workload(workload, model, loss, batches, optimizer, device)

@@ -27,6 +27,7 @@ from castwise.numerics.damage import Grams, Matrix
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import copied, seed_all
+from castwise.numerics.positions import Positions
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
@@ -37,6 +38,8 @@ REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
 MOST_ELEMENTS = 1 << 21
 """Of a larger parameter this many elements, drawn at random, stand for it."""
+MOST_IN_ALL = 1 << 24
+"""Where all parameters together have more than this many elements, fewer of the large ones: 64 MiB a microbatch."""
 RESCALE = 2.0**-6
 """Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
 RESCALES = 3
@@ -97,6 +100,8 @@ class Prober:
         passes: Forward/backwards so far.
         micros: The reference's microbatches.
         names: Of the trained parameters, in the order of gradients.
+        positions: What the first forward did with positions.
+        moving: Names of buffers and of parameters that are not trained which the first forward and backward changed.
         model: The prober's own copy, to look at.
     """
 
@@ -115,7 +120,9 @@ class Prober:
         self.device = device
         self.passes = 0
         self.micros: list[Micro] = []
-        self._loss = loss
+        self.positions = Positions()
+        self.moving: tuple[str, ...] = ()
+        self.loss = loss
         self._batches = batches
         self._seed = seed
         self._eps = FORMATS[dither].eps
@@ -135,18 +142,22 @@ class Prober:
             name: p.detach().clone() for name, p in self.model.named_parameters() if p.is_floating_point()
         }
         self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        most = MOST_ELEMENTS
+        while most > _CHUNK // 8 and sum(min(size, most) for size in sizes) > MOST_IN_ALL:
+            most //= 2
         self._picks = {
-            name: self._pick(index, p.numel())
+            name: self._pick(index, p.numel(), most)
             for index, (name, p) in enumerate(self.model.named_parameters())
             if p.requires_grad
         }
         self._scales: dict[Plan, float] = {}
 
-    def _pick(self, index: int, numel: int) -> Tensor | None:
-        if numel <= MOST_ELEMENTS:
+    def _pick(self, index: int, numel: int, most: int) -> Tensor | None:
+        if numel <= most:
             return None
         generator = torch.Generator().manual_seed(self._seed + index)
-        return torch.randint(numel, (MOST_ELEMENTS,), generator=generator).sort().values.to(self.device)
+        return torch.randint(numel, (most,), generator=generator).sort().values.to(self.device)
 
     # --- passes -------------------------------------------------------------------------------------------
 
@@ -169,8 +180,18 @@ class Prober:
                     ) from None
                 micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
                 self._set(model, micro)
-                with Recorder(micro.tape), observe(model) if observe else contextlib.nullcontext():
+                state = {} if self.micros else {name: t.detach().clone() for name, t in state_of(model)}
+                with Recorder(micro.tape), contextlib.ExitStack() as watching:
+                    if observe:
+                        watching.enter_context(observe(model))
+                    if not self.micros:
+                        watching.enter_context(self.positions.observing(model, batch))
                     micro.loss = self._backward(model, amp, micro)
+                self.moving += tuple(
+                    n
+                    for n, t in state_of(model)
+                    if n in state and not (t.dtype is state[n].dtype and torch.equal(t, state[n]))
+                )
                 micro.gradients = self._gradients(model, 1.0)
                 self._check_reference(model, micro)
                 self.micros.append(micro)
@@ -265,8 +286,12 @@ class Prober:
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
-        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
+        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32.
+
+        Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
+        """
         model = copy.deepcopy(self.model)
+        plan = dataclasses.replace(plan, compile="as_given")
         with Amp(plan, device=self.device, group=ALONE) as amp:
             if plan.keeps_masters:
                 amp.prepare(
@@ -280,7 +305,7 @@ class Prober:
         model.zero_grad(set_to_none=True)
         seed_all(micro.seed % 2**32)
         self.passes += 1
-        loss = self._loss(model, micro.batch)
+        loss = self.loss(model, micro.batch)
         check_no_backward(model, self.call)
         loss = check_loss(loss, self.call)
         amp.backward(loss)
@@ -295,9 +320,9 @@ class Prober:
                 weight = self._weights.get(name)
                 if weight is None:
                     continue
-                moved = _dithered(weight, self._eps, generator)
+                moved = dithered(weight, self._eps, generator)
                 if jitter:
-                    moved = _dithered(moved, jitter, second)
+                    moved = dithered(moved, jitter, second)
                 parameter.data.copy_(moved)
             for name, buffer in model.named_buffers():
                 if name in self._buffers and buffer.shape == self._buffers[name].shape:
@@ -352,8 +377,16 @@ class Prober:
         return out
 
 
-def _dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """A weight moved uniformly by up to half a unit in the last place of a format with this eps."""
+def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a model keeps beside its trained weights: dense real buffers, and such parameters as are not trained."""
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        untrained = not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+        if untrained and tensor.layout is torch.strided and not tensor.is_complex():
+            yield name, tensor
+
+
+def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """Move a weight uniformly by up to half a unit in the last place of a format with this eps."""
     _, exponent = torch.frexp(weight)
     unit = torch.ldexp(torch.full_like(weight, eps / 2), exponent)  # frexp's mantissa is in [1/2, 1)
     unit = torch.where(weight == 0, torch.zeros_like(unit), unit)

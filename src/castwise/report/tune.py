@@ -129,7 +129,7 @@ def _why(row: Record) -> Any:
 def _columns(record: Record) -> Columns:
     base = _baseline(record)
     peak = None if base is None else base["peak_bytes"]
-    return {
+    columns: Columns = {
         "plan": lambda row: ", ".join(filter(None, (row["name"], _name_beside(row)))),
         "training step": lambda row: words.step(row["time"]),
         "vs fp32": lambda row: (
@@ -141,6 +141,9 @@ def _columns(record: Record) -> Columns:
         "damage": lambda row: row["parity"] and _damage(row["parity"]),
         "loss": lambda row: None if row["loss"] is None else words.loss(row["loss"]),
     }
+    if any(row["compile_s"] for row in record["candidates"]):
+        columns = {**columns, "compiling": _compiling}
+    return columns
 
 
 def _folded(ties: Sequence[Record], columns: Columns) -> Row:
@@ -167,8 +170,17 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
         ),
         "damage": span(words.damage, value("parity", "value")),
         "loss": span(words.loss, [row["loss"] for row in ties]),
+        "compiling": span(words.time, [row["compile_s"] for row in ties]),
     }
     return Row(tuple(cells[name] or "-" for name in columns), "tie", "\n".join(row["name"] for row in ties))
+
+
+def _compiling(row: Record) -> str | None:
+    """What compiling took, and when it pays."""
+    if row["compile_s"] is None:
+        return None
+    steps = row["pays_after_steps"]
+    return words.time(row["compile_s"]) + (f", pays after {steps:,} steps" if steps is not None else "")
 
 
 def region_grid(record: Record) -> Grid:

@@ -13,7 +13,7 @@ from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
 from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
 from castwise.numerics.gradient_range import Histogram, ScaleRange
-from castwise.numerics.parity import Verdict
+from castwise.numerics.verdicts import Verdict
 
 __all__ = [
     "Candidate", "Damage", "Evidence", "Histogram", "RegionEvidence", "ScaleRange", "Stage", "Verification",
@@ -64,6 +64,8 @@ class Candidate:
         peak_bytes: Peak memory of a training step, None where it was not measured.
         parity: The gradient parity test's finding, None where it was not made.
         loss: Mean loss of the last steps that it trained in the race, None where there were none.
+        compile_s: Seconds that compiling it took, with none of its code on disk; None where it was not compiled.
+        pays_after_steps: Steps that take as much longer uncompiled; None where that is not known, or never.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Candidate:
     peak_bytes: int | None = None
     parity: Damage | None = None
     loss: float | None = None
+    compile_s: float | None = None
+    pays_after_steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from castwise.plans.plan import Plan
 from castwise.resolve import assign
 from castwise.tuning.answer import answer, speed, tied, why, why_chosen
 from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
 from castwise.tuning.search import Search
@@ -69,6 +70,7 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
         AUTOCAST,
         *finalists,
         *entries,
+        *search.trials,
         *search.peaks,
         *search.passed_over,
         *search.reasons,
@@ -97,6 +99,8 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
         versus_autocast=speed(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(found) if found is not None else None,
         loss=statistics.fmean(losses[-LAST:]) if losses else None,
+        compile_s=(trial.compile_s or None) if (trial := search.trials.get(plan)) is not None else None,
+        pays_after_steps=pays_after(search, plan),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ Steps 2 to 6 are :mod:`castwise.tuning.fastest`; with ``goal="numerics"`` the re
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +32,13 @@ from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
-from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.axes import name_of, numerics_of, uncompiled
+from castwise.tuning.compiling import own_cache
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
-from castwise.tuning.repair import NumericsSearch
+from castwise.tuning.repair import VERIFYING, NumericsSearch
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
 from castwise.workload import make_optimizer
 
@@ -70,7 +72,11 @@ class Search(SearchState):
                 f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
                 "least, and a minute or two to be worth its answer"
             )
-        with undisturbed(), self.home:
+        with (
+            undisturbed(),
+            self.home,
+            own_cache() if settings.compile != "never" else contextlib.nullcontext(),
+        ):
             with self.stage("reference"):
                 self._refer()
             if settings.goal == "numerics":
@@ -86,6 +92,9 @@ class Search(SearchState):
             if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
                 with self.stage("memory"):
                     self.measure_peaks(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+        assert self.test is not None
+        if (note := self.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
+            self.notes.append(note)
         self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
 
     def _refer(self) -> None:
@@ -102,7 +111,7 @@ class Search(SearchState):
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
             call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
         )  # fmt: skip
-        self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam)
+        self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam, workload.optimizer)
         self.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
         self.test.reference(MICROBATCHES)
         micros = prober.micros
@@ -145,7 +154,7 @@ class Search(SearchState):
         prober = Prober(
             model, workload.loss, batches, self.device, seed=settings.seed, call=self.test.prober.call
         )
-        warm = ParityTest(prober, self.test.per_update, self.test.adam)
+        warm = ParityTest(prober, self.test.per_update, self.test.adam, workload.optimizer)
         warm.reference(MICROBATCHES)
         search = NumericsSearch(warm, self.parts, self.tell, self.ranks)
         result = search.find(self.chosen)
@@ -153,7 +162,7 @@ class Search(SearchState):
         if result.verdict != "pass" and not trained:
             before = self.chosen
             self.reasons[before] = f"after {settings.warmup_steps} steps: {self.why(before, result)}"
-            repair = search.repair(before, result, reserve=2 * MICROBATCHES)
+            repair = search.repair(before, result, reserve=VERIFYING)
             result = search.verify(repair.plan)
             self.settle(*((repair.plan, result, repair.kept) if result.verdict == "pass" else (FP32, None)))
         self.findings[self.chosen] = result
@@ -165,7 +174,7 @@ class Search(SearchState):
     def _train(self) -> None:
         settings = self.settings
         self.verification = train_pairs(
-            self.workload, self.chosen, self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
+            self.workload, uncompiled(self.chosen), self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
             first_seed=settings.seed, ranks=self.ranks,
             on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
         )  # fmt: skip
