@@ -39,6 +39,7 @@ def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Sear
         ("tf32", "Stay in fp32, let fp32 products and convolutions use tf32 inside"),
         ("fp32+fp32_matmul=bf16", "Stay in fp32, let fp32 products use bf16 inside"),
         ("bf16-mixed", "Train in bf16 by autocast"),
+        ("bf16-mixed+compile=default", "Train in bf16 by autocast, compile the model"),
         ("bf16-master+optimizer=fused", "Train in bf16 with bf16 parameters and fp32 masters, switch to the fused AdamW"),
         (
             "bf16-mixed+ops.scaled_dot_product_attention=unfused+regions.head=fp32+regions.norm=fp32",

@@ -65,10 +65,11 @@ def _left(record: Record, status: str) -> list[Grid | Line]:
 
 def values(record: Record) -> dict[str, Any]:
     """All of it, for the page."""
+    untried = left_grid(record, "not tried")
     return {
         "answer": record["answer"], "why": record["why"], "remarks": remarks(record), "facts": facts(record),
         "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
-        "left": [left_grid(record, status) for status in ("rejected", "not tried")],
+        "left": [left_grid(record, "rejected"), untried.only(untried.title, "plan")],
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
         "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
     }  # fmt: skip
