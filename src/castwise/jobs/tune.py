@@ -127,12 +127,11 @@ def tune(
         search.say = _teller(search, tell)
         with _kept(model):
             job = index.job_of(found, where, settings)
-        before: TuneResult | None = None
-        if job is not None and not fresh:
-            known, search.elsewhere = ranks.at("what was found before").same(index.find(job, where))
-            before = TuneResult(*known) if known is not None else None
-        if before is not None:
-            return _written(before, folder)
+        known, search.elsewhere = ranks.at("what was found before").same(
+            (None, []) if job is None or fresh else index.find(job, where)
+        )
+        if known is not None:
+            return _written(TuneResult(*known), folder)
         try:
             with users_code(f"workload {found.name!r} failed"), _kept(model):
                 search.run()
