@@ -282,7 +282,7 @@ def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path) -> None:
     """By themselves: nobody ends the rank that did not fail."""
     ranks = _ranks(tmp_path, "job.py:broken", "--out", "o", "--steps", "100000")
     assert [rank.code for rank in ranks] == [1, 1]
-    said = "rank 1: workload 'gpt': loss(model, batch) failed: OSError: no more tokens"
+    said = "rank 1: workload 'gpt': loss(model, batch) failed: OSError: no more tokens (job.py, line 13, in loss)"
     lines = [
         line for rank in ranks for line in rank.said("err").splitlines() if line.startswith("castwise: ")
     ]
