@@ -17,7 +17,7 @@ import castwise
 from castwise import Plan, Workload
 from castwise.measure.processes import COMPILED, keep_compiled_apart, portable
 from castwise.report.tune import plan_grid
-from castwise.tuning import compiling
+from castwise.tuning import compiling, decision, final
 from castwise.tuning.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.final import Final
@@ -333,7 +333,9 @@ def test_true_and_false_mean_always_and_never() -> None:
 
 
 @needs_backend
-def test_a_search_compiles_its_finalists_if_it_is_asked_to() -> None:
+def test_a_search_compiles_its_finalists_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in ((decision, "FIRST", 1), (decision, "MOST", 1), (final, "ROUNDS", 3)):
+        monkeypatch.setattr(module, name, value)
     result = castwise.tune(
         workload(_traced), formats=("fp32", "bf16"), device="cpu", memory=False, budget_s=45, compile=True
     )
