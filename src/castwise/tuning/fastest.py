@@ -204,10 +204,9 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         if plan.params != "fp32" or left < 2 * MICROBATCHES + FLOOR or sound:
             continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
         repaired = search.repaired(plan, found)
-        if 2 * len(search.kept) > len(search.parts):
-            search.reasons[plan] += (
-                f"; {len(search.kept)} of {len(search.parts)} regions would have to stay in fp32"
-            )
+        kept = sum(part.pattern in search.kept for part in search.parts)
+        if 2 * kept > len(search.parts):
+            search.reasons[plan] += f"; {kept} of {len(search.parts)} regions would have to stay in fp32"
             search.kept = {}
         elif repaired in search.findings and search.findings[repaired].verdict == "pass":
             sound.append(repaired)

@@ -57,11 +57,12 @@ def answer(search: Search) -> str:
     """The result in one sentence."""
     if not search.complete and search.chosen == FP32:
         return "The search ended before it could choose; fp32 is what is known to be sound."
-    plan, kept = search.chosen, search.kept
+    plan = search.chosen
     if search.settings.goal == "numerics":
         low = search.settings.formats[0]
         if plan == FP32:
             return f"No set of regions made {low} pass: stay with fp32."
+        kept = [region.pattern for region in plan.regions if region.compute == "fp32"]
         if not kept:
             return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
         return (
