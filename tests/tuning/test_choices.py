@@ -176,28 +176,38 @@ def test_a_part_that_cannot_run_low_says_why() -> None:
 class Faulty(nn.Module):
     """Has a fault that shows in bf16, which is not that it cannot run there."""
 
+    error: type[Exception] = LookupError
+
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype is torch.bfloat16:
-            raise LookupError("a key is missing")
+            raise self.error("the mask must be of 16 rows")
         return x * 2
 
 
-def test_a_fault_of_the_code_is_no_word_on_a_format() -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, AssertionError, TypeError, RuntimeError])
+def test_a_fault_of_the_code_is_no_word_on_a_format(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes out of every place that tries a plan, as it is."""
+    monkeypatch.setattr(Faulty, "error", error)
     model = workload(Faulty).model()
     batch = next(batches(0))
     parts = find_parts(model, lambda: loss(model, batch))
-    with pytest.raises(LookupError, match="a key is missing"):
+    low = Plan.preset("bf16-mixed")
+    with pytest.raises(error, match="the mask must be of 16 rows"):
         measure_costs(model, loss, batch, parts, ["bf16"], CPU)
     made = search.Search(workload(Faulty), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
     made._refer()
-    with pytest.raises(LookupError, match="a key is missing"):
-        made.find(Plan.preset("bf16-mixed"))
+    with pytest.raises(error, match="the mask must be of 16 rows"):
+        made.find(low)
     assert made.numerics is not None
-    with pytest.raises(LookupError, match="a key is missing"):
-        made.numerics.repair(Plan.preset("bf16-mixed"), None)
-    with Contest(workload(Faulty), CPU) as contest:  # a candidate that fails is one that failed
-        contest.halve([Plan.preset("bf16-mixed")])
-        assert contest.entries[Plan.preset("bf16-mixed")].reason == "LookupError: a key is missing"
+    with pytest.raises(error, match="the mask must be of 16 rows"):
+        made.numerics.repair(low, None)
+    with Contest(workload(Faulty), CPU) as contest, pytest.raises(error, match="the mask must be of 16 rows"):
+        contest.halve([low])
+    assert not contest._runs
+    with pytest.raises(error, match="the mask must be of 16 rows"):
+        castwise.tune(workload(Faulty), goal="numerics", device="cpu")
 
 
 class Remembers(nn.Module):

@@ -12,7 +12,7 @@ from functools import partial
 from castwise.errors import WorkloadError
 from castwise.measure import stats
 from castwise.measure.apart import Timed, race_apart
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import Home, portable
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, name_of
@@ -119,6 +119,9 @@ def race_final(
         eligible: The plans to choose among; fp32 always is one.
         doubtful: Those among them whose gradients are in doubt.
         until: Clock time after which nothing new begins.
+
+    Raises:
+        Exception: What fp32 raised, or another plan, unless it says that the plan cannot run.
     """
     contest, ranks = search.contest, search.ranks
     assert contest is not None
@@ -134,7 +137,7 @@ def race_final(
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():
             if timed.error is not None:
-                if plans[index] == FP32:
+                if plans[index] == FP32 or not cannot_run(timed.error):
                     raise timed.error
                 final.failed[plans[index]] = unfit(timed.error)
             else:

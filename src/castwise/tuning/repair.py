@@ -251,9 +251,9 @@ class NumericsSearch:
         reserve: int,
     ) -> Repair:
         """Give back what need not be kept, the least suspicious first; nothing of a container that fails in each part."""
-        for patterns in self._containers():
-            if all(p in kept and p in self.alone and self.alone[p].severity >= 1.0 for p in patterns):
-                together = together | {frozenset(patterns): max(self.alone[p].severity for p in patterns)}
+        for container in self._containers():
+            if all(p in kept and p in self.alone and self.alone[p].severity >= 1.0 for p in container):
+                together = together | {frozenset(container): max(self.alone[p].severity for p in container)}
         bound = {pattern for patterns in together for pattern in patterns}
         weights = together | {
             frozenset({p}): self.alone[p].severity if p in self.alone else 0.0 for p in kept if p not in bound
