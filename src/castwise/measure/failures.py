@@ -24,6 +24,7 @@ _KERNEL = re.compile(
     r"Could not run '\w+::|not currently implemented for the MPS device|could not create a primitive|[Nn]o available kernel"
     r"|no kernel image is available|invalid device function|STATUS_(?:NOT_SUPPORTED|ARCH_MISMATCH)"
     r"|[Uu]nable to find (?:an engine|a valid cuDNN)|no valid convolution algorithms|compute capability"
+    r"|_fused_\w+` does not support"
 )
 """An operator without a kernel for this device: torch's dispatcher, oneDNN, attention, CUDA, cuBLAS, cuDNN."""
 _MEMORY = re.compile(

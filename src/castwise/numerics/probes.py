@@ -97,6 +97,7 @@ class Prober:
         passes: Forward/backwards so far.
         micros: The reference's microbatches.
         names: Of the trained parameters, in the order of gradients.
+        sparse: Whether a gradient came as a sparse tensor.
         model: The prober's own copy, to look at.
     """
 
@@ -115,6 +116,7 @@ class Prober:
         self.device = device
         self.passes = 0
         self.micros: list[Micro] = []
+        self.sparse = False
         self._loss = loss
         self._batches = batches
         self._seed = seed
@@ -315,7 +317,9 @@ class Prober:
             flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
             flat = flat if pick is None else flat[pick]
             flat = flat.float().mul(1.0 / scale) if scale != 1.0 else flat.float()
-            out.append(flat.clone() if flat.data_ptr() == gradient.data_ptr() else flat)
+            self.sparse |= gradient.is_sparse
+            own = gradient.is_sparse or flat.data_ptr() != gradient.data_ptr()
+            out.append(flat if own else flat.clone())
         return out
 
     # --- inner products -----------------------------------------------------------------------------------

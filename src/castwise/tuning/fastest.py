@@ -22,7 +22,7 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import race_final
-from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
+from castwise.tuning.pairs import affordable_steps, is_doubtful, said, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
@@ -38,11 +38,12 @@ TRAINING_SHARE = 0.35
 
 def find_fastest(search: SearchState) -> None:
     """Find the plan and settle it."""
-    settings, model = search.settings, search.model
+    settings, model, test = search.settings, search.model, search.test
     assert model is not None
+    assert test is not None
     plans, dropped = search.ranks.at("the candidates").same(whole_step_plans(
         settings.formats, search.device, search.workload.optimizer(model.parameters()),
-        has_images=search.images, goal=settings.goal, used=search.used,
+        has_images=search.images, goal=settings.goal, used=search.used, sparse=test.prober.sparse,
     ))  # fmt: skip
     for name, reason in dropped.items():
         if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
@@ -235,7 +236,7 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
         if result.verdict != "pass":
             trained = _trained(search, plan) if _may_train(search, result) else None
             if trained is None or trained.verdict != "not worse":
-                search.reasons[plan] = why if trained is None else f"{why}, and in training {_said(trained)}"
+                search.reasons[plan] = why if trained is None else f"{why}, and in training {said(trained)}"
                 continue
             search.verification = trained
             search.reasons.pop(plan, None)
@@ -264,13 +265,6 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
             ranks=search.ranks,
             on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
         )  # fmt: skip
-
-
-def _said(trained: Verification) -> str:
-    return (
-        f"its loss after {trained.steps} steps differs from fp32's by {trained.difference:.2g} (95 % below {trained.upper:.2g}; "
-        f"allowed {trained.margin:.2g})"
-    )
 
 
 def _lost(search: SearchState, plan: Plan) -> float | None:

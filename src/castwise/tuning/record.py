@@ -15,6 +15,7 @@ from castwise.resolve import assign
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
+from castwise.tuning.pairs import said
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
@@ -82,10 +83,8 @@ def answer(search: Search) -> str:
     trained = search.verification
     if search.verified is not None and search.verified.verdict != "pass" and trained is not None:
         return (
-            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage, the relative "
-            f"error of an update, {search.verified.damage.value:.2g}), and its training does not: over {trained.seeds} pairs of {trained.steps} "
-            f"steps the loss differs by {trained.difference:.2g}, below {trained.upper:.2g} with 95 % confidence, where "
-            f"{trained.margin:.2g} is what seeds alone do."
+            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage, the relative error of an "
+            f"update, {search.verified.damage.value:.2g}), so training decided: {said(trained)}."
         )
     sound = "with gradients that cannot be told from fp32's within the noise of the data"
     if plan.compute == "fp32" and plan.fp32_matmul == "as_is" and not plan.regions:
@@ -153,15 +152,20 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
         name=name_of(plan), plan=str(plan), status=status, reason=why, rounds=len(times),
         time=stats.summarise(times) if times else None, speedup=_ratio(search, plan, FP32),
         versus_autocast=_ratio(search, plan, AUTOCAST),
-        peak_bytes=search.peaks.get(plan), parity=_parity(found) if found is not None else None,
+        peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),
         loss=statistics.fmean(losses[-LAST:]) if losses else None,
     )  # fmt: skip
 
 
-def _parity(found: ParityResult) -> Damage:
+def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
     """A finding as a record: of the plain damage, with the verdict over all that was asked."""
-    d = found.damage
-    return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
+    if found is None:
+        return None
+    d, trained = found.damage, search.verification if plan == search.chosen else None
+    if found.verdict == "pass" or trained is None or trained.verdict != "not worse":
+        return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
+    reason = f"{found.reason}; {said(trained)}"
+    return Damage("decided by training", d.value, d.low, d.high, d.bias, d.noise, reason)
 
 
 def _regions(search: Search) -> tuple[RegionEvidence, ...]:
