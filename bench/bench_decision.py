@@ -22,9 +22,10 @@ from castwise.measure.apart import race_apart
 from castwise.measure.processes import Home, portable
 from castwise.plans.plan import PRESETS
 from castwise.tuning.decision import MARGIN, settle
+from castwise.tuning.final import ROUNDS
 from common import Results, arguments
 
-PLANS, ROUNDS, SEARCHES = 5, 10, 300
+PLANS, SEARCHES = 5, 300
 COPIES, STARTS = 5, 12
 WORKLOADS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32")
 

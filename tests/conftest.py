@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import socket
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from castwise.measure.processes import Home
+
+os.environ["CASTWISE_CACHE_DIR"] = ""  # what one test's search finds is nothing to another's
 
 try:
     import hypothesis
@@ -40,6 +45,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("inductor") and not has_cpp:
             item.add_marker(no_cpp)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_home() -> Iterator[None]:
+    """Processes that measure are forked from one that is started once, since it imports torch."""
+    real, lines = Home.line, []
+
+    def line(self: Home) -> socket.socket:
+        if not lines:
+            lines.append(real(kept))
+        return lines[0].dup()
+
+    with pytest.MonkeyPatch.context() as patch, Home() as kept:
+        patch.setattr(Home, "line", line)
+        yield
+        for one in lines:
+            one.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -161,6 +161,12 @@ def tune(
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each plan in a process of its own.")
     ] = True,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            help="Search even where a plan was found before for the same model, data, device and versions."
+        ),
+    ] = False,
     device: Device = None,
     seed: Seed = 0,
     out: Annotated[
@@ -187,7 +193,7 @@ def tune(
                 result = job.tune(
                     workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
                     verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
-                    compile=compile_, memory=memory, device=where, seed=seed, out=folder, progress=progress,
+                    compile=compile_, memory=memory, fresh=fresh, device=where, seed=seed, out=folder, progress=progress,
                 )  # fmt: skip
         if first:
             _console().print(result.table())

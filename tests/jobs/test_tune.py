@@ -19,6 +19,17 @@ from torch.nn import functional
 import castwise
 from castwise import Plan, Workload
 from castwise.errors import CastwiseError, NonFiniteError, PlanError, StateError, WorkloadError
+from castwise.tuning import decision, final
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_start() -> Iterator[None]:
+    """Finalists start once, for a few rounds: when they start again is a matter of tuning/test_decision.py and test_final.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decision, "FIRST", 1)
+        patch.setattr(decision, "MOST", 1)
+        patch.setattr(final, "ROUNDS", 3)
+        yield
 
 
 def network() -> nn.Sequential:

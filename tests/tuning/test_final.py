@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,12 +14,16 @@ from tests.tuning.test_choices import CPU, SlowWhenLow, loss, workload
 from torch import Tensor, nn
 
 from castwise import Plan, Workload
+from castwise.numerics.parity import ParityTest
+from castwise.numerics.probes import Prober
 from castwise.tuning import final as final_
 from castwise.tuning.axes import name_of
 from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.decision import Decision
-from castwise.tuning.fastest import FINALISTS, likeliest
+from castwise.tuning.fastest import FINALISTS, likeliest, low_share
 from castwise.tuning.final import Final, race_final
+from castwise.tuning.part_costs import Cost
+from castwise.tuning.parts import find_parts
 from castwise.tuning.search import Settings
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
@@ -30,10 +36,17 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final_, "ROUNDS", 3)
 
 
-def searching(made: Workload) -> SearchState:
-    search = SearchState(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
-    search.contest = Contest(made, CPU)
-    return search
+@pytest.fixture
+def searching() -> Iterator[Callable[[Workload], SearchState]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(made: Workload) -> SearchState:
+            search = SearchState(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
+            stack.enter_context(search.home)
+            search.contest = Contest(made, CPU)
+            return search
+
+        yield make
 
 
 def timed(speeds: dict[Plan, float], **options: object) -> Final:
@@ -45,10 +58,11 @@ def timed(speeds: dict[Plan, float], **options: object) -> Final:
     return Final(list(speeds), times_s=times, **options)  # type: ignore[arg-type]
 
 
-def test_plans_are_started_until_the_slow_one_is_known() -> None:
+def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Workload], SearchState]) -> None:
     search = searching(workload(SlowWhenLow))
     final = race_final(search, [AUTOCAST], (), time.monotonic() + 60.0)
-    assert final.decision == Decision(0, True, frozenset({1}))
+    assert final.decision is not None
+    assert (final.decision.chosen, final.decision.decided) == (0, True)
     assert next(final.in_turn([FP32, AUTOCAST])) == FP32
     ratio = final.ratio(AUTOCAST, FP32)
     assert ratio is not None
@@ -59,7 +73,9 @@ def test_plans_are_started_until_the_slow_one_is_known() -> None:
     assert len(final.losses[FP32]) == len(final.losses[AUTOCAST])
 
 
-def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason() -> None:
+def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason(
+    searching: Callable[[Workload], SearchState],
+) -> None:
     class Fragile(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.dtype is torch.bfloat16:
@@ -71,7 +87,7 @@ def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason() -> None:
     assert final.reason(AUTOCAST, FP32) == "not supported by this device: no kernel for bf16"
 
 
-def test_a_fault_of_the_code_comes_out_of_its_process() -> None:
+def test_a_fault_of_the_code_comes_out_of_its_process(searching: Callable[[Workload], SearchState]) -> None:
     class Faulty(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.dtype is torch.bfloat16:
@@ -82,14 +98,16 @@ def test_a_fault_of_the_code_comes_out_of_its_process() -> None:
         race_final(searching(workload(Faulty)), [AUTOCAST], (), time.monotonic() + 60.0)
 
 
-def test_equal_plans_have_equal_losses() -> None:
+def test_equal_plans_have_equal_losses(searching: Callable[[Workload], SearchState]) -> None:
     same = Plan.parse("fp32+fp32_matmul=ieee")
     final = race_final(searching(workload()), [same, AUTOCAST], (), time.monotonic() + 60.0)
     assert final.losses[same] == final.losses[FP32]
     assert len(final.losses[AUTOCAST]) == len(final.losses[FP32])
 
 
-def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said() -> None:
+def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
+    searching: Callable[[Workload], SearchState],
+) -> None:
     lock = threading.Lock()
 
     def locked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -132,17 +150,55 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
 
 
-def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final() -> None:
-    plain = AUTOCAST
+def raced(search: SearchState, times_s: dict[Plan, float]) -> Contest:
+    """A contest in which plans took so many seconds per step."""
+    assert search.contest is not None
+    for plan, seconds in times_s.items():
+        entry = search.contest.entries[plan] = Entry(plan)
+        entry.times_s = [seconds] * 4
+    return search.contest
+
+
+def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final(
+    searching: Callable[[Workload], SearchState],
+) -> None:
     others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
     search = searching(workload(SlowWhenLow))
-    assert search.contest is not None
-    for place, plan in enumerate([FP32, *others, plain]):
-        entry = search.contest.entries[plan] = Entry(plan)
-        entry.times_s = [2.0 if plan == FP32 else 1.0 + 0.001 * place] * 4
-    left = likeliest(search, search.contest, [FP32, *others, plain])
-    assert left == [FP32, *others[: FINALISTS - 1], plain]
-    assert search.passed_over == dict.fromkeys(
-        others[FINALISTS - 1 :], f"not in the final: {FINALISTS} others were faster in the race"
-    )
-    assert likeliest(search, search.contest, [FP32, plain]) == [FP32, plain]
+    places = {plan: 1.0 + 0.001 * place for place, plan in enumerate([*others, AUTOCAST])}
+    contest = raced(search, {FP32: 2.0, **places})
+    assert likeliest(search, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[: FINALISTS - 1], AUTOCAST]
+    why = f"not in the final: {FINALISTS} others were faster in the race"
+    assert search.passed_over == dict.fromkeys(others[FINALISTS - 1 :], why)
+    assert likeliest(search, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
+    assert likeliest(search, contest, [FP32]) == [FP32]
+
+
+def test_what_is_far_behind_stays_out_unless_a_doubtful_plan_alone_is_ahead(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    search = searching(workload(SlowWhenLow))
+    contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2, FUSED: 0.7})
+    assert likeliest(search, contest, [FP32, AUTOCAST, REGION], [FUSED]) == [FP32, AUTOCAST, FUSED]
+    assert search.passed_over == {
+        REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"
+    }
+
+
+def test_how_much_of_a_model_runs_low() -> None:
+    search = SearchState(workload(SlowWhenLow), CPU, Settings(formats=("fp32", "bf16")))
+    model = search.workload.model()
+    batch = next(iter(search.workload.batches(0)))
+    search.parts = find_parts(model, lambda: search.workload.loss(model, batch))
+    search.test = ParityTest(Prober(model, search.workload.loss, iter(search.workload.batches(0)), CPU))
+    assert low_share(search, AUTOCAST) == 1.0  # nothing was timed
+    assert [part.pattern for part in search.parts] == ["0", "1", "2"]
+    search.costs = {"0": Cost({"fp32": 3.0}), "1": Cost({"fp32": 0.2}), "2": Cost({"fp32": 0.8})}
+    shares = {
+        "bf16-mixed": 1.0,
+        "bf16-mixed+regions.0=fp32": 0.25,
+        "bf16-mixed+regions.*=fp32": 0.0,
+        "fp32": 0.0,
+    }
+    assert {line: low_share(search, Plan.parse(line)) for line in shares} == pytest.approx(shares)
+    nested = Plan.parse("bf16-mixed+regions.type:Sequential=fp32+regions.2=bf16")
+    assert low_share(search, nested) == pytest.approx(0.2)

@@ -20,6 +20,7 @@ from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
 from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.measure.memory import measure_memory
+from castwise.measure.processes import Home
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
 from castwise.plans.plan import PRESETS, Plan, as_plan
@@ -275,16 +276,17 @@ class _Work:
         if self.device.type != "cpu":
             gc.collect()
             torch.accelerator.empty_cache()  # what this process holds is not to be had by the next
-        for row in self.rows:
-            if not row.is_ok:
-                continue
-            self.progress(Event("memory", row.name, 0, 1))
-            try:
-                memory = measure_memory(self.spec or self.workload, row.plan, self.device, seed=self.seed)
-                row.found(memory=memory)
-            except CastwiseError as error:
-                row.note(sentence(error, whole=False))
-            self.progress(Event("memory", row.name, 1, 1))
+        with Home() as home:
+            for row in self.rows:
+                if not row.is_ok:
+                    continue
+                self.progress(Event("memory", row.name, 0, 1))
+                try:
+                    what = self.spec or self.workload
+                    row.found(memory=measure_memory(what, row.plan, self.device, seed=self.seed, home=home))
+                except CastwiseError as error:
+                    row.note(sentence(error, whole=False))
+                self.progress(Event("memory", row.name, 1, 1))
 
     # --- results ------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from castwise.measure.ranks import lockstep
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import copied, unspoilt
 from castwise.numerics.parity import device_of
+from castwise.tuning import index
 from castwise.tuning.axes import FORMATS
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
@@ -49,6 +50,7 @@ def tune(
     memory: bool = True,
     device: torch.device | str | None = None,
     seed: int = 0,
+    fresh: bool = False,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> TuneResult:
@@ -81,6 +83,10 @@ def tune(
         memory: Measure peak memory too (a process per plan).
         device: By default where the model is, or the accelerator at hand, else the CPU.
         seed: Of weights, data, dither and random draws.
+        fresh: Search even where a plan was found before for the same model, optimizer, loss and data on the same device with
+            the same versions. Otherwise that search's evidence is returned at once, and says so; a plan found on another
+            device or with other versions is a candidate from the start. They are kept in the user's cache folder, or in
+            ``CASTWISE_CACHE_DIR``; an empty one turns that off.
         out: Where to write the evidence so far if the search is interrupted.
         progress: Called with events.
 
@@ -110,6 +116,13 @@ def tune(
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         search = Search(found, where, settings, spec, ranks)
         search.say = _teller(search, progress)
+        job = index.job_of(found, where, settings)
+        before: TuneResult | None = None
+        if job is not None and not fresh:
+            kept, search.elsewhere = ranks.at("what was found before").same(index.find(job, where))
+            before = TuneResult(*kept) if kept is not None else None
+        if before is not None:
+            return before
         try:
             with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
                 search.run()
@@ -121,7 +134,10 @@ def tune(
                 )
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
-        return _result(search)
+        result = _result(search)
+        if job is not None and search.complete and ranks.rank == 0:
+            index.keep(job, where, result.plan, result.to_dict())
+        return result
 
 
 def _teller(search: Search, progress: Progress | None) -> Say:

@@ -106,30 +106,31 @@ class Process:
 
 
 class Home:
-    """Where processes start that have imported castwise and done nothing else; a context manager."""
+    """Where processes start that have imported castwise and done nothing else; a context manager, left empty at its end."""
 
-    def __enter__(self) -> Self:
-        """Start the process that is forked, where there is one."""
+    def __init__(self) -> None:
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._copies: list[int] = []
         self._line: socket.socket | None = None
-        if FORKS:
-            self._line, there = socket.socketpair()
-            with there:
-                self._interpreter("fork", there.fileno())
+
+    def __enter__(self) -> Self:
+        """The process that is forked starts when the first is asked for."""
         return self
 
     def __exit__(self, *exception: object) -> None:
         """End it, and wait for what it was asked for; pipes are closed by then, or close with this process."""
         if self._line is not None:
             self._line.close()
-        for process in self._interpreters:
+            self._line = None
+        while self._interpreters:
+            process = self._interpreters.pop()
             try:
                 process.wait(timeout=_PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for pid in self._copies:
+        while self._copies:
+            pid = self._copies.pop()
             os.kill(pid, signal.SIGKILL)  # it has answered, or nobody waits for its answer
             os.waitpid(pid, 0)
 
@@ -137,13 +138,23 @@ class Home:
         """Start ``work(pipe, *args)``, a function of a module, in a process; what it returns or raises is its last answer."""
         here, there = Pipe()
         with there:
-            if self._line is not None:
+            if FORKS:
+                if self._line is None:
+                    self._line = self.line()
                 socket.send_fds(self._line, [b"."], [there.fileno()])
             else:
                 self._interpreter("run", there.fileno())
+        environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
         process = Process(here)
-        process.send((os.getcwd(), torch.get_num_threads(), work, args))
+        process.send((os.getcwd(), sys.path, environment, torch.get_num_threads(), work, args))
         return process
+
+    def line(self) -> socket.socket:
+        """A line to a new process that forks one for each pipe that is sent there."""
+        line, there = socket.socketpair()
+        with there:
+            self._interpreter("fork", there.fileno())
+        return line
 
     def fork(self, work: Callable[..., Any], *args: Any) -> Process:
         """Start ``work(*args)`` in a copy of this process, for what cannot be sent to another.
@@ -169,11 +180,10 @@ class Home:
             os._exit(0)
 
     def _interpreter(self, what: str, fd: int) -> None:
-        environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
         command = [sys.executable, "-c", _ENTRY, what, str(fd), repr(sys.path)]
         self._interpreters.append(
             subprocess.Popen(
-                command, pass_fds=(fd,), env=environment,
+                command, pass_fds=(fd,),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         )  # fmt: skip
@@ -207,8 +217,10 @@ def serve(what: str, fd: int) -> None:
 
 def _run(fd: int) -> None:
     with Connection(fd) as pipe, contextlib.suppress(EOFError, ConnectionError):  # whoever asked has gone
-        folder, threads, work, args = pipe.recv()
+        folder, sys.path[:], environment, threads, work, args = pipe.recv()
         os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
         torch.set_num_threads(threads)
         pipe.send(_tried(work, pipe, *args))
 

@@ -433,7 +433,3 @@ def _were_changed(optimizer: Optimizer, marks: _Marks) -> bool:
 def _stored(parameter: torch.Tensor) -> torch.Tensor:
     """The model's parameter behind a master, any other itself."""
     return getattr(parameter, "stored", parameter)
-
-
-for _name in ("open", "fed", "unscale_", "note_norm", "step"):
-    _torch.never_trace(getattr(Window, _name))

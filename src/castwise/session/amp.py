@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Self, SupportsFloat
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from castwise.session.checks import (
     check_group,
     check_masters,
     check_model,
+    check_norm,
     check_optimizer,
     check_parameters,
 )
@@ -336,7 +337,11 @@ class Amp:
 
         Returns:
             The norm before clipping, a 0-dim tensor on the gradients' device.
+
+        Raises:
+            PlanError: A ``max_norm`` that is no norm.
         """
+        check_norm("clip_grad_norm_", max_norm)
         norm = self._agreement.clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
         if isinstance(optimizer_or_params, Optimizer):
             self._window.note_norm((optimizer_or_params,), norm, by_hand=True)
@@ -383,15 +388,12 @@ class Amp:
             StateError: An optimizer that was not prepared, or gradients that were changed while they were scaled.
             NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
             LossScaleError: The same under a loss scale that cannot shrink any more.
-            PlanError: A ``max_norm`` that is no number.
+            PlanError: A ``max_norm`` that is no norm.
         """
         if not optimizers:
             raise StateError("step() was given no optimizer; call amp.step(optimizer)")
-        if not (max_norm is None or isinstance(max_norm, SupportsFloat)):
-            raise PlanError(
-                f"step(max_norm={max_norm!r}): a {type(max_norm).__name__} is no norm. Allowed: a number such as 1.0, or None "
-                "for no clipping."
-            )
+        if max_norm is not None:
+            check_norm("step", max_norm)
         for optimizer in optimizers:
             if not self._members.holds(optimizer):
                 raise StateError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import _torch, masters
@@ -163,3 +163,27 @@ def check_parameters(model: nn.Module, plan: Plan) -> None:
             f"{short}: their updates and gradients would be {short}. Use the plan {instead!r} (fp32 masters in the "
             "optimizer), or call model.float() before the optimizer is made."
         )
+
+
+def check_norm(call: str, max_norm: object) -> None:
+    """Refuse what no norm can be held to; a tensor's value is not looked at, since that would wait for its device.
+
+    Raises:
+        PlanError: It is no number, NaN or below zero.
+    """
+    if isinstance(max_norm, Tensor):
+        return
+    try:
+        if not isinstance(max_norm, str) and float(max_norm) >= 0.0:  # type: ignore[arg-type]
+            return
+        why = (
+            f"a {type(max_norm).__name__} is no norm"
+            if isinstance(max_norm, str)
+            else "no norm is at most that"
+        )
+    except (TypeError, ValueError):
+        why = f"a {type(max_norm).__name__} is no norm"
+    raise PlanError(
+        f"{call}(max_norm={max_norm!r}): {why}. Allowed: a number such as 1.0, or math.inf for the norm alone; step takes None "
+        "for no clipping."
+    )

@@ -21,7 +21,7 @@ MARGIN = 1.03
 """A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
 SURE = 0.99
 """Confidence with which a plan is slower: several are looked at, after every start."""
-FIRST, MOST = 3, 8
+FIRST, MOST = 3, 12
 """Starts before the first decision, and after which there is no further one."""
 
 
@@ -71,7 +71,7 @@ def settle(
         complexity: Of each plan.
         start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. A plan
             that is missing in what it returns has failed and is out.
-        beside: Plans that are timed to be shown, and cannot be chosen; the others are at least one.
+        beside: Plans that are timed to be shown, in the first starts, and cannot be chosen; the others are at least one.
         is_over: Whether no further start fits into the time.
 
     Returns:
@@ -93,6 +93,6 @@ def settle(
             break
         if starts >= FIRST:
             gone = {left[one] for one in decision.out}
-            racing = [one for one in racing if one not in gone]
+            racing = [one for one in left if one not in gone]
     out = frozenset(left[one] for one in decision.out)
     return Decision(left[decision.chosen], decided, out), times

@@ -10,6 +10,7 @@ from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan
+from castwise.resolve import assign
 from castwise.tuning.axes import (
     FORMATS,
     complexity,
@@ -28,8 +29,12 @@ from castwise.tuning.parts import exempt
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
 FINALISTS = 5
+FAR = 1.1
+"""What takes this many times as long as the fastest in the race does not come to the final."""
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
+BY_NAME = 0.1
+"""A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 RACE_SHARE, FINAL_SHARE = 0.4, 0.85
 """After these shares of the budget no round of a race, and no start of the final, begins."""
 TRAINING_SHARE = 0.35
@@ -49,7 +54,7 @@ def find_fastest(search: SearchState) -> None:
         if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
             search.notes.append(f"{name}: {reason}")
     with search.stage("costs"):
-        plans = _by_costs(search, plans)
+        plans = with_plans_from_elsewhere(search, _by_costs(search, plans))
     deadline = search.start + (RACE_SHARE if settings.goal == "time" else 1.2) * settings.budget_s
     contest = Contest(
         search.workload, search.device, seed=settings.seed, compile=settings.compile, deadline=deadline,
@@ -66,7 +71,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = _with_operators(search, contest, left)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-    running = _with_lossless(contest, likeliest(search, contest, [*sound, *doubtful]))
+    running = _with_lossless(contest, likeliest(search, contest, sound, doubtful))
     _final(search, running, doubtful, FINAL_SHARE)
     assert search.final is not None
     _choose(search, search.final.in_turn([FP32, *running]))
@@ -126,16 +131,51 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
         if hopeless:  # no whole step of it is ever run
             out = _without(search, out, name, f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}")
         sets = {tuple(losers), tuple(losers[: max(len(hopeless), len(losers) // 2)])} - {()}
-        out += [
+        new = [
             exempt(plan, search.parts, patterns)
             for patterns in sorted(sets)
             for plan in plans
             if plan.compute == name and plan.rules != "none" and plan.memory_format == layout
         ]
+        for plan in new:
+            if (share := low_share(search, plan)) < BY_NAME:
+                search.passed_over[search.scaled(plan)] = (
+                    f"fp32 but for a name: {share:.0%} of the time would be in {name}"
+                )
+            else:
+                out.append(plan)
     if settings.goal == "memory" and any(plan.optimizer == "fused" for plan in out):
         # the fused kernel never holds more than the loop it replaces
         out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
     return [search.scaled(plan) for plan in sorted(out, key=complexity)]
+
+
+def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
+    """Candidates, and what was chosen for the same job elsewhere, where its formats are raced here."""
+    raced = {plan.compute for plan in plans}
+    return list(dict.fromkeys([*plans, *(plan for plan in search.elsewhere if plan.formats <= raced)]))
+
+
+def low_share(search: SearchState, plan: Plan) -> float:
+    """Of the time that the model's parts take in fp32, the share of those that a plan runs low; 1 where none was timed."""
+    assert search.test is not None
+    assigned = assign(
+        search.test.prober.model, [region for region in plan.regions if region.compute is not None]
+    )
+    times_s = {
+        part: search.costs[part.pattern].times_s["fp32"]
+        for part in search.parts
+        if part.pattern in search.costs
+    }
+    low_s = 0.0
+    for part, time_s in times_s.items():
+        path = part.paths[0]
+        while path and path not in assigned:
+            path = path.rpartition(".")[0]
+        region = assigned.get(path)
+        low_s += time_s * ((plan.compute if region is None else region.compute) in LOW)
+    whole_s = sum(times_s.values())
+    return low_s / whole_s if whole_s else 1.0
 
 
 def _without(
@@ -155,18 +195,29 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
 
 
-def likeliest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
-    """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them."""
-    order = contest.order([plan for plan in plans if plan != FP32])
-    if len(order) <= FINALISTS:
-        return list(plans)
-    speeds = [ratio.value if (ratio := contest.ratio(plan)) is not None else 0.0 for plan in order]
-    alike = [plan for plan, speed in zip(order, speeds, strict=True) if speed * MARGIN >= speeds[0]]
-    left = dict.fromkeys([min(alike, key=complexity), *order[: FINALISTS - 1]])
+def likeliest(
+    search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan] = ()
+) -> list[Plan]:
+    """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them.
+
+    A doubtful plan keeps no sound one out.
+    """
+    order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
+    if not order:
+        return [*sound, *doubtful]
+    first = next((plan for plan in order if plan not in doubtful), order[0])
+    over = {plan: contest.ratio(first, plan) for plan in order}
+    slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
+    near = [plan for plan in order if plan not in slow]
+    alike = [plan for plan in near if (ratio := over[plan]) is None or ratio.value <= MARGIN]
+    left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), *near]))[:FINALISTS]}
+    many = f"{FINALISTS} others were faster in the race"
     for plan in order:
         if plan not in left:
-            search.passed_over[plan] = f"not in the final: {FINALISTS} others were faster in the race"
-    return [plan for plan in plans if plan == FP32 or plan in left]
+            ratio = slow.get(plan)
+            why = f"takes {ratio.value:.2f} times as long as {name_of(first)} in the race" if ratio else many
+            search.passed_over[plan] = f"not in the final: {why}"
+    return [plan for plan in (*sound, *doubtful) if plan in left]
 
 
 def _with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
@@ -208,6 +259,11 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         kept = sum(part.pattern in search.kept for part in search.parts)
         if 2 * kept > len(search.parts):
             search.reasons[plan] += f"; {kept} of {len(search.parts)} regions would have to stay in fp32"
+            search.kept = {}
+        elif (share := low_share(search, repaired)) < BY_NAME:
+            search.reasons[plan] += (
+                f"; repaired it is fp32 but for a name: {share:.0%} of the time is in {plan.compute}"
+            )
             search.kept = {}
         elif repaired in search.findings and search.findings[repaired].verdict == "pass":
             sound.append(repaired)

@@ -13,14 +13,14 @@ from castwise.errors import WorkloadError
 from castwise.measure import stats
 from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import cannot_run, unfit
-from castwise.measure.processes import Home, portable
+from castwise.measure.processes import portable
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, name_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST, MARGIN, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
-ROUNDS = 10
+ROUNDS = 8
 _DOUBT = 1000.0
 """What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
@@ -146,14 +146,14 @@ def race_final(
 
     starts = 0
 
-    def apart(home: Home, payload: bytes, racing: Sequence[int]) -> dict[int, Sequence[float]]:
+    def apart(payload: bytes, racing: Sequence[int]) -> dict[int, Sequence[float]]:
         nonlocal starts, taken_s
         begin = ranks.now()
         share = max(1, FIRST - starts)
         what = f"start {starts + 1} of {len(racing)} plans, each in a process of its own"
         search.say(search.now, what, 0, ROUNDS)
         found = race_apart(
-            home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
+            search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
             seed=search.settings.seed, compile=search.settings.compile, until=begin + (until - begin) / share,
             on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
         )  # fmt: skip
@@ -174,8 +174,7 @@ def race_final(
         search.notes.append(f"The finalists were timed once, in one process: {error}.")
         return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing))
     contest.close()
-    with Home() as home:
-        return decided(partial(apart, home, payload))
+    return decided(partial(apart, payload))
 
 
 def _here(contest: Contest, plans: Sequence[Plan], indices: Sequence[int]) -> dict[int, list[float]]:

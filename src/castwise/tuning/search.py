@@ -69,7 +69,7 @@ class Search(SearchState):
                 f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
                 "least, and a minute or two to be worth its answer"
             )
-        with undisturbed():
+        with undisturbed(), self.home:
             with self.stage("reference"):
                 self._refer()
             if settings.goal == "numerics":

@@ -82,6 +82,8 @@ class SearchState:
         workload: What is tuned.
         spec: How another process finds it, where it can.
         ranks: Who search together.
+        elsewhere: Plans that were found for the same job on other devices or by other versions.
+        home: Where the processes start that it measures in.
         say: Told the stage, what is tried, how much is done of how much.
         model: The model in fp32, as the search found it; set by the first stage, as are the next five.
         test: The parity test with its reference.
@@ -111,6 +113,8 @@ class SearchState:
     settings: Settings
     spec: str | None = None
     ranks: Lockstep = BY_ITSELF
+    elsewhere: Sequence[Plan] = ()
+    home: Home = field(default_factory=Home)
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
     parts: tuple[Part, ...] = ()
@@ -225,30 +229,29 @@ class SearchState:
     def measure_peaks(self, plans: Sequence[Plan]) -> None:
         """Measure peak memory of plans that have not been measured yet, each in a process of its own."""
 
-        def measure(home: Home, plan: Plan) -> int | None:
+        def measure(plan: Plan) -> int | None:
             what, seed = self.spec or self.workload, self.settings.seed
             return measure_memory(
-                what, plan, self.device, seed=seed, inference=False, home=home
+                what, plan, self.device, seed=seed, inference=False, home=self.home
             ).training_peak_bytes
 
-        with Home() as home:
-            for number, plan in enumerate(plans):
-                if plan in self.peaks:
-                    continue
-                if self.left_s() < PEAK_S:
-                    self.notes.append(
-                        f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
-                    )
-                    break
-                self.say(self.now, name_of(plan), number, len(plans))
-                try:
-                    here = self.ranks.at(f"the memory of {plan}")
-                    peak = here.worst(partial(measure, home, plan), lambda found: found or 0)
-                except (CastwiseError, OSError) as error:
-                    self.notes.append(f"{name_of(plan)}: {error}")
-                    continue
-                if peak is not None:
-                    self.peaks[plan] = peak
+        for number, plan in enumerate(plans):
+            if plan in self.peaks:
+                continue
+            if self.left_s() < PEAK_S:
+                self.notes.append(
+                    f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
+                )
+                break
+            self.say(self.now, name_of(plan), number, len(plans))
+            try:
+                here = self.ranks.at(f"the memory of {plan}")
+                peak = here.worst(partial(measure, plan), lambda found: found or 0)
+            except (CastwiseError, OSError) as error:
+                self.notes.append(f"{name_of(plan)}: {error}")
+                continue
+            if peak is not None:
+                self.peaks[plan] = peak
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
         """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""

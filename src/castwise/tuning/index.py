@@ -1,0 +1,178 @@
+"""What searches found before, in the user's cache folder, for the next search for the same job.
+
+A job is known by what a search is asked, by the structure of its model and optimizer and by the shapes of its first batch; that
+the weights, the data and the loss are those of before is told by the loss and the norm of its gradient on that batch. Where
+device, threads and versions are the same too, the evidence of before is the answer; a plan from elsewhere is a first
+candidate. Only searches that came to their end are kept. Files that cannot be read or written are as if they were not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+from torch import Tensor, nn
+
+from castwise.casting.trees import map_tensors, to_device
+from castwise.errors import CastwiseError
+from castwise.measure.environment import environment
+from castwise.measure.steps import build_model
+from castwise.numerics.isolation import seed_all, undisturbed
+from castwise.plans.plan import Plan
+from castwise.tuning.evidence import Evidence
+from castwise.tuning.state import Settings
+from castwise.workload import Workload
+
+ALIKE = 0.01
+"""Two losses, and two norms, are of one job where they differ by no more than this share."""
+_FREE = ("budget_s", "memory", "verify_seeds", "seed")
+"""Settings that change how well a plan is known, and not which is sought."""
+_SAID = (
+    "Found on {date} for the same model, optimizer, loss and data, on the same device and with the same versions; nothing was "
+    "measured again. --fresh, or tune(fresh=True), searches anew."
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a search is for.
+
+    Attributes:
+        digest: Of the settings, and of the structures of model, optimizer and batch.
+        loss: On the first batch in fp32.
+        norm: Of its gradient.
+    """
+
+    digest: str
+    loss: float
+    norm: float
+
+    def is_like(self, other: Mapping[str, float]) -> bool:
+        """Whether another's loss and norm are this one's but for rounding."""
+        return all(
+            math.isclose(mine, other[name], rel_tol=ALIKE)
+            for name, mine in (("loss", self.loss), ("norm", self.norm))
+        )
+
+
+def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job | None:
+    """Look at a job, at the cost of one forward and backward; None for one that fails, which its search says better."""
+    try:
+        with undisturbed():
+            model = build_model(workload, device, settings.seed)
+            optimizer = workload.optimizer(model.parameters())
+            batch = next(iter(workload.batches(settings.seed)))
+            seed_all(settings.seed)
+            loss = workload.loss(model, to_device(batch, device))
+            loss.backward()
+            gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None]  # fmt: skip
+            norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+            said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
+            said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory
+            return Job(_digest(said), float(loss.detach()), norm)
+    except Exception:
+        return None
+
+
+def _digest(said: str) -> str:
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
+
+
+def _structure(model: nn.Module) -> list[Any]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [repr(model), [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]]
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [type(optimizer).__qualname__, [sorted(map(repr, group.items())) for group in groups]]
+
+
+def _shapes(batch: Any) -> str:
+    def shape(tensor: Tensor) -> Any:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return repr(map_tensors(shape, batch))
+
+
+def folder() -> Path | None:
+    """Where it is kept: ``CASTWISE_CACHE_DIR``, or ``castwise`` in the user's cache folder; None where that variable is empty."""
+    chosen = os.environ.get("CASTWISE_CACHE_DIR")
+    if chosen == "":
+        return None
+    return Path(chosen or platformdirs.user_cache_dir("castwise", appauthor=False)) / "plans"
+
+
+def _place(device: torch.device) -> dict[str, Any]:
+    """What a plan's speed and numerics depend on beside the job."""
+    now = dataclasses.asdict(environment(device))
+    return {key: value for key, value in now.items() if key not in ("command", "date")}
+
+
+def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) -> None:
+    """Remember what a search found: its plan, and its evidence as JSON's own types."""
+    where, place = folder(), _place(device)
+    if where is None:
+        return
+    path = where / f"{job.digest}-{_digest(repr(sorted(place.items())))}.json"
+    entry = {"job": dataclasses.asdict(job), "place": place, "plan": plan.to_json(), "evidence": record}
+    with contextlib.suppress(OSError):  # without it the next search takes as long as this one
+        where.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(entry), encoding="utf-8")
+        partial.replace(path)
+
+
+def find(job: Job, device: torch.device) -> tuple[tuple[Plan, Evidence] | None, list[Plan]]:
+    """What a search for the same job found here, and the plans that searches for it found elsewhere."""
+    here: tuple[Plan, Evidence] | None = None
+    elsewhere: list[Plan] = []
+    where, place = folder(), _place(device)
+    for path in sorted(where.glob(f"{job.digest}-*.json")) if where is not None else ():
+        # of another version, cut off or no longer readable: as if it were not there
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, CastwiseError):
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            if not job.is_like(entry["job"]):
+                continue
+            plan = Plan.from_json(entry["plan"])
+            if entry["place"] == place:
+                found = restored(Evidence, entry["evidence"])
+                said = _SAID.format(date=found.environment.date[:10])
+                here = (plan, dataclasses.replace(found, notes=(said, *found.notes)))
+            else:
+                elsewhere.append(dataclasses.replace(plan, provenance=None))
+    return here, elsewhere
+
+
+def restored(kind: Any, value: Any) -> Any:
+    """Records from JSON's types, by the types that their fields are declared with; a float that JSON has not is infinite."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        known = [field.name for field in dataclasses.fields(kind) if field.init and field.name in value]
+        return kind(**{name: restored(hints[name], value[name]) for name in known})  # type: ignore[operator]
+    if origin in (typing.Union, types.UnionType):
+        some = next(one for one in inner if one is not type(None))
+        return None if value is None else restored(some, value)
+    if origin is tuple:
+        return tuple(restored(inner[0], item) for item in value)
+    if kind is float and value is None:
+        return math.inf
+    return value
