@@ -80,7 +80,7 @@ def test_the_plan_loads_and_trains_and_every_other_has_its_reason(
     record = json.loads((tmp_path / "evidence.json").read_text())
     assert record["plan"] == str(result.plan)
     assert record["complete"] is True
-    assert record["passes"] <= 80
+    assert record["passes"] <= 120
     assert {s["name"] for s in record["stages"]} >= {
         "reference",
         "costs",

@@ -219,7 +219,7 @@ def test_severity_is_one_at_the_line_below_which_plans_pass() -> None:
 def test_the_lines_are_those_of_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
     for verdict, lines in {
-        "pass": [PASS, FAIL, ADAM_PASS, ADAM_FAIL],
+        "pass": [PASS, ADAM_PASS],
         "fail": [FAIL, PASS, ADAM_FAIL, ADAM_PASS],
     }.items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{verdict}`")]

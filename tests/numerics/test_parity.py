@@ -54,7 +54,7 @@ def test_sound_plans_pass(plan: str, optimizer: object) -> None:
     found = castwise.parity(model(), loss, batches, plan, optimizer=optimizer)  # type: ignore[arg-type]
     assert found.verdict == "pass", found.reason
     assert found
-    assert found.passes == 21
+    assert found.passes == 69
     assert (found.adam is None) == (optimizer is None)
     assert "below" in found.reason
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from castwise import Plan
 from castwise.errors import NonFiniteError, WorkloadError
-from castwise.numerics.probes import Prober, _dithered
+from castwise.numerics.probes import Prober, dithered
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_dither_is_at_most_half_of_the_last_place_and_makes_rounding_unbiased(
     unit = 2.0 ** (torch.frexp(weight)[1] - 1) * eps
     mean = torch.zeros(500)
     for _ in range(400):
-        moved = _dithered(weight, eps, generator)
+        moved = dithered(weight, eps, generator)
         assert ((moved - weight).abs() <= unit / 2 * (1 + 1e-6)).all()
         mean += moved.to(dtype).float() / 400
     fixed = (weight.to(dtype).float() - weight) / unit
@@ -58,7 +58,7 @@ def test_dither_is_at_most_half_of_the_last_place_and_makes_rounding_unbiased(
 
 
 def test_zero_stays_zero() -> None:
-    assert (_dithered(torch.zeros(10), 2.0**-7, torch.Generator().manual_seed(0)) == 0).all()
+    assert (dithered(torch.zeros(10), 2.0**-7, torch.Generator().manual_seed(0)) == 0).all()
 
 
 # --- isolation --------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_sound_models_pass(name: str, plan: str) -> None:
     assert found.verdict == "pass", found.reason
     assert found.strayed == 0
     assert re.fullmatch(
-        r"damage \S+ \(the relative error of an update; 95 % interval \S+ to \S+\)( in the units of Adam's steps)? is below 0\.0[13]: not to be told from "
+        r"damage \S+ \(the relative error of an update; 95 % interval \S+ to \S+\)( in the units of Adam's steps)? is below 0\.0[13] with its interval: not to be told from "
         "the noise of the data",
         found.reason,
     )
@@ -155,8 +155,8 @@ def test_sound_models_pass_where_data_is_noise_alone() -> None:
             yield torch.randn(1, 12, generator=generator), torch.randint(6, (1,), generator=generator)
 
     model = Framed(nn.GELU())
-    verdicts = [castwise.parity(model, _loss, single, "bf16-mixed", seed=s).verdict for s in range(15)]
-    assert verdicts == ["pass"] * 15
+    verdicts = [castwise.parity(model, _loss, single, "bf16-mixed", seed=s).verdict for s in range(6)]
+    assert verdicts == ["pass"] * 6
 
 
 def test_one_batch_repeated_is_judged_by_its_signal() -> None:
@@ -196,7 +196,8 @@ def test_a_failure_is_confirmed_on_fresh_batches() -> None:
     assert found.verdict == "fail"
     assert found.microbatches >= 16
     sound = castwise.parity(Framed(nn.GELU()), _loss, _batches, "bf16-mixed")
-    assert sound.microbatches == 8
+    assert sound.verdict == "pass"
+    assert sound.microbatches == 32
 
 
 def test_the_damage_of_a_part_is_where_the_part_is() -> None:
@@ -346,7 +347,7 @@ def test_the_number_of_passes_does_not_grow_with_depth() -> None:
         ).passes
         for depth in (1, 4, 16)
     }
-    assert counts == {21}  # 8 of the reference, 4 of the floor, 1 repeated, 8 of the plan
+    assert counts == {69}  # 32 of the reference, 4 of the floor, 1 repeated, 32 of the plan
 
 
 # --- what cannot be tested ------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from torch.nn import functional
 from castwise import Plan
 from castwise.numerics.parity import ParityTest
 from castwise.numerics.probes import Prober
+from castwise.numerics.verdicts import LEAST
 from castwise.tuning.parts import find_parts
-from castwise.tuning.repair import NumericsSearch
+from castwise.tuning.repair import VERIFYING, NumericsSearch
 
 
 class Offset(nn.Module):
@@ -199,3 +200,27 @@ def test_a_sound_model_needs_no_repair() -> None:
     found = search(model(3))
     for plan in ("bf16-mixed", "bf16-master", "fp16-mixed"):
         assert found.find(Plan.preset(plan)).verdict == "pass"
+
+
+def test_the_chosen_plan_is_verified_on_as_many_fresh_batches_as_it_takes_to_pass() -> None:
+    found = search(model(2))
+    plan = Plan.preset("bf16-mixed")
+    assert found.find(plan).microbatches == 8
+    passes = found.left()
+    result = found.verify(plan)
+    assert result.verdict == "pass"
+    assert result.microbatches == LEAST - 8
+    assert passes - found.left() == 2 * (LEAST - 8)
+    assert found.verify(Plan.preset("bf16-master")).microbatches >= LEAST  # it was not seen before
+
+
+def test_more_is_drawn_where_the_verdict_hangs_on_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.preset("bf16-mixed")
+    seen = search(model(2)).find(plan)
+    assert seen.adam is not None
+    monkeypatch.setattr("castwise.numerics.verdicts.PASS", 1.0)
+    line = (seen.adam.value + seen.adam.high) / 2  # in the upper part of its interval
+    monkeypatch.setattr("castwise.numerics.verdicts.ADAM_PASS", line)
+    found = search(model(2))
+    assert found.find(plan).microbatches > 8
+    assert found.left() >= VERIFYING

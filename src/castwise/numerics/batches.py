@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,3 +76,13 @@ def same_batch(one: Any, other: Any) -> bool:
             for a, b in zip(mine, theirs, strict=True)
         )
     )
+
+
+def period(batches: Sequence[Any]) -> int | None:
+    """After how many batches they come round again, in the same order; None where they do not. Synchronises with the device."""
+    again = next((at for at, batch in enumerate(batches) if at and same_batch(batches[0], batch)), None)
+    if again is None or not all(
+        same_batch(batches[at % again], batches[at]) for at in range(again, len(batches))
+    ):
+        return None
+    return again

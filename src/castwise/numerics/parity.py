@@ -17,42 +17,31 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from castwise.casting import default_device_type
 from castwise.errors import WorkloadError, check_count
-from castwise.numerics.batches import endless
-from castwise.numerics.damage import (
-    ADAM_FAIL,
-    ADAM_PASS,
-    FAIL,
-    PASS,
-    Estimate,
-    Grams,
-    estimate,
-    quick_estimate,
-    severity,
-    share,
-)
+from castwise.numerics.batches import endless, period
+from castwise.numerics.damage import FAIL, Estimate, Grams, estimate, quick_estimate, severity, share
 from castwise.numerics.gradient_range import GradientRange
 from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE, Probe, Prober
+from castwise.numerics.states import Optimizer, StateTest
 from castwise.numerics.updates import LOST, lost_updates
+from castwise.numerics.verdicts import LEAST, Verdict, compare, goes_on, passes
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan, as_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Verdict = Literal["pass", "fail", "undecided"]
-
 MICROBATCHES = 8
 FLOOR = 4
-MOST = 32
-"""Microbatches drawn at most where the interval straddles a line."""
+MOST = 4
+"""So many times as many microbatches as at first are drawn at most."""
 DEAD = 1e-4
 """A parameter whose fp32 gradient differs from itself by more than this share of its square has no gradient."""
 BROKEN = Estimate(math.inf, math.inf, math.inf, *[math.nan] * 5)
@@ -100,6 +89,9 @@ class ParityResult:
         per_update: Microbatches that one update averages.
         passes: Forward/backwards it took.
         strayed: Random draws that could not be replayed.
+        more: Whether more microbatches may change the verdict.
+        stopped: Buffers, and parameters that are not trained, which do not move under the plan as they do in fp32.
+        note: What else to know, in a sentence: up to which position of a sequence the plan was tested.
     """
 
     plan: Plan
@@ -116,6 +108,9 @@ class ParityResult:
     per_update: int = 1
     passes: int = 0
     strayed: int = 0
+    more: bool = False
+    stopped: tuple[str, ...] = ()
+    note: str = ""
 
     def __bool__(self) -> bool:
         """Whether the plan passed."""
@@ -145,7 +140,13 @@ class ParityResult:
         """The finding and the worst modules, for ``rich.print``."""
         from castwise.report.show import table
 
-        said = {"kind": "parity", "plan": str(self.plan), "verdict": self.verdict, "reason": self.reason}
+        said = {
+            "kind": "parity",
+            "plan": str(self.plan),
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "note": self.note,
+        }
         return table(said | {"modules": [dataclasses.asdict(region) for region in self.worst()]})
 
 
@@ -156,6 +157,7 @@ class ParityTest:
     Attributes:
         per_update: Microbatches per update.
         adam: Whether to ask in the units of Adam's steps too.
+        optimizer: The user's, for the few steps in which state is watched; without one weights stand still in them.
         range: What was seen of the reference's gradients.
         floor: Damage of fp32 against itself, rounding differently.
         repeat: Damage of fp32 against itself, repeated exactly.
@@ -164,12 +166,17 @@ class ParityTest:
     prober: Prober
     per_update: int = 1
     adam: bool = False
+    optimizer: Optimizer | None = None
     range: GradientRange = field(default_factory=GradientRange)
     floor: float = 0.0
     repeat: float = 0.0
     _dead: frozenset[str] = frozenset()
     _weights: list[Tensor] | None = None
     _count: int = 0
+
+    @functools.cached_property
+    def _states(self) -> StateTest:
+        return StateTest(self.prober, self.optimizer)
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
         """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself."""
@@ -222,8 +229,18 @@ class ParityTest:
         live = self._in_steps(everything).values()
         return plain, estimate(Grams.total(live), self.per_update).denominator if live else None
 
-    def judge(self, probe: Probe) -> ParityResult:
-        """Judge a plan by the microbatches it has run on; ``undecided`` where more of them may decide."""
+    def least(self) -> int:
+        """Microbatches that it takes to pass: all there are, where the batches come round again before that."""
+        return min(LEAST, period([micro.batch for micro in self.prober.micros]) or LEAST)
+
+    def judge(self, probe: Probe, before: int = 0, least: int | None = None) -> ParityResult:
+        """Judge a plan by the microbatches it has run on; ``undecided`` where more of them may decide.
+
+        Args:
+            probe: Of the plan.
+            before: Other microbatches on which it was below the lines.
+            least: Of both together, how many it takes to pass; by default :meth:`least`.
+        """
         grams = self.prober.grams(probe)
         whole = Grams.total(grams.values())
         damage = estimate(whole, self.per_update) if whole.count > 1 else BROKEN
@@ -238,12 +255,37 @@ class ParityTest:
                 bias, noise, _ = share(Grams.total(live), adam.denominator, self.per_update)
                 in_steps = bias + noise
             regions.append(RegionParity(path, *share(part, damage.denominator, self.per_update), in_steps))
-        verdict, reason = self._verdict(probe, damage, adam, regions)
+        seen = len(probe.indices) + before
+        verdict, reason, more = self._verdict(
+            probe, damage, adam, regions, seen, self.least() if least is None else least
+        )
         return ParityResult(
             plan=probe.plan, verdict=verdict, reason=reason, damage=damage, adam=adam, regions=tuple(regions),
             floor=self.floor, repeat=self.repeat, loss_scale=probe.scale, microbatches=len(probe.indices),
-            per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed,
+            per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed, more=more,
+            note=self.prober.positions.note,
         )  # fmt: skip
+
+    def with_state(self, result: ParityResult) -> ParityResult:
+        """A finding that does not fail, after a look at what the model keeps beside its weights."""
+        if result.verdict == "fail":
+            return result
+        stopped = self._states.stopped(with_scale(result.plan, result.loss_scale))
+        if not stopped:
+            return result
+        name, what = next(iter(stopped.items()))
+        others = f"; so do {len(stopped) - 1} others" if len(stopped) > 1 else ""
+        reason = f"gradients are sound, but the model's state does not follow: {name} {what}{others}"
+        if result.verdict == "undecided":
+            reason = reason.replace("gradients are sound, but the", "the")
+        return dataclasses.replace(
+            result,
+            verdict="fail",
+            reason=reason,
+            more=False,
+            stopped=tuple(stopped),
+            passes=self.prober.passes,
+        )
 
     def _modules(self) -> dict[str, list[str]]:
         modules: dict[str, list[str]] = {}
@@ -252,27 +294,30 @@ class ParityTest:
         return modules
 
     def _verdict(
-        self, probe: Probe, damage: Estimate, adam: Estimate | None, regions: Sequence[RegionParity]
-    ) -> tuple[Verdict, str]:
+        self,
+        probe: Probe,
+        damage: Estimate,
+        adam: Estimate | None,
+        regions: Sequence[RegionParity],
+        seen: int,
+        least: int,
+    ) -> tuple[Verdict, str, bool]:
         if not probe.finite:
             where = ", ".join(probe.blame[:3])
             scale = " at any loss scale" if probe.plan.loss_scale is not None else ""
-            return "fail", f"the gradient of {where} is not finite{scale}"
-        judged = [(damage, PASS, FAIL, "")]
-        if adam is not None:
-            judged.append((adam, ADAM_PASS, ADAM_FAIL, " in the units of Adam's steps"))
-        worst, low, high, units = max(judged, key=lambda item: item[0].value / item[1])
-        value = (
-            f"damage {worst.value:.2g} (the relative error of an update; 95 % interval {worst.low:.2g} to "
-            f"{worst.high:.2g}){units}"
-        )
-        if all(e.value < below and e.high < above for e, below, above, _ in judged):
-            return "pass", f"{value} is below {low:g}: not to be told from the noise of the data"
+            return "fail", f"the gradient of {where} is not finite{scale}", False
+        verdict, reason, more = compare(damage, adam, seen, least)
+        if passes(damage, adam):
+            return verdict, reason, more
+        likely = (
+            severity(damage.value, None if adam is None else adam.value) < 1.0
+        )  # more may bring it below the lines
         if probe.strayed:
             return (
                 "undecided",
                 f"{probe.strayed} random draws of the model could not be replayed, so the plan saw other noise than fp32; "
-                f"{value}",
+                f"{reason}",
+                likely,
             )
         own = max(self.floor, self.repeat)
         if own > min(COMPARABLE * damage.value, FAIL):  # above FAIL fp32 is no reference at all
@@ -284,12 +329,12 @@ class ParityTest:
             return (
                 "undecided",
                 f"{what} by {own:.2g} of an update, and the plan from fp32 by {damage.value:.2g}",
+                likely,
             )
-        if any(e.value > above and e.low > below for e, below, above, _ in judged):
-            at = max(regions, key=lambda r: _weight(r, bool(units)), default=None)
-            where = "" if at is None else f", most of it in {at.path or 'the model itself'}"
-            return "fail", f"{value} is above {high:g}{where}"
-        return "undecided", f"{value} lies between {low:g} and {high:g}"
+        if verdict == "fail":
+            at = max(regions, key=lambda r: _weight(r, "Adam" in reason), default=None)
+            reason += "" if at is None else f", most of it in {at.path or 'the model itself'}"
+        return verdict, reason, more
 
 
 def _weight(region: RegionParity, adam: bool) -> float:
@@ -330,7 +375,8 @@ def parity(
             steps too; for plans that store parameters low without masters it is needed to count lost updates.
         accumulate: Microbatches accumulated per update.
         world_size: Data-parallel ranks that average their gradients.
-        microbatches: How many to start with, at least 4; where they do not decide, up to four times as many.
+        microbatches: How many to start with, at least 4. To pass takes 29 in all, or all batches where these are fewer;
+            where those do not decide, up to four times as many as at first are drawn.
         device: By default the device of the model's parameters.
         seed: Of dither, random draws and, where batches are a function, of these.
 
@@ -358,19 +404,19 @@ def parity(
             model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
         )
         adam = optimizer is not None and is_adam(optimizer(prober.model.parameters()))
-        test = ParityTest(prober, accumulate * world_size, adam)
+        test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)
+        most = max(MOST * microbatches, LEAST)
         probe = prober.probe(chosen, range(microbatches))
         result = test.judge(probe)
-        while result.verdict != "pass" and probe.finite and len(prober.micros) < MOST:
-            if result.verdict == "fail" and len(probe.indices) > microbatches:
-                break  # failed on the first ones and with the fresh ones
-            fresh = range(len(prober.micros), len(prober.micros) + microbatches)
-            prober.extend(microbatches)
+        while goes_on(result.verdict, result.more, len(probe.indices), microbatches, most):
+            drawn = len(probe.indices)
+            fresh = range(drawn, min(drawn + microbatches, most))
+            prober.extend(fresh.stop - len(prober.micros))
             probe = prober.probe(chosen, fresh, onto=probe)
             result = test.judge(probe)
-        lost = None
+        result, lost = test.with_state(result), None
         if optimizer is not None:
             lost = lost_updates(model, loss, make(seed), optimizer, chosen, where, seed)
     return _with_updates(result, lost, prober.passes)
@@ -396,8 +442,15 @@ def with_measured_scale(plan: Plan, seen: GradientRange) -> Plan:
     scales = seen.scales()
     if plan.loss_scale is None or not plan.loss_scale.dynamic or scales is None:
         return plan
+    return with_scale(plan, scales.init)
+
+
+def with_scale(plan: Plan, init: float | None) -> Plan:
+    """A plan whose loss scale starts at a value, as far as its floor and ceiling allow; without one as it is."""
+    if plan.loss_scale is None or init is None:
+        return plan
     scale = plan.loss_scale
-    init = max(min(scales.init, scale.ceiling or math.inf), scale.floor or 0.0)
+    init = max(min(init, scale.ceiling or math.inf), scale.floor or 0.0)
     return dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=init))
 
 

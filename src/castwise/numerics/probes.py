@@ -27,6 +27,7 @@ from castwise.numerics.damage import Grams, Matrix
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import copied, seed_all
+from castwise.numerics.positions import Positions
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
@@ -37,6 +38,8 @@ REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
 MOST_ELEMENTS = 1 << 21
 """Of a larger parameter this many elements, drawn at random, stand for it."""
+MOST_IN_ALL = 1 << 24
+"""Where all parameters together have more than this many elements, fewer of the large ones: 64 MiB a microbatch."""
 RESCALE = 2.0**-6
 """Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
 RESCALES = 3
@@ -98,6 +101,8 @@ class Prober:
         micros: The reference's microbatches.
         names: Of the trained parameters, in the order of gradients.
         sparse: Whether a gradient came as a sparse tensor.
+        positions: What the first forward did with positions.
+        moving: Names of buffers and of parameters that are not trained which the first forward and backward changed.
         model: The prober's own copy, to look at.
     """
 
@@ -117,7 +122,9 @@ class Prober:
         self.passes = 0
         self.micros: list[Micro] = []
         self.sparse = False
-        self._loss = loss
+        self.positions = Positions()
+        self.moving: tuple[str, ...] = ()
+        self.loss = loss
         self._batches = batches
         self._seed = seed
         self._eps = FORMATS[dither].eps
@@ -137,18 +144,22 @@ class Prober:
             name: p.detach().clone() for name, p in self.model.named_parameters() if p.is_floating_point()
         }
         self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        most = MOST_ELEMENTS
+        while most > _CHUNK // 8 and sum(min(size, most) for size in sizes) > MOST_IN_ALL:
+            most //= 2
         self._picks = {
-            name: self._pick(index, p.numel())
+            name: self._pick(index, p.numel(), most)
             for index, (name, p) in enumerate(self.model.named_parameters())
             if p.requires_grad
         }
         self._scales: dict[Plan, float] = {}
 
-    def _pick(self, index: int, numel: int) -> Tensor | None:
-        if numel <= MOST_ELEMENTS:
+    def _pick(self, index: int, numel: int, most: int) -> Tensor | None:
+        if numel <= most:
             return None
         generator = torch.Generator().manual_seed(self._seed + index)
-        return torch.randint(numel, (MOST_ELEMENTS,), generator=generator).sort().values.to(self.device)
+        return torch.randint(numel, (most,), generator=generator).sort().values.to(self.device)
 
     # --- passes -------------------------------------------------------------------------------------------
 
@@ -171,8 +182,18 @@ class Prober:
                     ) from None
                 micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
                 self._set(model, micro)
-                with Recorder(micro.tape), observe(model) if observe else contextlib.nullcontext():
+                state = {} if self.micros else {name: t.detach().clone() for name, t in state_of(model)}
+                with Recorder(micro.tape), contextlib.ExitStack() as watching:
+                    if observe:
+                        watching.enter_context(observe(model))
+                    if not self.micros:
+                        watching.enter_context(self.positions.observing(model, batch))
                     micro.loss = self._backward(model, amp, micro)
+                self.moving += tuple(
+                    n
+                    for n, t in state_of(model)
+                    if n in state and not (t.dtype is state[n].dtype and torch.equal(t, state[n]))
+                )
                 micro.gradients = self._gradients(model, 1.0)
                 self._check_reference(model, micro)
                 self.micros.append(micro)
@@ -282,7 +303,7 @@ class Prober:
         model.zero_grad(set_to_none=True)
         seed_all(micro.seed % 2**32)
         self.passes += 1
-        loss = check_loss(self._loss(model, micro.batch), self.call)
+        loss = check_loss(self.loss(model, micro.batch), self.call)
         amp.backward(loss)
         return float(loss.detach())
 
@@ -295,9 +316,9 @@ class Prober:
                 weight = self._weights.get(name)
                 if weight is None:
                     continue
-                moved = _dithered(weight, self._eps, generator)
+                moved = dithered(weight, self._eps, generator)
                 if jitter:
-                    moved = _dithered(moved, jitter, second)
+                    moved = dithered(moved, jitter, second)
                 parameter.data.copy_(moved)
             for name, buffer in model.named_buffers():
                 if name in self._buffers and buffer.shape == self._buffers[name].shape:
@@ -354,8 +375,16 @@ class Prober:
         return out
 
 
-def _dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """A weight moved uniformly by up to half a unit in the last place of a format with this eps."""
+def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a model keeps beside its trained weights: dense real buffers, and such parameters as are not trained."""
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        untrained = not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+        if untrained and tensor.layout is torch.strided and not tensor.is_complex():
+            yield name, tensor
+
+
+def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """Move a weight uniformly by up to half a unit in the last place of a format with this eps."""
     _, exponent = torch.frexp(weight)
     unit = torch.ldexp(torch.full_like(weight, eps / 2), exponent)  # frexp's mantissa is in [1/2, 1)
     unit = torch.where(weight == 0, torch.zeros_like(unit), unit)

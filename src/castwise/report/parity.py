@@ -21,4 +21,5 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
     }
     grid = Grid.of("", record["modules"], columns)
     answer = f"{record['plan']}: {record['verdict']}. {record['reason']}"
-    return [Line(answer), Line(), grid, Line(), Line(f"Damage is {words.MEANING}.")]
+    note = [Line(record["note"])] if record["note"] else []
+    return [Line(answer), *note, Line(), grid, Line(), Line(f"Damage is {words.MEANING}.")]

@@ -13,7 +13,7 @@ from castwise.measure.environment import Environment
 from castwise.measure.stats import Ratio, Summary
 from castwise.numerics.damage import ADAM_FAIL, ADAM_PASS, FAIL, PASS
 from castwise.numerics.gradient_range import Histogram, ScaleRange
-from castwise.numerics.parity import Verdict
+from castwise.numerics.verdicts import Verdict
 
 __all__ = [
     "Candidate", "Damage", "Evidence", "Histogram", "RegionEvidence", "ScaleRange", "Stage", "Verification",

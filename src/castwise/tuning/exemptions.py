@@ -42,7 +42,8 @@ def find_exemptions(search: SearchState) -> None:
 def _widened(search: SearchState, base: Plan, result: ParityResult) -> Plan:
     """Keep one more part in fp32: the one whose parameters show the most damage, else half of what is left."""
     kept = search.kept
-    for path in (region.path for region in result.worst(len(result.regions))):
+    owners = [name.rpartition(".")[0] for name in result.stopped]
+    for path in (*owners, *(region.path for region in result.worst(len(result.regions)))):
         part = next((p for p in search.parts if path in p.paths and p.pattern not in kept), None)
         if part is not None:
             kept[part.pattern] = "damage on fresh batches shows most in its parameters"

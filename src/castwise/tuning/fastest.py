@@ -26,6 +26,7 @@ from castwise.tuning.final import race_final
 from castwise.tuning.pairs import affordable_steps, is_doubtful, said, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
+from castwise.tuning.repair import VERIFYING
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
 FINALISTS = 5
@@ -243,7 +244,7 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
             sound.append(plan)
             continue
         left = search.numerics.left()
-        if left < 3 * MICROBATCHES and numerics_of(plan) not in search.findings:
+        if left < VERIFYING + MICROBATCHES and numerics_of(plan) not in search.findings:
             search.passed_over[plan] = "not tested: the passes for numerics were spent on faster plans"
             continue
         found = search.find(plan)
@@ -253,7 +254,7 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         search.reasons[plan] = search.why(plan, found)
         if _may_train(search, found):
             doubtful.append(plan)
-        if plan.params != "fp32" or left < 2 * MICROBATCHES + FLOOR or sound:
+        if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
             continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
         repaired = search.repaired(plan, found)
         kept = sum(part.pattern in search.kept for part in search.parts)

@@ -18,24 +18,29 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.damage import severity
-from castwise.numerics.parity import ParityResult, ParityTest
+from castwise.numerics.parity import MOST, ParityResult, ParityTest
 from castwise.numerics.probes import Probe
+from castwise.numerics.verdicts import LEAST, goes_on, may_pass, passes
 from castwise.plans.plan import Plan
+from castwise.tuning.axes import numerics_of
 from castwise.tuning.parts import Part, exempt, only, whole
 
 T = TypeVar("T")
 
-MOST_PASSES = 80
+MOST_PASSES = 120
 """Forward/backwards that the numerics of one search may take, whatever the depth of the model."""
 QUICK = 2
 """Microbatches of a probe that looks for the source of damage."""
 JOINT = 4
 """Microbatches on which a repaired plan is tried before it is verified."""
+VERIFYING = 2 * (LEAST - JOINT)
+"""Of all passes so many are left for the plan that is chosen: fresh microbatches in fp32 and under the plan."""
 SPENT = 0.7
 """Share of the line that parts which are not kept may use up together; the rest is for what does not add up."""
 MISFIT = 3.0
@@ -98,6 +103,8 @@ class NumericsSearch:
         self._say = on_progress
         self._ranks = ranks
         self._first = len(test.prober.micros)
+        self._followed: set[Plan] = set()  # by numerics, what state follows as in fp32
+        self._below: dict[Plan, int] = {}  # by numerics, how many microbatches said that a plan passes
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self._joints: dict[Plan, ParityResult | None] = {}
         self.alone: dict[str, Blame] = {}
@@ -107,29 +114,71 @@ class NumericsSearch:
         return MOST_PASSES - self._test.prober.passes
 
     def find(self, plan: Plan) -> ParityResult:
-        """Test a plan on the microbatches of the search.
+        """Test a plan on the microbatches of the search, and on fresh ones while its interval alone is not below the line.
+
+        What so few microbatches cannot show :meth:`verify` looks for.
 
         Raises:
             Exception: What the plan raised, where it cannot run.
         """
         self._say(f"gradients under {plan}")
-        return self._judged(plan, range(self._first))
+
+        def hangs(found: ParityResult) -> bool:
+            return found.severity < 1.0 and self.left() >= VERIFYING + 2 * self._first
+
+        return self._with_state(self._judged(plan, 0, self._first, hangs))
 
     def verify(self, plan: Plan) -> ParityResult:
-        """Test a plan on fresh microbatches, the same for every plan, which had no part in choosing the first."""
-        prober = self._test.prober
-        start = self._first
-        if len(prober.micros) < start + self._first:
-            self._say("fresh batches in fp32")
-            self._ranks.at("fresh batches in fp32").each(lambda: prober.extend(self._first))
-        self._say("fresh batches under the plan")
-        return self._judged(plan, range(start, start + self._first))
+        """Test a plan on fresh microbatches, which had no part in choosing it, on as many as it takes to pass.
 
-    def _judged(self, plan: Plan, indices: range) -> ParityResult:
-        test = self._test
-        return self._worst(
-            f"gradients under {plan}", lambda: test.judge(test.prober.probe(plan, indices)), self._badness
-        )
+        Where these leave it open, on more while there are passes left.
+        """
+        self._say("fresh batches")
+        before, least = self._below.get(numerics_of(plan), 0), self._test.least()
+
+        def hangs(found: ParityResult) -> bool:
+            short = before + found.microbatches < least
+            return may_pass(found.damage, found.adam) and (short or self.left() >= 2 * self._first)
+
+        found = self._judged(plan, max(before, self._first), self._first, hangs, before, least)
+        return self._with_state(found)
+
+    def _judged(
+        self,
+        plan: Plan,
+        start: int,
+        count: int,
+        hangs: Callable[[ParityResult], bool] = lambda _found: False,
+        before: int = 0,
+        least: int = 0,
+    ) -> ParityResult:
+        """Judge a plan on microbatches from ``start`` on, and on more while they may decide and its verdict hangs on it."""
+        test, prober, probe, end = self._test, self._test.prober, Probe(plan), start
+        while True:
+            short = least - before - (end - start)
+            new = range(end, end + (min(count, short) if short > 0 else count))
+            end = new.stop
+            if (missing := end - len(prober.micros)) > 0:
+                self._ranks.at("fresh batches in fp32").each(partial(prober.extend, missing))
+
+            def work(probe: Probe = probe, new: range = new) -> ParityResult:
+                return test.judge(prober.probe(plan, new, onto=probe), before, least)
+
+            found = self._worst(f"gradients under {plan}", work, self._badness)
+            if passes(found.damage, found.adam):
+                self._below[numerics_of(plan)] = end
+            if not hangs(found) or not goes_on(found.verdict, found.more, end - start, count, MOST * count):
+                return found
+
+    def _with_state(self, found: ParityResult) -> ParityResult:
+        """A finding that passes, after a look at what the model keeps beside its weights; made once per numerics."""
+        key = numerics_of(found.plan)
+        if found.verdict != "pass" or key in self._followed:
+            return found
+        looked = self._worst(f"state under {key}", lambda: self._test.with_state(found), self._badness)
+        if looked.verdict == "pass":
+            self._followed.add(key)
+        return looked
 
     def _worst(self, what: str, work: Callable[[], T], weight: Callable[[T], Any]) -> T:
         """The worst that ranks in lockstep find; the passes it took are counted alike on all."""
@@ -271,7 +320,7 @@ class NumericsSearch:
         if plan not in self._joints:
             self._say(f"gradients under {plan}")
             try:
-                self._joints[plan] = self._judged(plan, range(min(JOINT, self._first)))
+                self._joints[plan] = self._judged(plan, 0, min(JOINT, self._first))
             except Exception as error:
                 if not cannot_run(error):
                     raise

@@ -36,7 +36,7 @@ from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
-from castwise.tuning.repair import NumericsSearch
+from castwise.tuning.repair import VERIFYING, NumericsSearch
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
 
 __all__ = ["Search", "Settings"]
@@ -85,6 +85,9 @@ class Search(SearchState):
             if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
                 with self.stage("memory"):
                     self.measure_peaks(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+        assert self.test is not None
+        if (note := self.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
+            self.notes.append(note)
         self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
 
     def _refer(self) -> None:
@@ -96,7 +99,7 @@ class Search(SearchState):
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
             call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
         )  # fmt: skip
-        self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam)
+        self.test = ParityTest(prober, settings.accumulate * settings.world_size, adam, workload.optimizer)
         self.tell(f"fp32 gradients of {MICROBATCHES} batches, and fp32 against itself")
         self.test.reference(MICROBATCHES)
         micros = prober.micros
@@ -139,7 +142,7 @@ class Search(SearchState):
         prober = Prober(
             model, workload.loss, batches, self.device, seed=settings.seed, call=self.test.prober.call
         )
-        warm = ParityTest(prober, self.test.per_update, self.test.adam)
+        warm = ParityTest(prober, self.test.per_update, self.test.adam, workload.optimizer)
         warm.reference(MICROBATCHES)
         search = NumericsSearch(warm, self.parts, self.tell, self.ranks)
         result = search.find(self.chosen)
@@ -147,7 +150,7 @@ class Search(SearchState):
         if result.verdict != "pass" and not trained:
             before = self.chosen
             self.reasons[before] = f"after {settings.warmup_steps} steps: {self.why(before, result)}"
-            repair = search.repair(before, result, reserve=2 * MICROBATCHES)
+            repair = search.repair(before, result, reserve=VERIFYING)
             result = search.verify(repair.plan)
             self.settle(*((repair.plan, result, repair.kept) if result.verdict == "pass" else (FP32, None)))
         self.findings[self.chosen] = result

@@ -23,8 +23,8 @@ from castwise.tuning.axes import check_formats, name_of, numerics_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.part_costs import Cost
-from castwise.tuning.parts import Part
-from castwise.tuning.repair import NumericsSearch, Repair
+from castwise.tuning.parts import Part, exempt
+from castwise.tuning.repair import VERIFYING, NumericsSearch, Repair
 from castwise.workload import Workload
 
 if TYPE_CHECKING:
@@ -220,11 +220,27 @@ class SearchState:
         ``findings`` says whether the plan that is returned passes.
         """
         assert self.numerics is not None
-        repair: Repair = self.numerics.repair(plan, found, reserve=2 * MICROBATCHES)
+        if found is not None and found.stopped:
+            return self._with_state(plan, found)
+        repair: Repair = self.numerics.repair(plan, found, reserve=VERIFYING)
         self.kept = dict(repair.kept)
-        if repair.result is not None:
-            self.findings[repair.plan] = repair.result
+        if (result := repair.result) is not None:
+            hangs = result.verdict == "undecided" and result.severity < 1.0  # on a few microbatches
+            self.findings[repair.plan] = self.numerics.find(repair.plan) if hangs else result
         return repair.plan
+
+    def _with_state(self, plan: Plan, found: ParityResult) -> Plan:
+        """Keep in fp32 the parts that own state which stops moving."""
+        owners = {name.rpartition(".")[0] for name in found.stopped}
+        self.kept = {
+            part.pattern: "what it keeps beside its weights stops moving in a low format"
+            for part in self.parts
+            if owners & set(part.paths)
+        }
+        kept = exempt(plan, self.parts, self.kept)
+        if self.kept:
+            self.find(kept)
+        return kept
 
     def measure_peaks(self, plans: Sequence[Plan]) -> None:
         """Measure peak memory of plans that have not been measured yet, each in a process of its own."""

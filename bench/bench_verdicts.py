@@ -1,0 +1,86 @@
+"""The parity test's rule held to damage that is known: gradients are drawn, and the rule of ``parity`` judges them.
+
+Damage is even, in a half, a fifth, a tenth or a twentieth of the microbatches alone, or lognormal over them (the standard
+deviation of its logarithm is 1, 2 or 3), in directions that are drawn anew or the same in each microbatch (noise, bias). Its
+mean is 0.3, 1, 3 and 10 times the line below which plans pass. Counted are the verdicts and the microbatches drawn, with the
+rule as it is and with the interval alone, which is what it would be without a least number of microbatches. The data's noise
+is as large as its signal. ``parity`` starts with 8 microbatches and draws 32 at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import torch
+
+from castwise.numerics.damage import PASS, Grams, Matrix, estimate
+from castwise.numerics.parity import MICROBATCHES, MOST
+from castwise.numerics.verdicts import LEAST, compare, goes_on
+from common import Results, arguments
+
+SHAPES = ("even", "1/2", "1/5", "1/10", "1/20", "lognormal 1", "lognormal 2", "lognormal 3")
+LEVELS = (0.3, 1.0, 3.0, 10.0)
+SIZE = 60
+"""Elements of a gradient."""
+
+
+def energies(rng: np.random.Generator, shape: str, count: int) -> Matrix:
+    """Squares of errors ``[count]`` with an expectation of 1."""
+    if shape == "even":
+        return np.ones(count)
+    if shape.startswith("1/"):
+        every = int(shape.removeprefix("1/"))
+        return every * (rng.random(count) < 1.0 / every).astype(np.float64)
+    sigma = float(shape.removeprefix("lognormal "))
+    return np.exp(sigma * rng.standard_normal(count) - sigma**2 / 2)
+
+
+def draw(rng: np.random.Generator, shape: str, level: float, biased: bool, count: int) -> Grams:
+    """Gradients with a signal and a noise of 1, and errors whose damage is ``level`` times the line."""
+    signal = rng.standard_normal((count, SIZE)) / math.sqrt(SIZE)
+    signal[:, 0] += 1.0
+    error = rng.standard_normal((1 if biased else count, SIZE)) * np.ones((count, 1))
+    error /= np.linalg.norm(error, axis=1, keepdims=True)
+    error *= np.sqrt(2.0 * level * PASS * energies(rng, shape, count))[:, None]
+    return Grams(signal @ signal.T, error @ error.T)
+
+
+def judge(drawn: Grams, least: int) -> tuple[str, int]:
+    """Verdict and microbatches of the rule, as ``castwise.parity`` goes through it."""
+    count = MICROBATCHES
+    while True:
+        part = Grams(drawn.signal[:count, :count], drawn.error[:count, :count])
+        verdict, _, more = compare(estimate(part), None, count, least)
+        if not goes_on(verdict, more, count, MICROBATCHES, drawn.count):
+            return verdict, count
+        count += MICROBATCHES
+
+
+def main() -> None:
+    """Simulate all of it."""
+    parser = arguments(__doc__)
+    parser.add_argument("--trials", type=int, default=400)
+    options = parser.parse_args()
+    with Results("verdicts", torch.device("cpu"), __doc__, options.budget) as results:
+        for shape, biased, level in itertools.product(SHAPES, (False, True), LEVELS):
+            for rule, least in (("as it is", LEAST), ("interval alone", 0)):
+                rng = np.random.default_rng(0)
+                said: Counter[str] = Counter()
+                counts = []
+                for _ in range(options.trials):
+                    verdict, count = judge(draw(rng, shape, level, biased, MOST * MICROBATCHES), least)
+                    said[verdict] += 1
+                    counts.append(count)
+                results.add({
+                    "rule": rule, "damage_is_in": shape, "direction": "the same" if biased else "anew",
+                    "times_the_line": level, "trials": options.trials,
+                    **{name: said[name] / options.trials for name in ("pass", "undecided", "fail")},
+                    "microbatches": float(np.mean(counts)),
+                })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
