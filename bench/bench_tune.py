@@ -1,7 +1,8 @@
 """The tuned plan against the whole hand grid, on built-in workloads and architectures of transformers.
 
 Grid: {fp32, autocast bf16, bf16 parameters with fp32 masters} x {contiguous, channels_last where there are images} x
-{optimizer as given, fused}. Each workload is tuned; then the grid is raced on fresh models to find its best plan, and that
+{optimizer as given, fused}; with --compiled, x {as it is, compiled} too, against ``tune(compile="auto")``, which takes long:
+each of them compiles for up to a minute. Each workload is tuned; then the grid is raced on fresh models to find its best plan, and that
 plan, fp32, one-line torch.autocast (bf16-mixed) and the tuned plan are raced again in further interleaved rounds, from which
 all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
 """
@@ -42,15 +43,16 @@ LAST = 10
 """Steps whose mean loss is compared."""
 
 
-def grid(workload: Workload) -> list[Plan]:
+def grid(workload: Workload, compiled: bool = False) -> list[Plan]:
     """The plans that people try by hand."""
     model = workload.model()
     images = any(isinstance(m, torch.nn.Conv2d) for m in model.modules())
     layouts = ("as_is", "channels_last") if images else ("as_is",)
+    modes = ("as_given", "default") if compiled else ("as_given",)
     return [
-        dataclasses.replace(Plan.preset(name), memory_format=layout, optimizer=step)
-        for name, layout, step in itertools.product(
-            ("fp32", "bf16-mixed", "bf16-master"), layouts, ("as_given", "fused")
+        dataclasses.replace(Plan.preset(name), memory_format=layout, optimizer=step, compile=mode)
+        for mode, name, layout, step in itertools.product(
+            modes, ("fp32", "bf16-mixed", "bf16-master"), layouts, ("as_given", "fused")
         )
     ]
 
@@ -102,6 +104,7 @@ def measure(
     rounds: int,
     tune: Callable[[Workload], castwise.TuneResult],
     found: Callable[[dict[str, object]], None],
+    compiled: bool = False,
 ) -> dict[str, object]:
     """One row of the table; what is known after the search is handed to ``found`` before the races."""
     start = time.perf_counter()
@@ -113,7 +116,7 @@ def measure(
     again = dataclasses.replace(tune(workload).plan, provenance=None) if name in AGAIN else tuned
     gc.collect()
     fp32, autocast = Plan.preset("fp32"), Plan.preset("bf16-mixed")
-    laps, _ = compete(workload, grid(workload), max(6, rounds // 3), device)
+    laps, _ = compete(workload, grid(workload, compiled), max(6, rounds // 3), device)
     best = min(laps, key=lambda plan: statistics.median(t for t in laps[plan].times_s if t is not None))
     gc.collect()
     field = list(dict.fromkeys([fp32, autocast, best, tuned, again]))
@@ -172,6 +175,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, between commas")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--budget", type=float, default=170.0, help="seconds per search")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compiled plans are in the grid and in the search"
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     built_in = BUILT_IN[device.type]
@@ -182,7 +188,8 @@ def main() -> None:
     )
     if not chosen:
         parser.error(f"--only {options.only}: there are {names}")
-    path = RESULTS / f"tune-{device.type}.json"
+    title = "tune-compiled" if options.compiled else "tune"
+    path = RESULTS / f"{title}-{device.type}.json"
     known: dict[str, dict[str, object]] = {}
     if options.only and path.exists():
         known = {
@@ -195,7 +202,7 @@ def main() -> None:
         """Written at once: a long run may be ended."""
         known[str(row["workload"])] = row
         rows = [known[n] for n in names if n in known]
-        store("tune", device, __doc__, [*rows, summary(rows)])
+        store(title, device, __doc__, [*rows, summary(rows)])
         show(row)
 
     failed = []
@@ -203,8 +210,11 @@ def main() -> None:
         known.pop(name, None)
         try:
             workload = find_workload(name) if name in built_in else ARCHITECTURES[name]()
-            search = partial(castwise.tune, device=device, memory=False, budget_s=options.budget)
-            keep(measure(name, workload, device, options.rounds, search, keep))
+            compiles = "auto" if options.compiled else "never"
+            search = partial(
+                castwise.tune, device=device, memory=False, budget_s=options.budget, compile=compiles
+            )
+            keep(measure(name, workload, device, options.rounds, search, keep, options.compiled))
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             keep({"workload": name} | known.get(name, {}) | {"error": sentence(error)})

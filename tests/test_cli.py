@@ -105,8 +105,21 @@ def test_train_prints_its_outcome_and_where_it_wrote(own_folder: Path) -> None:
     assert "steps/s" in result.stderr
 
 
+def test_names_in_brackets_are_no_markup(own_folder: Path) -> None:
+    result = _run("train", f"{TINY}:bracketed", "--steps", "2")
+    assert result.exit_code == 0, result.stderr
+    assert "[/x] under bf16-mixed: loss 0." in result.stdout
+
+
 # --- bad input --------------------------------------------------------------------------------------------------
 
+RAISES = f"""import sys
+sys.path.insert(0, {str(Path(TINY).parent)!r})
+from tiny_workloads import mlp, replace
+def loss(model, batch):
+    raise KeyError("target")
+job = replace(mlp, loss=loss)
+"""
 NOT_DONE = [
     (("train", "snie"), "workload 'snie' not found (did you mean 'sine'?)"),
     (("bench", "snie"), "workload 'snie' not found (did you mean 'sine'?)"),
@@ -134,6 +147,10 @@ NOT_DONE = [
     (("bench", f"{TINY}:mlp", "--steps", "1"), "needs steps >="),
     (("train", f"{TINY}:mlp", "--out", "broken.py"), "File exists: 'broken.py'"),
     (("doctor", "snie"), "workload 'snie' not found"),
+    (("train", "raises.py:job"), "loss(model, batch) failed: KeyError: 'target' (raises.py, line 5, in loss)"),
+    (("bench", "raises.py:job"), "fails in fp32: KeyError: 'target' (raises.py, line 5, in loss)"),
+    (("tune", "raises.py:job"), "failed: KeyError: 'target' (raises.py, line 5, in loss)"),
+    (("doctor", "raises.py:job"), "fails in fp32: KeyError: 'target' (raises.py, line 5, in loss)"),
 ]  # fmt: skip
 
 
@@ -144,6 +161,7 @@ def test_what_cannot_be_done_is_one_sentence_and_code_1(
     own_folder: Path, words: tuple[str, ...], said: str
 ) -> None:
     Path("broken.py").write_text("\nx = 1 / 0\n")
+    Path("raises.py").write_text(RAISES)
     Path("bad.json").write_text('{"compute": "bf17"}')
     Path("not.json").write_text("plan: bf16")
     result = _run(*words)
@@ -157,10 +175,10 @@ def test_what_cannot_be_done_is_one_sentence_and_code_1(
 def test_a_device_that_is_not_there() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    for command in ("bench", "train"):
+    for command in ("bench", "train", "tune", "doctor"):
         result = _run(command, f"{TINY}:mlp", "--device", "cuda")
         assert result.exit_code == 1
-        assert "no cuda device is available" in result.stderr
+        assert f"castwise: {command}(device='cuda'): no cuda device is available" in result.stderr
     assert not Path("runs/train-mlp").exists()
 
 

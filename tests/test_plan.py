@@ -95,7 +95,17 @@ def plans(draw: st.DrawFn) -> Plan:
         "provenance": draw(st.none() | st.dictionaries(st.text(), json_values, max_size=3)),
     }
     fields["ops"] = {op.removeprefix("aten::"): rule for op, rule in fields["ops"].items()}
-    for name in ("master", "rules", "fp32_matmul", "fp32_conv", "memory_format", "optimizer", "output"):
+    chosen = (
+        "master",
+        "rules",
+        "fp32_matmul",
+        "fp32_conv",
+        "memory_format",
+        "optimizer",
+        "compile",
+        "output",
+    )
+    for name in chosen:
         fields[name] = draw(allowed(name))
     low = {fields["compute"], *(region.compute for region in fields["regions"])} & {"bf16", "fp16"}
     stored = {region.params for region in fields["regions"]} | (
@@ -175,6 +185,7 @@ EVERY_FIELD = Plan(
     fp32_conv="bf16",
     memory_format="channels_last",
     optimizer="fused",
+    compile="max-autotune-no-cudagraphs",
     output="as_is",
     loss_scale=LossScale(1024.0, 3.0, 0.25, 7, 2, 0.5, 2.0**20, False),
     provenance={"host": "abc", "speedup": [1.5, {"low": 1.4}], "tuned": True, "note": None},
@@ -205,10 +216,30 @@ def test_the_line_of_every_field() -> None:
     assert str(EVERY_FIELD) == (
         "fp16-true+regions.type:BatchNorm*=params:fp32+regions.encoder.layers.*.norm=compute:fp64/params:bf16"
         "+rules=cuda+ops.exp=fp32+ops.layer_norm=as_is+ops.mylib::op=lower+fp32_matmul=tf32+fp32_conv=bf16"
-        "+memory_format=channels_last+optimizer=fused+output=as_is+loss_scale.init=1024+loss_scale.growth=3"
+        "+memory_format=channels_last+optimizer=fused+compile=max-autotune-no-cudagraphs+output=as_is"
+        "+loss_scale.init=1024+loss_scale.growth=3"
         "+loss_scale.backoff=0.25+loss_scale.interval=7+loss_scale.hysteresis=2+loss_scale.floor=0.5"
         "+loss_scale.ceiling=1048576+loss_scale.dynamic=false"
     )
+
+
+def test_modes_of_compiling_are_torchs_own() -> None:
+    from torch._inductor import list_mode_options
+
+    for mode in list_mode_options().keys() - {
+        "lite"
+    }:  # which optimizes nothing that is not asked for one by one
+        assert Plan.parse(f"bf16-mixed+compile={mode}").compile == mode
+    with pytest.raises(
+        PlanError, match=r"compile='fast' is not allowed.*as_given, default, reduce-overhead, max"
+    ):
+        Plan(compile="fast")
+
+
+def test_a_plan_from_before_there_was_compiling_is_the_plan_that_it_was() -> None:
+    old = {name: value for name, value in json.loads(Plan().to_json()).items() if name != "compile"}
+    assert Plan.from_json(json.dumps(old)) == Plan()
+    assert Plan(compile="default").digest != Plan().digest
 
 
 def test_json_holds_exactly_the_fields() -> None:
@@ -567,7 +598,7 @@ def test_a_malformed_line(text: str, said: str) -> None:
         ('{"compute": "bf16",\n "params" "fp32"}', "not JSON at line 2, column 11: Expecting ':' delimiter"),
         ("", "not JSON at line 1, column 1"),
         ("[]", "a plan [] is not a mapping. Allowed: one with the keys compute, params"),
-        ('{"comptue": "bf16"}', "a plan has no field 'comptue' (did you mean 'compute'?)"),
+        ('{"comptue": "bf16"}', "a plan has no field 'comptue' (did you mean 'compute' or 'compile'?)"),
         ('{"compute": 16}', "Plan: compute=16 is not allowed"),
         ('{"loss_scale": {"interval": "often"}}', "LossScale(interval='often') is not allowed"),
         ('{"provenance": {"loss": NaN}}', "Plan: provenance.loss=nan is nothing that JSON can hold"),

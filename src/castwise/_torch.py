@@ -7,12 +7,15 @@ has self-checks for others.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import operator
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import defaultdict
@@ -505,6 +508,47 @@ def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], No
         callback_handler.register_end_callback(end)
 
 
+_compiled, _compiled_s, _compiling_since = 0, 0.0, 0.0
+
+
+def _compiling(_: object) -> None:
+    global _compiling_since
+    _compiling_since = time.perf_counter()
+
+
+def _compiling_ended(_: object) -> None:
+    global _compiled, _compiled_s
+    _compiled, _compiled_s = _compiled + 1, _compiled_s + time.perf_counter() - _compiling_since
+
+
+def compilations() -> tuple[int, float]:
+    """How often this process has compiled something since the first call, and how many seconds that took.
+
+    Forwards and backwards count apart, and so do the pieces between graph breaks.
+    """
+    keep_compile_callbacks(_compiling, _compiling_ended)
+    return _compiled, _compiled_s
+
+
+def refuse_to_give_up() -> None:
+    """Have Dynamo raise where it would run a function that it has compiled too often as it is, in silence."""
+    import torch._dynamo.config as config
+
+    config.fail_on_recompile_limit_hit = True
+
+
+def gave_up(error: BaseException) -> bool:
+    """Whether an exception is the one of :func:`refuse_to_give_up`."""
+    return "FailOnRecompileLimitHit" in type(error).__name__
+
+
+def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:
+    """A block in which Inductor compiles operators that draw random numbers to draw what they do in eager mode."""
+    import torch._inductor.config as config
+
+    return config.patch(fallback_random=True)  # type: ignore[no-any-return]
+
+
 # --- what operators are -------------------------------------------------------------------------------------
 
 OpOverload: TypeAlias = torch._ops.OpOverload
@@ -708,10 +752,17 @@ def ran_compiled(module: torch.nn.Module) -> bool:
     codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
     if not any(_debug_get_cache_entry_list(code) for code in codes):
         return False
-    compiled = module._compiled_call_impl
-    return (compiled is not None and not hasattr(compiled, "__castwise_guard__")) or any(
+    return is_compiled(module) or any(
         type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
         for thing in gc.get_objects()
+    )
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether somebody has called ``module.compile()``, or the module is what ``torch.compile`` returned."""
+    call = module._compiled_call_impl
+    return without_compiler(module) is not module or (
+        call is not None and not hasattr(call, "__castwise_guard__")
     )
 
 
@@ -731,10 +782,14 @@ def forget_compiled(model: torch.nn.Module) -> None:
         for module in model.modules()
         if module is model or not type(module).__module__.startswith("torch.nn.")
     }
+    inside = set(model.modules())
     for reference in input_codes.seen:
         code = reference()
         if code is None:
             continue
+        owner = _own_frames.get(code)
+        if owner is not None and ((other := owner()) is None or inside.isdisjoint(other.modules())):
+            continue  # compiled for another model of the class
         for entry in _debug_get_cache_entry_list(code):
             guards = str(entry.guard_manager)
             if "type_id" not in guards or any(kind in guards for kind in kinds):
@@ -807,22 +862,28 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 def guard_calls(
-    module: torch.nn.Module, owner: object, depth: Callable[[], int], unwind: Callable[[int], None]
+    module: torch.nn.Module,
+    owner: object,
+    depth: Callable[[], int],
+    unwind: Callable[[int], None],
+    mode: str | None = None,
 ) -> None:
-    """Restore this thread's state after a call of a module that an exception of any kind ended.
+    """Restore this thread's state after a call of a module that an exception of any kind ended, and compile its calls.
 
     torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt, SystemExit or CancelledError.
     The place that ``module.compile()`` puts its code in is called instead of the module's own call, and is left out
-    of copies and pickles; a module that is compiled so has no guard. Replicas of DataParallel share the module's
-    attributes, so the module that is called is taken from the frame of the call.
+    of copies and pickles; a module that somebody else has compiled so has no guard. Replicas of DataParallel share the
+    module's attributes, so the module that is called is taken from the frame of the call; they run as they are.
 
     Args:
         module: Whose calls to guard.
-        owner: Whose guard it is; :func:`unguard_calls` removes it.
+        owner: Whose guard it is; :func:`unguard_calls` removes it, and a further call with it takes its place.
         depth: Gives the state before a call.
         unwind: Goes back to it.
+        mode: Of ``torch.compile``; None leaves calls as they are.
     """
     alive = weakref.ref(module)
+    compiled = None if mode is None else torch.compile(_own_frame(module), mode=mode)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -831,20 +892,50 @@ def guard_calls(
         called = sys._getframe(1).f_locals["self"]
         before = depth()
         try:
+            if compiled is not None and called is alive():
+                return compiled(*args, **kwargs)
             return called._call_impl(*args, **kwargs)
         except BaseException:
             unwind(before)
             raise
 
-    call.__castwise_guard__ = owner  # type: ignore[attr-defined]
-    if module._compiled_call_impl is None:
+    present = module._compiled_call_impl
+    call.__castwise_guard__, call.__castwise_before__ = owner, present  # type: ignore[attr-defined]
+    if present is None or getattr(present, "__castwise_guard__", None) is owner:
         module._compiled_call_impl = call
+
+
+def _own_frame(module: torch.nn.Module) -> FunctionType:
+    """A function that calls a module, hooks and all, with a code object of its own.
+
+    Dynamo keeps compiled code by code objects, and gives one up that it has compiled eight times. What ``module.compile()``
+    has it compile is ``Module._call_impl``, which is one for all modules.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"call_{next(_numbers)}")
+    _own_frames[code] = weakref.ref(module)
+    return FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+_numbers = itertools.count()
+"""Code objects that are alike in all are one to a dictionary."""
+_own_frames: weakref.WeakKeyDictionary[CodeType, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def unguard_calls(module: torch.nn.Module, owner: object) -> None:
     """Remove the guard that :func:`guard_calls` put on a module for this owner, or nothing."""
     if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
         del module._compiled_call_impl
+
+
+def leave_uncompiled(module: torch.nn.Module, owner: object) -> None:
+    """Undo what :func:`guard_calls` with a mode did for this owner, or nothing; the guard stays."""
+    call = module._compiled_call_impl
+    if getattr(call, "__castwise_guard__", None) is owner and call.__castwise_before__ is not None:  # type: ignore[union-attr]
+        module._compiled_call_impl = call.__castwise_before__  # type: ignore[union-attr]
 
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,6 @@ from castwise.errors import CastwiseError, sentence
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from castwise.jobs import Event
 
 app = typer.Typer(
     name="castwise",
@@ -117,10 +116,10 @@ def bench(
         chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
         for plan in chosen:
             as_plan(plan)  # before anything is made or measured
-        with _folder(out, "bench", workload) as folder, _bars() as progress:
+        with _folder(out, "bench", workload) as folder:
             result = job.bench(
                 workload, chosen, device=device, steps=steps, rounds=rounds, seed=seed, inference=inference,
-                memory=memory, progress=progress,
+                memory=memory, progress=True,
             )  # fmt: skip
         _console().print(result.table())
         _wrote(result.save(folder))
@@ -156,8 +155,13 @@ def tune(
         typer.Option(help="Data-parallel ranks that average gradients.", show_default="torchrun's, or 1"),
     ] = None,
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Time models compiled by torch.compile.")
-    ] = False,
+        str,
+        typer.Option(
+            "--compile",
+            help="never; auto: compile the model where that is faster; always: choose among compiled plans. Compiling takes its "
+            "time, so give a longer --budget.",
+        ),
+    ] = "never",
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each plan in a process of its own.")
     ] = True,
@@ -189,15 +193,15 @@ def tune(
         chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
         with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
             first = rank == 0  # which alone shows and writes
-            with _folder(out, "tune", workload, make=first) as folder, _bars(_Stages) as progress:
+            with _folder(out, "tune", workload, make=first) as folder:
                 result = job.tune(
                     workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
                     verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
-                    compile=compile_, memory=memory, fresh=fresh, device=where, seed=seed, out=folder, progress=progress,
+                    compile=compile_, memory=memory, fresh=fresh, device=where, seed=seed, out=folder, progress=True,
                 )  # fmt: skip
         if first:
             _console().print(result.table())
-            _wrote(result.save(folder))
+            _wrote(result.files)
 
 
 @app.command()
@@ -241,13 +245,13 @@ def train(
 
         chosen = as_plan(plan)
         leads = started()[0] == 0
-        with _folder(out, "train", workload, make=leads) as folder, _bars() as progress:
+        with _folder(out, "train", workload, make=leads) as folder:
             result = job.train(
                 workload, chosen, steps=steps, out=folder, device=device, seed=seed, layout=layout,
-                microbatches=microbatches, schedule=schedule, save_every=save_every, resume=resume, progress=progress,
+                microbatches=microbatches, schedule=schedule, save_every=save_every, resume=resume, progress=True,
             )  # fmt: skip
         if leads:
-            _console().print(result.summary(), highlight=False)
+            _console().print(result.summary(), highlight=False, markup=False)
             _wrote([folder / "result.json", *(folder / name for name in result.files)])
 
 
@@ -269,8 +273,7 @@ def doctor(
         found = None if workload is None else find_workload(workload)
         from castwise.jobs import doctor as job
 
-        with _bars() as progress:
-            result = job.doctor(found, device=device, progress=progress)
+        result = job.doctor(found, device=device, progress=True)
         _console().print(result.table())
         if json is not None:
             json.parent.mkdir(parents=True, exist_ok=True)
@@ -369,88 +372,3 @@ def _said(error: Exception) -> str:
 
 def _notes(error: BaseException) -> str:
     return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-
-
-class _Bars:
-    """A progress bar per stage and subject of a job's events."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        def column() -> Column:
-            return Column(no_wrap=True)
-
-        self.bars = Progress(
-            TextColumn("{task.description}", markup=False, table_column=column()),
-            BarColumn(bar_width=16, table_column=Column(min_width=4)),  # gives way in a narrow terminal
-            MofNCompleteColumn(table_column=column()),
-            TimeRemainingColumn(compact=True, table_column=column()),
-            TextColumn("{task.fields[figures]}", markup=False, table_column=column()),
-            console=console,
-        )
-        self._tasks: dict[tuple[str, str], Any] = {}
-
-    def __call__(self, event: Event) -> None:
-        key = (event.stage, event.subject)
-        figures = _figures(event)
-        if key not in self._tasks:
-            said = event.subject if figures else f"{event.stage} {event.subject}".strip()
-            self.bars.start()  # not before there is something to show
-            self._tasks[key] = self.bars.add_task(said, total=event.total, figures="")
-        self.bars.update(
-            self._tasks[key], completed=event.done, total=event.total, figures=figures or event.message
-        )
-
-
-def _figures(event: Event) -> str:
-    from castwise.jobs.train import TrainEvent
-
-    if not isinstance(event, TrainEvent):
-        return ""
-    parts = [f"loss {event.loss:.4g}"]
-    if event.loss_scale is not None:
-        parts += [f"scale {event.loss_scale:g}", f"skipped {event.skipped_steps}"]
-    return ", ".join([*parts, f"{event.steps_per_s:.3g} steps/s"])
-
-
-class _Stages(_Bars):
-    """A line per stage, with what is being tried and what is known."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-        from rich.table import Column
-
-        super().__init__(console)
-        self.bars = Progress(
-            SpinnerColumn(finished_text=" "),
-            TextColumn("{task.description}", markup=False, table_column=Column(min_width=13, no_wrap=True)),
-            TimeElapsedColumn(),
-            TextColumn(
-                "{task.fields[figures]}", markup=False,
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-            console=console, expand=True,
-        )  # fmt: skip
-        self._stage = ""
-
-    def __call__(self, event: Event) -> None:
-        task = self._tasks.get((event.stage, ""))
-        over = task is not None and event.stage == self._stage and event.done == event.total == 1
-        if task is None or event.stage != self._stage:
-            self.bars.start()
-            for known in self.bars.tasks:
-                self.bars.update(known.id, completed=1, total=1)
-            task = self._tasks[event.stage, ""] = self.bars.add_task(event.stage, total=1, figures="")
-            self._stage = event.stage
-        self.bars.update(task, completed=1 if over else 0, figures="" if over else event.message)
-
-
-@contextlib.contextmanager
-def _bars(kind: type[_Bars] = _Bars) -> Iterator[_Bars]:
-    bars = kind(_console(stderr=True))
-    try:
-        yield bars
-    finally:
-        if bars.bars.tasks:
-            bars.bars.stop()

@@ -6,6 +6,10 @@ Each is a subclass of :class:`CastwiseError` and of the builtin that a caller wo
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
+
 __all__ = [
     "BannedOperatorError",
     "CastwiseError",
@@ -94,6 +98,21 @@ def sentence(error: BaseException, whole: bool = True) -> str:
     text = " ".join(said.split() if whole else said.splitlines()[:1]).strip()
     name = "" if isinstance(error, CastwiseError) else type(error).__name__
     return ": ".join(part for part in (name, text) if part)
+
+
+_OWN = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def place(error: BaseException) -> str:
+    """The innermost line of a user's own code that an error came through, as ``job.py, line 3, in loss``.
+
+    Empty where, since castwise caught it, it has come through none.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_OWN, *_LIBRARIES, "<frozen")):
+            return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+    return ""
 
 
 def check_count(call: str, name: str, value: object, least: int) -> None:

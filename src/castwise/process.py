@@ -62,6 +62,31 @@ def device_type_of(device: Any) -> str:
     return kind
 
 
+def find_device(call: str, device: Any, default: str) -> torch.device:
+    """A device that a user names, or the default, if it is there.
+
+    Raises:
+        DeviceError: It is no device, or there is none; it names the call.
+    """
+    try:
+        where = torch.device(device if device is not None else default)
+    except (RuntimeError, TypeError):
+        raise DeviceError(
+            f"{call}(device={shown(device)}): no such kind of device; use cpu, cuda, xpu or mps, with :0, :1, ... if there are more"
+        ) from None
+    if where.type != "cpu" and not _available(where.type):
+        raise DeviceError(
+            f"{call}(device={str(where)!r}): no {where.type} device is available; use device='cpu' or leave it out"
+        )
+    if where.index is not None and where.type in ("cuda", "xpu"):
+        count = getattr(torch, where.type).device_count()
+        if where.index >= count:
+            raise DeviceError(
+                f"{call}(device={str(where)!r}): there are {count}, counted from 0; use a lower number"
+            )
+    return where
+
+
 def check_device(plan: Plan, device_type: str) -> None:
     """Refuse a plan that the device cannot run.
 

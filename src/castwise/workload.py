@@ -25,14 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise.errors import NonFiniteError, WorkloadError
+from castwise.errors import CastwiseError, NonFiniteError, WorkloadError, place, sentence
 from castwise.plans.text import close_matches
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = [
-    "BUILT_IN", "Pipeline", "Workload", "about_data", "check_loss", "find_workload", "next_batch", "non_finite_parts",
+    "BUILT_IN", "Pipeline", "Workload", "about_data", "check_loss", "check_no_backward", "find_workload", "make_optimizer",
+    "next_batch", "non_finite_parts", "users_code",
 ]  # fmt: skip
 
 BUILT_IN: Mapping[str, str] = {
@@ -362,6 +363,64 @@ def check_loss(loss: object, workload: Workload | str, batch: Any = None, step: 
     if step is not None and not math.isfinite(value := float(loss.detach())):
         raise NonFiniteError(f"{who}: the loss of step {step} is {value}: {about_data(batch)}")
     return loss
+
+
+@contextlib.contextmanager
+def users_code(call: str) -> Iterator[None]:
+    """Say in a sentence what a user's own functions raise, and where in their code; castwise's own errors stay as they are.
+
+    Raises:
+        WorkloadError: It begins with the call.
+    """
+    try:
+        yield
+    except CastwiseError:
+        raise
+    except Exception as error:
+        if not (where := place(error)):
+            raise
+        raise WorkloadError(f"{call}: {sentence(error)} ({where})") from error
+
+
+def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """A workload's optimizer of some parameters, for steps that follow a backward.
+
+    Raises:
+        WorkloadError: Nothing to train, no optimizer, or one whose step needs a closure.
+    """
+    who, trained = f"workload {workload.name!r}", list(parameters)
+    if not any(parameter.requires_grad for parameter in trained):
+        raise WorkloadError(
+            f"{who}: no parameter of the model requires a gradient; give a model that is trained"
+        )
+    with users_code(f"{who}: optimizer(params) failed"):
+        optimizer = workload.optimizer(trained)
+    if not isinstance(optimizer, Optimizer):
+        raise WorkloadError(
+            f"{who}: optimizer(params) returned {type(optimizer).__name__}, not a torch.optim.Optimizer; return the optimizer"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        kind = type(optimizer).__name__
+        raise WorkloadError(
+            f"{who}: {kind}.step() needs a closure, which runs the model as often as it likes, so its steps cannot be compared; "
+            f"use an optimizer that steps without one, such as AdamW. castwise.parity tests gradients without it, and Amp.step("
+            "optimizer, closure=...) trains with it in a loop of your own"
+        )
+    return optimizer
+
+
+def check_no_backward(model: nn.Module, who: str) -> None:
+    """Refuse a loss that has called ``backward`` itself, on a model that had no gradients before.
+
+    Raises:
+        WorkloadError: A parameter has a gradient.
+    """
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise WorkloadError(
+            f"{who}: loss(model, batch) calls backward itself; return the loss and leave backward to castwise, which scales the "
+            "loss where the plan asks for it"
+        )
 
 
 def next_batch(workload: Workload, batches: Iterator[Any], taken: int) -> Any:

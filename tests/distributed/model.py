@@ -315,6 +315,8 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 def make(layout: str, plan: Any, options: Options) -> Run:
     """A run on a layout: ``single``, ``ddp``, ``fsdp``, ``tp``, ``hand``, ``pp``, or several as ``ddp.hand``."""
     run = Run(plan, options)
+    if run.amp.plan.compile != "as_given":  # in a process that holds ranks alone
+        torch.compiler.set_default_backend("aot_eager")
     size = dist.get_world_size() if dist.is_initialized() else 1
     parts = layout.split(".")
     model = build()

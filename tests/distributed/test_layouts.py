@@ -23,6 +23,8 @@ LOSS_SCALE = (
 )
 REGIONS = "bf16-mixed+regions.blocks.0=fp32+ops.gelu=fp32"
 
+COMPILES = "+compile=default"
+
 TOLERANCE = {
     # relative for losses and norms, absolute for weights, which move by 0.4: sums are taken in another order and rounded
     # at other places, over 50 steps of momentum
@@ -58,7 +60,7 @@ def close(got: list[float], want: list[float], relative: float) -> None:
 def check(world: World, layout: str, plan: str, options: Options, share: float = 1.0) -> list[Trace]:
     """The run on a layout against that on one process, within a share of the tolerance; what every rank saw."""
     traces = world.run(model.train, layout, plan, options)
-    want = _alone(plan, options.steps, options.max_norm, options.accumulate)
+    want = _alone(plan.replace(COMPILES, ""), options.steps, options.max_norm, options.accumulate)
     loss, norm, weight = (share * each for each in tolerance(plan))
     (losses,) = {tuple(trace.losses) for trace in traces if not math.isnan(trace.losses[-1])}
     close(list(losses), want.losses, loss)
@@ -114,6 +116,12 @@ def test_every_schedule_scales_its_losses_inside(two: World, schedule: str, plan
 @pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
 def test_compiled(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, compile=True))
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="it would be Inductor")
+@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
+def test_compiled_by_the_plan(two: World, layout: str, plan: str) -> None:
+    check(two, layout, plan + COMPILES, Options(steps=6))
 
 
 @pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "fp16-master"]))

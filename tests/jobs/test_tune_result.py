@@ -44,7 +44,7 @@ def test_saves_the_page_first_then_plan_evidence_and_pictures(result: TuneResult
 def test_infinite_damage_is_written_as_null(result: TuneResult) -> None:
     rows = [row for row in result.to_dict()["candidates"] if row["name"] == "fp16-mixed"]
     assert rows[0]["parity"]["value"] is None
-    assert result.evidence.candidates[7].parity == make_damage(math.inf) or rows[0]["parity"]["bias"] is None
+    assert result.evidence.candidates[9].parity == make_damage(math.inf) or rows[0]["parity"]["bias"] is None
     json.loads(result.to_json(), parse_constant=lambda name: pytest.fail(name))
 
 
@@ -61,16 +61,25 @@ def test_the_table_fits_and_marks_the_plan(result: TuneResult, width: int) -> No
     assert " ".join(out.split()).startswith(result.answer)
     marked = [line for line in out.splitlines() if line.strip().startswith("> ")]
     assert len(marked) == 2
-    assert "56.0 ±1.1 ms" in marked[0]
-    assert "1.79x (1.73-1.84)" in marked[0]
-    assert "0.0031 (0.0019-0.0053)" in marked[1]
+    assert "56.0" in marked[0]
+    assert "1.79x" in marked[0]
+    assert "0.0031" in marked[1]
+    for piece in (*str(CHOSEN).split("+"), "±1.1 ms", "(1.73-1.84)", "(0.0019-0.0053)"):
+        assert piece in out  # in one line
     said = " ".join(out.split())
-    for words in ("out of memory", "Conv2d x9", "not worse than fp32", "Rejected", f"The plan: {CHOSEN}"):
+    for words in (
+        "out of memory",
+        "Conv2d x9",
+        "not worse than fp32",
+        "6 rejected",
+        "1 not tried",
+        "castwise.Amp(",
+    ):
         assert words in said, words
 
 
 def test_the_table_cuts_a_long_list_of_rejected_plans() -> None:
-    many = tuple(make_candidate(f"p{i}", None, "rejected", reason="not faster") for i in range(30))
+    many = tuple(make_candidate(f"p{i}", None, "rejected", reason=f"not faster {i}") for i in range(30))
     out = printed(TuneResult(CHOSEN, make_evidence(candidates=many)), 80)
     assert "and 18 more in evidence.json" in out
 

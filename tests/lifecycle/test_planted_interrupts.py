@@ -16,7 +16,14 @@ from castwise import Amp, _torch
 from castwise.masters import attachment
 from castwise.session.undo import UndoLog
 
-PLANS = ("bf16-mixed", "bf16-master", "bf16-true", "O1", "fp16-master+regions.1=fp32")
+PLANS = (
+    "bf16-mixed",
+    "bf16-master",
+    "bf16-true",
+    "O1",
+    "fp16-master+regions.1=fp32",
+    "bf16-mixed+compile=default",
+)
 REGISTRATIONS = [
     *((nn.Module, f"register_{name}_hook") for name in ("forward_pre", "forward")),
     *((nn.Module, f"register_{name}_pre_hook") for name in ("load_state_dict", "state_dict")),

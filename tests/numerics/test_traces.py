@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan
-from castwise.errors import CastwiseError
+from castwise.errors import CastwiseError, WorkloadError
 from castwise.numerics.damage import Grams, estimate
 from castwise.numerics.parity import ParityTest
 from castwise.numerics.probes import Prober
@@ -103,7 +103,7 @@ def test_a_model_is_as_before_when_the_test_fails(error: type[BaseException], at
         return _loss(model, batch)
 
     before = _snapshot(model)
-    with pytest.raises(error, match="in the middle"):
+    with pytest.raises(error if error is KeyboardInterrupt else WorkloadError, match="in the middle"):
         castwise.parity(model, loss, _batches, "bf16-master")
     assert _snapshot(model) == before
     castwise.parity(model, _loss, _batches, "fp16-mixed")  # no session of the one that failed is in the way

@@ -485,5 +485,8 @@ def test_the_users_own_error_comes_through() -> None:
     def loss(_model: nn.Module, _batch: Batch) -> Tensor:
         raise LookupError("mine")
 
-    with pytest.raises(LookupError, match=r"^mine$"):
+    with pytest.raises(
+        WorkloadError, match=r"LookupError: mine \(test_verdicts\.py, line \d+, in loss\)$"
+    ) as caught:
         castwise.parity(Framed(nn.GELU()), loss, _batches, "bf16-mixed")
+    assert isinstance(caught.value.__cause__, LookupError)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.report import evidence
 
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
 from castwise.measure.environment import Environment
@@ -77,3 +79,26 @@ def row() -> Callable[..., PlanResult]:
 def lost() -> Callable[..., PlanResult]:
     """Makes a row without numbers."""
     return make_lost
+
+
+@pytest.fixture
+def make_strange() -> Callable[[Sequence[str]], list[dict[str, Any]]]:
+    """Makes records of a bench and of a search in which everything has these names."""
+
+    def make(names: Sequence[str]) -> list[dict[str, Any]]:
+        all_of_it = " ".join(names)
+        images = {name: [[0.0, 1.0]] for name in ("target", *names)}
+        bench = make_record(
+            *(make_row(name, 0.05, 0.2, metrics={name: 1.0}) for name in names), make_lost(all_of_it, "stopped", all_of_it),
+            workload=all_of_it, images=images,
+        )  # fmt: skip
+        full = evidence.make_evidence()
+        tune = evidence.make_evidence(
+            workload=all_of_it, answer=all_of_it, notes=(all_of_it,),
+            candidates=tuple(replace(c, name=f"x+regions.{name}=fp32") for c, name in zip(full.candidates, names, strict=False)),
+            regions=tuple(replace(full.regions[0], pattern=name, bias=0.5, format="fp32") for name in names),
+            histograms=tuple(replace(full.histograms[0], pattern=name) for name in names),
+        )  # fmt: skip
+        return [bench, evidence.make_record(tune)]
+
+    return make

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-WIDTHS = (360, 1280)
+WIDTHS = (360, 768, 1280)
 SIZES = """return {
   page: document.documentElement.scrollWidth, window: window.innerWidth,
   charts: [...document.querySelectorAll('svg')].map(s => { const r = s.getBoundingClientRect(); return [r.width, r.height]; }),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import html
+import io
 import math
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from castwise.jobs.bench_result import PlanResult
-from castwise.report import bench, words
-from castwise.report.show import table
+from castwise.report import bench, plots, words
+from castwise.report.show import table, write
 
 Make = Callable[..., dict[str, Any]]
 Row = Callable[..., PlanResult]
@@ -174,3 +177,43 @@ def test_the_terminal_keeps_square_brackets(record: Make, row: Row, lost: Row) -
     assert "bf16-mixed; a[0].*: fp32" in said
     assert "shape [2, 3]" in said
     assert "castwise 0.1.0 at 0123456789ab" in said
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+STRANGE = r"$\frac{$", "[/x]", "[red]", "a b", "{y}", "%s", "<b>"
+"""Names that a module may have, and that mean something to matplotlib, rich, str.format or a browser."""
+
+
+def test_names_on_an_axis_are_whole_and_begin_lines_where_a_person_would() -> None:
+    line = "bf16-mixed+memory_format=channels_last+regions.stages.*.blocks.*.dwconv=fp32"
+    assert plots.folded(line).split("\n") == [
+        "bf16-mixed", "+memory_format", "=channels_last", "+regions.stages.*", ".blocks.*.dwconv", "=fp32",
+    ]  # fmt: skip
+    assert plots.folded("a" * 40).split("\n") == ["a" * 18, "a" * 18, "a" * 4]
+    assert plots.folded("stem") == "stem"
+
+
+def test_strange_names_are_printed_and_drawn_as_they_are(
+    make_strange: Callable[..., Any], tmp_path: Path
+) -> None:
+    for record in make_strange(STRANGE):
+        console = Console(width=200, file=io.StringIO())
+        console.print(table(record))
+        paths = write(record, tmp_path / f"{record['kind']}.html")
+        assert len(paths) > 1
+        for said in (console.file.getvalue(), html.unescape(paths[0].read_text(encoding="utf-8"))):
+            for name in STRANGE:
+                assert name in said.replace(" +", "+"), name
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_part_of_a_plan_is_broken_in_a_terminal(record: Make, row: Row, width: int) -> None:
+    plan = "bf16-mixed+memory_format=channels_last+optimizer=fused"
+    made = record(row(plan, 0.05, 0.202, peak=60 * 2**20, metrics={"accuracy": 0.9, "held_out_loss": 0.5}))
+    console = Console(width=width, file=io.StringIO())
+    console.print(table(made))
+    said = console.file.getvalue()
+    assert all(len(line) <= width for line in said.splitlines())
+    for part in ("bf16-mixed", "+memory_format=channels_last", "+optimizer=fused"):
+        assert said.count(part) >= 3, part  # one per table

@@ -10,6 +10,7 @@ import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from castwise.report import show, tune, tune_plots
 from castwise.report.grids import Grid
 from castwise.report.plots import draw
 from castwise.report.show import table, write
+from castwise.report.words import pasted
 
 VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
@@ -70,16 +72,26 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
     said = read(page)
     places = [
         said.index(words)
-        for words in (record["answer"], "Plans compared", "rejected, and why", "How to repeat")
+        for words in (
+            record["answer"],
+            *record["why"],
+            "Paste into your",
+            "amp.prepare(model, optimizer)",
+            "Plans compared",
+            "rejected, and why",
+            "not tried, and why",
+            "95 % intervals",
+            "How to repeat",
+        )
     ]
     assert places == sorted(places)
     for words in (
-        "1.79x", "95 % interval 1.73 to 1.84", "1.30x", "736 MiB", "26 % less than fp32", "damage 0.0031 (0.0019-0.0053)",
+        "1.79x", "1.73 to 1.84", "1.30x", "736 MiB", "26 % less than fp32", "damage 0.0031 (0.0019-0.0053)",
         "gradient bias 0.31 in stages.2.blocks.1.norm", "out of memory", "no <TF32> on a CPU", "69x the time in fp16",
         "stages.*.blocks.*.pwconv*", "Linear x18", "-8.60 ms", "0.34 (fail)", "0.0014 / 0.0008",
         "a loss scale from 29.8 to 163,760", "starts with a loss scale of 16,384", "The plan is not worse than fp32",
         "its <memory> is that of fp32", "castwise tune convnext --out out", 'castwise.Plan.load("plan.json")',
-        f'castwise.Amp("{CHOSEN}")', CHOSEN.digest, "0123456789ab", "Test CPU 9000 <fast>", "a small ConvNeXt on <random>",
+        "castwise.Amp(", CHOSEN.digest, "0123456789ab", "Test CPU 9000 <fast>", "a small ConvNeXt on <random>",
     ):  # fmt: skip
         assert words in said, words
     assert 'name="viewport"' in page
@@ -90,8 +102,53 @@ def test_rejected_plans_stand_below_and_are_folded_when_many() -> None:
     page = show.page(make_record())
     assert "<details><summary>6 rejected" in page
     assert page.index("fp16-true") > page.index("<details>")
-    few = make_evidence(candidates=make_evidence().candidates[:6])
+    assert "<details open><summary>1 not tried" in page
+    few = make_evidence(candidates=make_evidence().candidates[:8])
     assert "<details open><summary>2 rejected" in show.page(make_record(few))
+
+
+def test_fp32_and_autocast_are_always_rows_and_ties_are_one() -> None:
+    rows = make_evidence().candidates
+    lost = [dataclasses.replace(r, status="not tried") if r.plan == "bf16-mixed" else r for r in rows]
+    said = tune.plan_grid(make_record(make_evidence(candidates=tuple(lost))))
+    names = [row.cells[0] for row in said.rows]
+    assert names == [
+        str(CHOSEN), "bf16-mixed+optimizer=fused", "bf16-mixed, one-line autocast", "fp32, as it is",
+        "2 others that tie with it",
+    ]  # fmt: skip
+    (tie,) = said.where("tie").rows
+    assert tie.cells[1:3] == ("55.9-56.1 ms", "1.78-1.79x")
+    assert tie.why == (
+        "bf16-mixed+memory_format=channels_last\nbf16-mixed+memory_format=channels_last+optimizer=fused"
+    )
+    one = tuple(r for r in rows if r.name != "bf16-mixed+memory_format=channels_last")
+    (tie,) = tune.plan_grid(make_record(make_evidence(candidates=one))).where("tie").rows
+    assert tie.cells[0] == "bf16-mixed+memory_format=channels_last+optimizer=fused"
+
+
+def test_the_level_of_intervals_is_said_once() -> None:
+    record = make_record(make_evidence(verification=None))
+    for said in (read(show.page(record)), terminal(record)):
+        assert said.count("95 %") == 1
+
+
+@pytest.mark.parametrize(
+    "plan", [str(CHOSEN), "fp32", f"bf16-mixed+regions.{'long.' * 30}x=fp32+optimizer=fused"]
+)
+def test_what_is_to_be_pasted_runs_and_breaks_at_plus(plan: str) -> None:
+    lines = pasted(plan).splitlines()
+    assert max(map(len, (line for line in lines if "long" not in line))) <= 80
+    seen: list[str] = []
+
+    class Amp:
+        def __init__(self, plan: str) -> None:
+            seen.append(plan)
+
+        def prepare(self, *things: object) -> tuple[object, ...]:
+            return things
+
+    exec("\n".join(lines), {"castwise": SimpleNamespace(Amp=Amp), "model": 1, "optimizer": 2})
+    assert seen == [plan]
 
 
 def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
@@ -159,7 +216,7 @@ def test_rows_may_hold_nothing_but_names() -> None:
 
 def test_a_search_for_numerics_alone_has_damage_and_no_times() -> None:
     one = dataclasses.replace(make_candidate("bf16-mixed", None, "chosen"), parity=make_damage(0.004))
-    record = make_record(make_evidence(goal="numerics", candidates=(one,)))
+    record = make_record(make_evidence(goal="numerics", plan="bf16-mixed", candidates=(one,)))
     assert list(drawn(record)) == ["gradients", "gradients_by_region", "regions"]
     assert tune.facts(record) == [
         ("gradients", "pass", "damage 0.004 (0.0024-0.0068), the relative error of an update")
@@ -217,8 +274,10 @@ def cells(grid: Grid) -> list[dict[str, str]]:
 
 
 def test_rows_of_plans() -> None:
-    rows = {row["plan"]: row for row in cells(tune.plan_grid(make_record()))}
-    best, base, broken, none = (rows[name] for name in (str(CHOSEN), "fp32", "fp16-mixed", "tf32"))
+    record = make_record()
+    grids = (tune.plan_grid(record), tune.left_grid(record, "rejected"))
+    rows = {row["plan"]: row for grid in grids for row in cells(grid)}
+    best, base, broken, none = (rows[name] for name in (str(CHOSEN), "fp32, as it is", "fp16-mixed", "tf32"))
     assert (best["status"], best["training step"], best["vs fp32"]) == (
         "chosen",
         "56.0 ±1.1 ms",
@@ -269,7 +328,7 @@ def test_the_scatter_marks_the_chosen_plan_and_the_lines() -> None:
         c.get_label(): c.get_offsets().tolist() for c in axes.collections if not c.get_label().startswith("_")
     }
     assert points["chosen"] == [pytest.approx([0.1 / 0.056, 0.0031])]
-    assert len(points["sound"]) == 2
+    assert len(points["sound"]) == len(points["tie"]) == 2
     assert len(points["rejected"]) == 3
     assert {0.01, 0.1} <= {line.get_ydata()[0] for line in axes.lines}
     words = [text.get_text() for text in axes.texts]

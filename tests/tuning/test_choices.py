@@ -32,7 +32,14 @@ from castwise.tuning.axes import (
     with_operators_as_is,
 )
 from castwise.tuning.contest import BASELINE, Contest
-from castwise.tuning.pairs import MARGIN, affordable_steps, is_doubtful, judge_losses, said, train_pairs
+from castwise.tuning.pairs import (
+    MARGIN,
+    affordable_steps,
+    in_training,
+    is_doubtful,
+    judge_losses,
+    train_pairs,
+)
 from castwise.tuning.part_costs import _slowdown_on_a_piece, losing_parts, measure_costs
 from castwise.tuning.parts import find_parts
 
@@ -136,9 +143,14 @@ def test_regions_and_rules_make_a_plan_more_complex() -> None:
     free = complexity(Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last"))
     assert free < complexity(Plan.parse("bf16-mixed+regions.0=fp32")) - 2.0
     assert free < complexity(Plan.preset("bf16-master"))
-    assert numerics_of(Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last")) == Plan.preset(
-        "bf16-mixed"
+    assert numerics_of(
+        Plan.parse("bf16-mixed+optimizer=fused+memory_format=channels_last+compile=default")
+    ) == Plan.preset("bf16-mixed")
+    fused, compiled, region = (
+        complexity(Plan.parse(f"bf16-mixed+{more}"))
+        for more in ("optimizer=fused", "compile=default", "regions.0=fp32")
     )
+    assert fused < compiled < region
 
 
 def test_losses_inside_the_model_may_follow_their_inputs() -> None:
@@ -208,7 +220,9 @@ def test_a_fault_of_the_code_is_no_word_on_a_format(
     with Contest(workload(Faulty), CPU) as contest, pytest.raises(error, match="the mask must be of 16 rows"):
         contest.halve([low])
     assert not contest._runs
-    with pytest.raises(error, match="the mask must be of 16 rows"):
+    with pytest.raises(
+        WorkloadError, match=rf"{error.__name__}: .*the mask must be of 16 rows.* \(test_choices.py, line"
+    ):
         castwise.tune(workload(Faulty), goal="numerics", device="cpu")
 
 
@@ -362,7 +376,7 @@ def test_losses_are_judged_as_students_t_says() -> None:
         == "not shown"
     )
     assert judge_losses(reference, [math.inf] * 4, 50).verdict == "worse"
-    assert said(found).startswith(
+    assert in_training(found).startswith(
         "over 4 pairs of 50 steps its loss differs from fp32's by 0.002 (95 % below 0.003; allowed"
     )
 

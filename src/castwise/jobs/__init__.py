@@ -5,10 +5,13 @@ A job tells how far it is through a callback that takes :class:`Event` records.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Event", "Progress"]
+from castwise.errors import PlanError
+
+__all__ = ["Event", "Progress", "heard"]
 
 
 @dataclass(frozen=True)
@@ -30,3 +33,23 @@ class Event:
 
 
 Progress = Callable[[Event], None]
+
+
+@contextlib.contextmanager
+def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Progress]:
+    """What a job calls with its events: a user's function; bars on standard error for True; nothing for False or None.
+
+    Raises:
+        PlanError: Something else.
+    """
+    if progress is True:
+        from castwise.report.progress import bars
+
+        with bars(stages) as shown:
+            yield shown
+    elif progress is None or progress is False:
+        yield lambda _event: None
+    elif callable(progress):
+        yield progress
+    else:
+        raise PlanError(f"progress={progress!r}: needs True, False, None or a function of an Event")

@@ -14,8 +14,16 @@ from typing import Any, Self
 import torch
 
 from castwise.casting import default_device_type
-from castwise.errors import CastwiseError, DeviceError, NonFiniteError, PlanError, WorkloadError, sentence
-from castwise.jobs import Event, Progress
+from castwise.errors import (
+    CastwiseError,
+    DeviceError,
+    NonFiniteError,
+    PlanError,
+    WorkloadError,
+    place,
+    sentence,
+)
+from castwise.jobs import Event, Progress, heard
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
 from castwise.measure import stats
 from castwise.measure.environment import environment
@@ -24,6 +32,7 @@ from castwise.measure.processes import Home
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
 from castwise.plans.plan import PRESETS, Plan, as_plan
+from castwise.process import find_device
 from castwise.tuning.axes import name_of
 from castwise.workload import Workload, about_data, find_workload
 
@@ -77,7 +86,7 @@ def bench(
     inference: bool = True,
     memory: bool = True,
     hopeless: float = HOPELESS,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> BenchResult:
     """Train a workload under several plans, in turns, and measure what each costs.
 
@@ -96,7 +105,7 @@ def bench(
         inference: Measure inference too.
         memory: Measure memory too.
         hopeless: A plan whose first steps take this many times the baseline's is stopped.
-        progress: Called with events.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
 
     Returns:
         The result: ``.table()``, ``.save(folder)``.
@@ -112,25 +121,24 @@ def bench(
             f"bench(steps={steps}, rounds={rounds}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, "
             "rounds >= 1 and hopeless > 1"
         )
-    where = torch.device(device if device is not None else default_device_type())
+    where = find_device("bench", device, default_device_type())
     rows = _rows(plans)
     spec = workload if isinstance(workload, str) else None
     found = find_workload(workload) if isinstance(workload, str) else workload
     rounds = min(rounds, steps - WARMUP)
     per_round = (steps - WARMUP) // rounds
-    work = _Work(
-        found, spec, where, seed, steps, rounds, per_round, hopeless, progress or (lambda _event: None), rows
-    )
     outer = torch.get_rng_state()
-    try:
-        work.train()
-        if inference:
-            work.infer()
-        if memory:
-            work.measure_memory()
-    finally:
-        work.close()
-        torch.set_rng_state(outer)
+    with heard(progress) as tell:
+        work = _Work(found, spec, where, seed, steps, rounds, per_round, hopeless, tell, rows)
+        try:
+            work.train()
+            if inference:
+                work.infer()
+            if memory:
+                work.measure_memory()
+        finally:
+            work.close()
+            torch.set_rng_state(outer)
     return work.result()
 
 
@@ -203,6 +211,8 @@ class _Work:
                 except Exception as error:
                     self._lost(row, error)
             row.found(losses=tuple(row.run.losses), skipped_steps=row.run.skipped_steps)
+            if row.run.compile_s:
+                row.note(f"compiling took {row.run.compile_s:.2g} s")
             row.run.close()
             row.run = None
             self.progress(Event("training", row.name, self.steps, self.steps, row.result.reason))
@@ -295,8 +305,9 @@ class _Work:
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
                 raise error
+            where = f" ({said})" if (said := place(error)) else ""
             raise WorkloadError(
-                f"workload {self.workload.name!r} fails in fp32: {sentence(error, whole=False)}"
+                f"workload {self.workload.name!r} fails in fp32: {sentence(error, whole=False)}{where}"
             ) from error
         status = "unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed"
         row.found(status=status, reason=sentence(error, whole=False))

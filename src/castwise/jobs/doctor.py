@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from castwise.casting import default_device_type
-from castwise.errors import DeviceError
-from castwise.jobs import Event, Progress
+from castwise.jobs import Event, Progress, heard
 from castwise.jobs.doctor_result import DoctorResult, Finding, WorkloadReport
 from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.measure.limits import Product, StepProfile, padding_gain, profile_steps
 from castwise.measure.matrix_units import MatrixUnits, matrix_units
 from castwise.measure.rates import Judgement, Rate, judge, measure_bandwidth, measure_rates, variants
-from castwise.plans.plan import Plan
-from castwise.process import check_device
-from castwise.workload import Workload, find_workload
+from castwise.measure.step_rates import PLANS, SLOW, STARTS, by_operators, measure_steps
+from castwise.plans.plan import PRESETS
+from castwise.process import find_device
+from castwise.workload import Workload, find_workload, users_code
 
 __all__ = ["DoctorResult", "Finding", "WorkloadReport", "doctor", "findings", "verdicts"]
 
@@ -44,7 +44,7 @@ def doctor(
     device: torch.device | str | None = None,
     seed: int = 0,
     small: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> DoctorResult:
     """Measure a device, and say what limits a workload on it.
 
@@ -53,60 +53,49 @@ def doctor(
         device: By default the accelerator at hand, else the CPU.
         seed: Of the workload's weights and data.
         small: Measure small sizes: in a second instead of some ten, and rough.
-        progress: Called with events.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
 
     Returns:
-        The result: ``.table()``, ``.to_json()``.
+        The result: ``.table()``, ``.to_json()``. What it says of formats for a workload comes from steps of that workload,
+        in fp32 and by one-line autocast, and what it says of the device from single operators.
 
     Raises:
         DeviceError: No such device.
         WorkloadError: A workload that cannot be found or does not train.
         NonFiniteError: Its first loss is not finite.
     """
-    where = _device(device)
+    where = find_device("doctor", device, default_device_type())
     notes = _busy(where)  # before this process makes a load itself
     found = find_workload(workload) if isinstance(workload, str) else workload
-    tell = progress or (lambda _event: None)
-    profile = None
-    if found is not None:  # first, since what is wrong with it should not be told after half a minute
-        tell(Event("workload", found.name, 0, 1))
-        profile = profile_steps(found, where, seed=seed)
-        tell(Event("workload", found.name, 1, 1))
-    units = matrix_units(where)
-    rates = measure_rates(
-        where, small=small, on_kernel=lambda name, done, total: tell(Event("rates", name, done, total))
-    )
-    tell(Event("bandwidth", "copy", 0, 1))
-    band = measure_bandwidth(where, copied_bytes=2**22 if small else 2**28)
-    tell(Event("bandwidth", "copy", 1, 1))
-    said = verdicts(rates, where.type)
-    report = None
-    if found is not None and profile is not None:
-        dtype = _best_dtype(said)
-        tell(Event("sizes", found.name, 0, 1))
-        limits = findings(
-            profile, units, rates, lambda product: padding_gain(product, units.multiples, where, dtype)
+    with heard(progress) as tell:
+        profile = None
+        if found is not None:  # first, since what is wrong with it should not be told after half a minute
+            tell(Event("workload", found.name, 0, 1))
+            with users_code(f"workload {found.name!r} fails in fp32"):
+                profile = profile_steps(found, where, seed=seed)
+            tell(Event("workload", found.name, 1, 1))
+        units = matrix_units(where)
+        rates = measure_rates(
+            where, small=small, on_kernel=lambda name, done, total: tell(Event("rates", name, done, total))
         )
-        tell(Event("sizes", found.name, 1, 1))
-        report = WorkloadReport(found.name, found.description, profile, limits)
-    return DoctorResult(environment(where), units, rates, band, said, report, notes)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    try:
-        where = torch.device(device if device is not None else default_device_type())
-    except RuntimeError:
-        raise DeviceError(
-            f"doctor(device={device!r}): no such kind of device; use cpu, cuda, xpu or mps, with :0, :1, ... if there are more"
-        ) from None
-    check_device(Plan(), where.type)
-    if where.index is not None and where.type in ("cuda", "xpu"):
-        count = getattr(torch, where.type).device_count()
-        if where.index >= count:
-            raise DeviceError(
-                f"doctor(device={str(where)!r}): there are {count}, counted from 0; use a lower number"
+        tell(Event("bandwidth", "copy", 0, 1))
+        band = measure_bandwidth(where, copied_bytes=2**22 if small else 2**28)
+        tell(Event("bandwidth", "copy", 1, 1))
+        said = verdicts(rates, where.type)
+        report = None
+        if found is not None and profile is not None:
+            dtype = _best_dtype(said)
+            tell(Event("sizes", found.name, 0, 1))
+            limits = findings(
+                profile, units, rates, lambda product: padding_gain(product, units.multiples, where, dtype)
             )
-    return where
+            tell(Event("sizes", found.name, 1, 1))
+            steps = measure_steps(
+                found, where, _not_run(profile, rates, where.type), seed=seed, starts=1 if small else STARTS,
+                on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
+            )  # fmt: skip
+            report = WorkloadReport(found.name, found.description, steps, profile, limits)
+    return DoctorResult(environment(where), units, rates, band, said, report, notes)
 
 
 def _busy(device: torch.device) -> tuple[str, ...]:
@@ -139,6 +128,21 @@ def verdicts(rates: Sequence[Rate], device_type: str) -> tuple[Judgement, ...]:
 def _best_dtype(said: Sequence[Judgement]) -> torch.dtype:
     fast = {judgement.format for judgement in said if judgement.verdict == "fast"}
     return torch.bfloat16 if "bf16" in fast else torch.float16 if "fp16" in fast else torch.float32
+
+
+def _not_run(profile: StepProfile, rates: Sequence[Rate], device_type: str) -> dict[str, str]:
+    """By plan why no step of a workload is run under it: the device lacks the format, or its operators are hopeless."""
+    _, cannot = variants(device_type)
+    lacks = {variant.name: reason for variant, reason in cannot}
+    out = {}
+    for plan in PLANS[1:]:
+        format = PRESETS[plan].compute
+        slowdown = by_operators(profile, rates, plan)
+        if format in lacks:
+            out[plan] = lacks[format]
+        elif slowdown > SLOW:
+            out[plan] = f"not run: its operators alone would take {slowdown:.2g} times as long as in fp32"
+    return out
 
 
 # --- a workload ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from castwise.measure.environment import Environment
 from castwise.measure.limits import StepProfile
 from castwise.measure.matrix_units import MatrixUnits
 from castwise.measure.rates import Bandwidth, Judgement, Rate
+from castwise.measure.step_rates import StepRate
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class WorkloadReport:
-    """What limits a workload on a device, in fp32; no findings if nothing that a doctor knows does."""
+    """How fast a workload's step is in each format, and what limits it in fp32.
+
+    There are no findings if nothing that a doctor knows limits it.
+    """
 
     name: str
     description: str
+    steps: tuple[StepRate, ...]
     profile: StepProfile
     findings: tuple[Finding, ...]
 

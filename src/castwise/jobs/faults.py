@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from castwise.errors import CastwiseError, WorkloadError, sentence
+from castwise.errors import CastwiseError, WorkloadError, place, sentence
 from castwise.plans.plan import Plan
 from castwise.workload import Workload
 
@@ -22,7 +22,8 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
     except CastwiseError:
         raise
     except Exception as error:
-        raise WorkloadError(f"workload {workload.name!r}: {what} failed: {sentence(error)}") from error
+        where = f" ({said})" if (said := place(error)) else ""
+        raise WorkloadError(f"workload {workload.name!r}: {what} failed: {sentence(error)}{where}") from error
 
 
 def remedy(plan: Plan) -> str:

@@ -13,11 +13,11 @@ from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import Layout
 from castwise.jobs.processes import TrainingRanks
-from castwise.measure.steps import build_model
+from castwise.measure.steps import build_model, uncompiled
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
-from castwise.workload import Workload, check_loss
+from castwise.workload import Workload, check_loss, check_no_backward, make_optimizer
 
 
 class Parts(Protocol):
@@ -118,13 +118,13 @@ class Whole:
         self._ranks = ranks
         if ranks.layout.shards:
             shard(model, blocks_of(workload, model), amp, ranks)
-        with calls(workload, "optimizer(params)"):
-            optimizer = workload.optimizer(model.parameters())
+        optimizer = make_optimizer(workload, model.parameters())
         amp.prepare(model, optimizer)
         self.modules = [model]
         self.optimizers = [optimizer]
         self.whole: nn.Module | None = None if ranks.layout.tp > 1 or ranks.layout.shards else model
         self._call = model
+        self._checked = False
         if ranks.layout.dp > 1 and not ranks.layout.shards:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
             self._call = nn.parallel.DistributedDataParallel(
@@ -135,6 +135,9 @@ class Whole:
         """Compute gradients; see :class:`Parts`."""
         with calls(self._workload, "loss(model, batch)"):
             loss = self._workload.loss(self._call, batch)
+        if not self._checked:
+            check_no_backward(self._call, f"workload {self._workload.name!r}")
+            self._checked = True
         loss = check_loss(loss, self._workload)
         self.amp.backward(loss)
         return loss.detach() if self._ranks.place.tp == 0 else None
@@ -177,7 +180,7 @@ def evaluate(workload: Workload, model: nn.Module) -> dict[str, float]:
     """What ``workload.evaluate`` says of a prepared model, as numbers."""
     assert workload.evaluate is not None
     model.eval()
-    with torch.no_grad(), calls(workload, "evaluate(model)"):
+    with torch.no_grad(), uncompiled(), calls(workload, "evaluate(model)"):
         metrics = {key: float(value) for key, value in workload.evaluate(model).items()}
     model.train()
     return metrics

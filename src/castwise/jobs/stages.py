@@ -20,7 +20,7 @@ from castwise.jobs.parts import blocks_of, full_weights, shard
 from castwise.jobs.processes import TrainingRanks
 from castwise.ranks import Ranks
 from castwise.session import Amp
-from castwise.workload import Workload, check_loss
+from castwise.workload import Workload, check_loss, make_optimizer
 
 VIRTUAL_STAGES = 2
 """Stages per process under the interleaved schedule."""
@@ -63,8 +63,7 @@ class Stages:
         for module in self.modules:
             if ranks.layout.shards:
                 shard(module, blocks, amp, ranks)
-        with calls(workload, "optimizer(params)"):
-            optimizer = workload.optimizer(p for module in self.modules for p in module.parameters())
+        optimizer = make_optimizer(workload, (p for module in self.modules for p in module.parameters()))
         self.optimizers: list[Optimizer] = [optimizer]
         for module in self.modules:
             amp.prepare(module, optimizer, part=True)

@@ -17,7 +17,7 @@ import torch
 from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, PlanError, check_count, sentence
-from castwise.jobs import Event, Progress
+from castwise.jobs import Event, Progress, heard
 from castwise.jobs.faults import calls, remedy
 from castwise.jobs.journal import Journal, interrupts_wait
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
@@ -28,6 +28,7 @@ from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment
 from castwise.plans.plan import Plan, as_plan
+from castwise.process import find_device
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss, find_workload, next_batch, non_finite_parts
@@ -53,7 +54,7 @@ def train(
     schedule: str | None = None,
     save_every: int = 0,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> TrainResult:
     """Train a workload under a plan, on the processes that torchrun has started or on this one alone.
 
@@ -76,7 +77,8 @@ def train(
         save_every: Save a checkpoint after so many steps, and after the last; 0 for none.
         resume: Go on from the newest complete checkpoint in the folder; from the beginning where there is none. Damaged
             ones are named in a warning and passed over.
-        progress: Called on rank 0 with a :class:`TrainEvent` when losses have been read.
+        progress: True shows what the command line shows, on standard error; a function is called on rank 0 with a
+            :class:`TrainEvent` when losses have been read.
 
     Returns:
         The result, as written; on other ranks without files and metrics.
@@ -94,15 +96,14 @@ def train(
     check_count("train", "save_every", save_every, 0)
     found = find_workload(workload) if isinstance(workload, str) else workload
     chosen = as_plan(plan)
-    where = torch.device(device if device is not None else default_device_type())
+    where = find_device("train", device, default_device_type())
     outer = torch.get_rng_state()
     try:
-        with join(layout, where) as ranks:
+        with join(layout, where) as ranks, heard(progress if ranks.leads else None) as tell:
             check_workload(found, ranks.layout)
             pipeline = _pipeline_options(ranks.layout, microbatches, schedule)
-            heard = progress if progress is not None and ranks.leads else lambda _event: None
             saves = Saves(Path(out) / "checkpoints", found.name, seed, save_every, resume)
-            return _Run(found, chosen, ranks, seed, steps, Path(out), heard, *pipeline, saves).go()
+            return _Run(found, chosen, ranks, seed, steps, Path(out), tell, *pipeline, saves).go()
     finally:
         torch.set_rng_state(outer)
 

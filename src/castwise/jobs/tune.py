@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +15,20 @@ from torch import Tensor, nn
 
 from castwise.casting import default_device_type
 from castwise.errors import WorkloadError
-from castwise.jobs import Event, Progress
+from castwise.jobs import Event, Progress, heard
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.ranks import lockstep
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import copied, unspoilt
 from castwise.numerics.parity import device_of
+from castwise.process import find_device
 from castwise.tuning import index
 from castwise.tuning.axes import FORMATS
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.tuning.state import Say
-from castwise.workload import Workload, find_workload
+from castwise.workload import Workload, find_workload, users_code
 
 __all__ = ["TuneResult", "tune"]
 
@@ -42,7 +44,7 @@ def tune(
     goal: str = "time",
     accumulate: int = 1,
     world_size: int | None = None,
-    compile: bool = False,
+    compile: str | bool = "never",
     warmup_steps: int = 0,
     verify_steps: int = 0,
     verify_seeds: int = 8,
@@ -52,7 +54,7 @@ def tune(
     seed: int = 0,
     fresh: bool = False,
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> TuneResult:
     """Find the fastest precision plan whose gradients cannot be told from fp32's within the noise of the data.
 
@@ -75,7 +77,10 @@ def tune(
             format given, the fewest regions that have to stay in fp32, whatever the speed here.
         accumulate: Microbatches accumulated per update.
         world_size: Data-parallel ranks that average gradients; by default as many as call it together.
-        compile: Time models compiled, as they will be deployed. Numerics are tested eagerly.
+        compile: Whether the plan may compile the model: ``never``; ``auto``, where that is faster; ``always``, of all finalists
+            that can be compiled the best. False and True mean the first and the last. Finalists are compiled, each in a process
+            of its own, as far as the budget has room for it; numerics are tested uncompiled before, and compiled gradients
+            compared with them.
         warmup_steps: fp32 steps after which the numerics are looked at once more; 0 for no second look.
         verify_steps: Length of training runs of the plan against fp32 at the end; 0 for none.
         verify_seeds: How many pairs of them, at least 2; about 20 show small differences.
@@ -87,11 +92,12 @@ def tune(
             the same versions. Otherwise that search's evidence is returned at once, and says so; a plan found on another
             device or with other versions is a candidate from the start. They are kept in the user's cache folder, or in
             ``CASTWISE_CACHE_DIR``; an empty one turns that off.
-        out: Where to write the evidence so far if the search is interrupted.
-        progress: Called with events.
+        out: Folder for what ``.save(folder)`` writes, as the command line writes it: at the end, or when the search is
+            interrupted. It is made at once.
+        progress: True shows what the command line shows, on standard error; a function is called with events.
 
     Returns:
-        The result: ``.plan``, ``.table()``, ``.save(folder)``.
+        The result: ``.plan``, ``.answer``, ``.table()``, ``.save(folder)``, and in ``.files`` what was written to ``out``.
 
     Raises:
         PlanError: An argument out of its range.
@@ -103,32 +109,35 @@ def tune(
 
     Source: docs/tuning.md.
     """
-    with lockstep("tune") as ranks:
+    with lockstep("tune") as ranks, heard(progress, stages=True) as tell:
         if world_size is None:
             world_size = ranks.size
         if goal == "numerics" and tuple(formats) == FORMATS:
             formats = ("bf16",)
         settings = Settings(
-            formats, goal, accumulate, world_size, bool(compile), warmup_steps, verify_steps, verify_seeds, budget_s,
+            formats, goal, accumulate, world_size, compile, warmup_steps, verify_steps, verify_seeds, budget_s,
             memory, seed,
         )  # fmt: skip
         found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
+        folder = None if out is None or ranks.rank else Path(out)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)  # now, and not when there is something to lose
         search = Search(found, where, settings, spec, ranks)
-        search.say = _teller(search, progress)
-        job = index.job_of(found, where, settings)
-        before: TuneResult | None = None
-        if job is not None and not fresh:
-            kept, search.elsewhere = ranks.at("what was found before").same(index.find(job, where))
-            before = TuneResult(*kept) if kept is not None else None
-        if before is not None:
-            return before
+        search.say = _teller(search, tell)
+        with _kept(model):
+            job = index.job_of(found, where, settings)
+        known, search.elsewhere = ranks.at("what was found before").same(
+            (None, []) if job is None or fresh else index.find(job, where)
+        )
+        if known is not None:
+            return _written(TuneResult(*known), folder)
         try:
-            with unspoilt(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+            with users_code(f"workload {found.name!r} failed"), _kept(model):
                 search.run()
         except KeyboardInterrupt as interrupt:
-            if out is not None and ranks.rank == 0:
-                paths = _result(search).save(out)
+            if folder is not None:
+                paths = _result(search).save(folder)
                 interrupt.add_note(
                     "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                 )
@@ -137,16 +146,24 @@ def tune(
         result = _result(search)
         if job is not None and search.complete and ranks.rank == 0:
             index.keep(job, where, result.plan, result.to_dict())
-        return result
+        return _written(result, folder)
 
 
-def _teller(search: Search, progress: Progress | None) -> Say:
+def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if model is None else unspoilt(model)
+
+
+def _written(result: TuneResult, folder: Path | None) -> TuneResult:
+    return result if folder is None else dataclasses.replace(result, files=result.save(folder))
+
+
+def _teller(search: Search, tell: Progress) -> Say:
     """Tell a user's function how far a search is; on rank 0 alone, whose clock it is."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
-        if progress is not None and search.ranks.rank == 0:
+        if search.ranks.rank == 0:
             parts = (subject, search.known(), f"{max(0.0, search.left_here_s()):.0f} s left")
-            progress(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
+            tell(Event(stage, "", done, total, "; ".join(part for part in parts if part)))
 
     return say
 
@@ -177,7 +194,7 @@ def _workload(
         given = [name for name, value in parts.items() if value is not None]
         if given:
             raise WorkloadError(f"tune(workload, {given[0]}=...): give a workload or its parts, not both")
-        where = torch.device(device if device is not None else default_device_type())
+        where = find_device("tune", device, default_device_type())
         if isinstance(workload, str):
             return find_workload(workload), workload, where
         if not isinstance(workload, Workload):
@@ -203,4 +220,4 @@ def _workload(
         loss=loss,
         description=f"A {type(model).__name__} given as an object.",
     )
-    return made, None, torch.device(device) if device is not None else device_of(model)
+    return made, None, find_device("tune", device, str(device_of(model)))

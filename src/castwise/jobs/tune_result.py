@@ -15,11 +15,15 @@ from castwise.tuning.evidence import Evidence
 
 @dataclass(frozen=True)
 class TuneResult(Result):
-    """The plan that a search chose, ready for ``castwise.Amp(result.plan)``, and all that was measured on the way."""
+    """The plan that a search chose, ready for ``castwise.Amp(result.plan)``, and all that was measured on the way.
+
+    ``files`` are those that the search has written itself, as ``save`` names them.
+    """
 
     kind: ClassVar[str] = "tune"
     plan: Plan
     evidence: Evidence
+    files: tuple[Path, ...] = ()
 
     @property
     def answer(self) -> str:

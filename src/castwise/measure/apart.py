@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure.processes import Home, received
+from castwise.measure.processes import Home, keep_compiled_apart, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
@@ -30,6 +30,8 @@ BLOCK_S = 0.12
 LONGEST_BLOCK_S = 0.3
 """Beside a plan so slow that its block would take longer, nobody needs to be timed as well."""
 LEAST_ROUNDS = 3
+COMPILING = 2
+"""First steps beside the usual ones, of all, where a plan compiles: the first may be followed by another compilation."""
 
 
 class Apart:
@@ -41,20 +43,19 @@ class Apart:
         plan: What training runs by.
         device: Device that it runs on.
         seed: Of the weights and of the data.
-        compile: Compile the prepared model by ``torch.compile``.
 
     Attributes:
         losses: Of the steps it has taken, once it is closed.
+        compile_s: Seconds of them that compiling took, once it is closed.
     """
 
-    def __init__(
-        self, home: Home, workload: bytes, plan: Plan, device: torch.device, seed: int, compile: bool = False
-    ) -> None:
+    def __init__(self, home: Home, workload: bytes, plan: Plan, device: torch.device, seed: int) -> None:
         self.losses: list[float] = []
-        self._process = home.start(_train, workload, plan.to_json(), str(device), seed, compile)
+        self.compile_s = 0.0
+        self._process = home.start(_train, workload, plan.to_json(), str(device), seed)
 
-    def warm_up(self) -> float:
-        """Wait until the model is built, and take the first steps, which build kernels and optimizer state.
+    def warm_up(self, steps: int = WARMUP) -> float:
+        """Wait until the model is built, and take the first steps, which build kernels and optimizer state, and compile.
 
         Returns:
             Seconds of the last of them.
@@ -62,8 +63,16 @@ class Apart:
         Raises:
             Exception: What was raised there; CastwiseError where the process died.
         """
+        self.wait()
+        return [self.steps(1) for _ in range(steps)][-1]
+
+    def wait(self) -> None:
+        """Wait until the model is built.
+
+        Raises:
+            Exception: What was raised there; CastwiseError where the process died.
+        """
         self._process.answer()
-        return [self.steps(1) for _ in range(WARMUP)][-1]
 
     def steps(self, count: int) -> float:
         """Train for some steps; seconds that they took, by its own clock, waiting for the device included.
@@ -78,19 +87,19 @@ class Apart:
         """End the process; does nothing to one that has ended."""
         with contextlib.suppress(Exception):  # one that failed has no losses to tell
             self._process.send(0)
-            self.losses = self._process.answer()
+            self.losses, self.compile_s = self._process.answer()
         self._process.close()
 
 
-def _train(
-    pipe: Connection, workload: bytes, plan: str, device: str, seed: int, compile: bool
-) -> list[float]:
+def _train(pipe: Connection, workload: bytes, plan: str, device: str, seed: int) -> tuple[list[float], float]:
     where = torch.device(device)
-    run = TrainingRun(received(workload), Plan.from_json(plan), where, seed, compile=compile)
+    made = Plan.from_json(plan)
+    keep_compiled_apart(made)
+    run = TrainingRun(received(workload), made, where, seed)
     pipe.send((False, None))
     while count := pipe.recv():
         pipe.send((False, _seconds(run, count, where)))
-    return run.losses
+    return run.losses, run.compile_s
 
 
 def _seconds(run: TrainingRun, steps: int, device: torch.device) -> float:
@@ -112,11 +121,13 @@ class Timed:
     Attributes:
         times_s: Seconds per step, by round.
         losses: Of its steps; every plan of a start has taken as many, but for one that failed.
+        compile_s: Seconds that compiling took, before the first round and in none.
         error: What ended it, if something did.
     """
 
     times_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    compile_s: float = 0.0
     error: Exception | None = None
 
 
@@ -128,7 +139,6 @@ def race_apart(
     *,
     rounds: int,
     seed: int = 0,
-    compile: bool = False,
     until: float = math.inf,
     on_round: Callable[[int], None] = lambda _done: None,
     ranks: Lockstep = BY_ITSELF,
@@ -142,7 +152,6 @@ def race_apart(
         device: Device that all run on.
         rounds: In each of which every one runs a block of steps, the order turning from round to round.
         seed: Of weights and data.
-        compile: Compile the prepared models.
         until: Clock time (``ranks.now()``) after which no further round begins, once there are three.
         on_round: Called with the number of rounds that are done.
         ranks: Who do so together: times are the slowest rank's, and a plan that fails on one fails on all.
@@ -152,7 +161,7 @@ def race_apart(
     """
     out = [Timed() for _ in plans]
     with contextlib.ExitStack() as stack:
-        runs = [Apart(home, workload, plan, device, seed, compile) for plan in plans]
+        runs = [Apart(home, workload, plan, device, seed) for plan in plans]
         for run in runs:
             stack.callback(run.close)
 
@@ -169,7 +178,8 @@ def race_apart(
                         out[index].error = error
             return found
 
-        step_s = each("the first steps", Apart.warm_up, range(len(runs)))
+        first = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
+        step_s = each("the first steps", lambda run: run.warm_up(first), range(len(runs)))
         fastest, slowest = min(step_s.values(), default=BLOCK_S), max(step_s.values(), default=BLOCK_S)
         block = max(1, min(64, round(min(BLOCK_S / fastest, LONGEST_BLOCK_S / slowest))))
         for number in range(rounds):
@@ -181,5 +191,5 @@ def race_apart(
                 out[index].times_s.append(seconds / block)
             on_round(number + 1)
     for run, timed in zip(runs, out, strict=True):
-        timed.losses = run.losses
+        timed.losses, timed.compile_s = run.losses, run.compile_s
     return out

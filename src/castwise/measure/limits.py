@@ -22,7 +22,7 @@ from castwise.measure import stats
 from castwise.measure.rates import ROUNDS, Loop, Variant, matmul
 from castwise.measure.steps import build_model
 from castwise.measure.timing import race, speedup, synchronize
-from castwise.workload import Workload, check_loss, next_batch
+from castwise.workload import Workload, check_loss, check_no_backward, make_optimizer, next_batch
 
 STEPS = 20
 PROFILED = 5
@@ -135,7 +135,7 @@ def profile_steps(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         model = build_model(workload, device, seed).train()
-        optimizer = workload.optimizer(model.parameters())
+        optimizer = make_optimizer(workload, model.parameters())
         batches = iter(workload.batches(seed))
         for number in range(2):
             batch = to_device(next_batch(workload, batches, number), device)
@@ -176,6 +176,7 @@ def _step(
 ) -> None:
     loss = workload.loss(model, batch)
     if check:
+        check_no_backward(model, f"workload {workload.name!r}")
         check_loss(loss, workload, batch, step=1)
     loss.backward()
     optimizer.step()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from castwise.errors import CastwiseError, WorkloadError, sentence
-from castwise.measure.processes import FORKS, Home, Process, portable, received
+from castwise.measure.processes import FORKS, Home, Process, keep_compiled_apart, portable, received
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
@@ -109,7 +109,9 @@ def _measure_in_copy(*what: Any) -> Memory:
 def _measure(
     _pipe: Connection, workload: bytes, plan: str, device: str, seed: int, inference: bool
 ) -> Memory:
-    return measure_here(received(workload), Plan.from_json(plan), torch.device(device), seed, inference)
+    made = Plan.from_json(plan)
+    keep_compiled_apart(made)
+    return measure_here(received(workload), made, torch.device(device), seed, inference)
 
 
 def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int, inference: bool) -> Memory:

@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 
 from castwise.errors import CastwiseError, WorkloadError, sentence
+from castwise.plans.plan import Plan
 from castwise.workload import Workload, find_workload
 
 FORKS = sys.platform.startswith("linux")
@@ -42,6 +43,17 @@ _LAUNCHED = re.compile(
     r"(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE)$|(LOCAL|GROUP)_(RANK|WORLD_SIZE)$|TORCHELASTIC_"
 )
 """What torchrun says to its processes: one that measures is none of the ranks."""
+
+
+COMPILED = "CASTWISE_COMPILED"
+"""Names, to processes that measure, the folder where the compiled code of each plan is kept apart."""
+
+
+def keep_compiled_apart(plan: Plan) -> None:
+    """Have this process keep what a plan compiles, and look for it, where no other plan does, if a search says so."""
+    folder = os.environ.get(COMPILED)
+    if folder and plan.compile != "as_given":
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, plan.digest[:16])
 
 
 def portable(workload: Workload | str) -> bytes:

@@ -204,11 +204,16 @@ class Judgement:
     avoid_in: tuple[str, ...] = ()
 
 
+LOSS = 0.9
+"""A format is to be avoided if it is known to run at less than this part of fp32's speed: what loses less gains nothing, and
+harms nobody."""
+
+
 def verdict_of(speedup: stats.Ratio) -> Verdict:
-    """What a ratio to fp32 says of a format: ``no gain`` where its interval contains 1."""
-    if speedup.is_tie:
-        return "no gain"
-    return "fast" if speedup.low > 1.0 else "avoid"
+    """What a ratio to fp32 says of a format, by its interval: all of it above 1, all of it below ``LOSS``, or neither."""
+    if speedup.low > 1.0:
+        return "fast"
+    return "avoid" if speedup.high < LOSS else "no gain"
 
 
 def judge(name: str, rates: Sequence[Rate]) -> Judgement:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise import _torch
 from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
 from castwise.plans.plan import Plan
@@ -17,7 +18,7 @@ from castwise.process import Claim, check_device
 from castwise.ranks import ALONE
 from castwise.scaler import StepResult
 from castwise.session import Amp
-from castwise.workload import Workload, check_loss, next_batch
+from castwise.workload import Workload, check_loss, check_no_backward, make_optimizer, next_batch
 
 
 def build_model(
@@ -41,6 +42,11 @@ def build_model(
     if state is not None:
         model.load_state_dict(state)
     return model if model.training else model.train()
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A block in which compiled models run as they are: to evaluate once takes less time than to compile for it."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 class _RandomState:
@@ -85,6 +91,10 @@ class _Run:
     """A model under a plan, for a race: process-wide settings and random numbers are its own while its block runs alone.
 
     Plans that disagree on process-wide settings can so be timed in turns.
+
+    Attributes:
+        compilations: How often something was compiled in its blocks, under a plan that compiles.
+        compile_s: Seconds of its blocks that this took.
     """
 
     model: nn.Module
@@ -95,12 +105,22 @@ class _Run:
         self._device = device
         self._claim = Claim(plan, device.type)
         self._random = _RandomState(device, seed)
+        self._compiles = plan.compile != "as_given"
+        self._compiled = 0, 0.0
+        self.compilations = 0
+        self.compile_s = 0.0
         self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is")
 
     def before(self, steps: int) -> None:
-        """Put the plan's process-wide settings in force."""
+        """Fetch what a block needs, and put the plan's process-wide settings in force."""
+        if self._compiles:
+            self._compiled = _torch.compilations()
         self._random.enter()
+        self._fetch(steps)
         self._claim.take()
+
+    def _fetch(self, steps: int) -> None:
+        pass
 
     def run(self, steps: int) -> None:
         """Run a block of steps."""
@@ -110,6 +130,11 @@ class _Run:
         """Give the process back as it was."""
         self._claim.close()
         self._random.leave()
+        if self._compiles:
+            count, seconds = _torch.compilations()
+            self.compilations += count - self._compiled[0]
+            self.compile_s += seconds - self._compiled[1]
+            self._compiled = count, seconds
 
     def block(self, steps: int) -> None:
         """Run a block of steps outside of a race."""
@@ -136,7 +161,6 @@ class TrainingRun(_Run):
         device: For model and batches.
         seed: Of weights and data.
         state: Initial weights, where they must equal another run's.
-        compile: Compile the prepared model by ``torch.compile``.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -150,17 +174,14 @@ class TrainingRun(_Run):
         device: torch.device,
         seed: int = 0,
         state: Mapping[str, torch.Tensor] | None = None,
-        compile: bool = False,
     ) -> None:
         super().__init__(plan, device, seed)
         self._workload = workload
         with self._random.in_force():
             self.model = build_model(workload, device, seed, state)
-            self.optimizer = workload.optimizer(self.model.parameters())
+            self.optimizer = make_optimizer(workload, self.model.parameters())
             self.amp = Amp(self._without_settings, device=device, group=ALONE)
             self.amp.prepare(self.model, self.optimizer)
-            if compile:
-                self.model.compile()
             self._batches = iter(workload.batches(seed))
         self._block: list[Any] = []
         self._losses: list[torch.Tensor] = []
@@ -168,23 +189,18 @@ class TrainingRun(_Run):
         self.losses: list[float] = []
         self.skipped_steps = 0
 
-    def before(self, steps: int) -> None:
-        """Fetch a block's batches to the device and put the plan's process-wide settings in force.
-
-        Raises:
-            WorkloadError: The batches ran out.
-        """
-        self._random.enter()
+    def _fetch(self, steps: int) -> None:
         taken = len(self.losses)
         batches = (next_batch(self._workload, self._batches, taken + i) for i in range(steps))
         self._block = [to_device(batch, self._device) for batch in batches]
-        self._claim.take()
 
     def run(self, steps: int) -> None:
         """Train on the block that was fetched; never waits for the device, except where the scaler has to."""
         workload, model, optimizer, amp = self._workload, self.model, self.optimizer, self.amp
         for batch in self._block[:steps]:
             loss = workload.loss(model, batch)
+            if not self.losses and not self._losses:
+                check_no_backward(model, f"workload {workload.name!r}")
             check_loss(loss, workload)
             amp.backward(loss)
             result = amp.step(optimizer)
@@ -209,14 +225,14 @@ class TrainingRun(_Run):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, without gradients, by the whole plan; in training mode again after it."""
+        """The model in evaluation mode, without gradients and uncompiled, by the whole plan; in training mode after it."""
         try:
-            super().before(0)
-            with torch.inference_mode():
+            self.before(0)
+            with torch.inference_mode(), uncompiled():
                 yield self.model.eval()
         finally:
             self.model.train()
-            super().after()
+            self.after()
 
     def close(self) -> None:
         """Take the plan off the model and let go of both."""

@@ -115,7 +115,8 @@ def race(
         warmup: Single steps before the first round, not counted.
         hopeless: A candidate that takes more than this many times the baseline's time is stopped: after its first step if
             that took longer than ``PATIENCE_S``, after two if they are long (``sure_s``), else when two rounds say so and
-            the median of all so far does.
+            the median of all so far does. What compiling took of the first steps (``compile_s``, where a candidate has it)
+            does not count.
         sure_s: Length of a step, in seconds, that cannot be the machine's noise.
         on_block: Called with a name and the steps just run, after each block.
         ranks: Run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
@@ -128,8 +129,10 @@ def race(
     for index, (name, runner) in enumerate(runners):
         taken: list[float] = []
         for _ in range(warmup):
+            compiled_s = getattr(runner, "compile_s", 0.0)
             try:
-                taken.append(_block_s(runner, 1, device, ranks))
+                step_s = _block_s(runner, 1, device, ranks)
+                taken.append(step_s - getattr(runner, "compile_s", 0.0) + compiled_s)
             except Exception as error:  # one candidate's failure is its result, not the end of the others
                 laps[name].error = error
                 break

@@ -34,6 +34,8 @@ from castwise.numerics.updates import LOST, lost_updates
 from castwise.numerics.verdicts import LEAST, Verdict, compare, goes_on, passes
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan, as_plan
+from castwise.process import find_device
+from castwise.workload import users_code
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -397,9 +399,9 @@ def parity(
         check_count("parity", name, value, least)
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
-    where = torch.device(device) if device is not None else device_of(model)
+    where = find_device("parity", device, str(device_of(model)))
     make = endless(batches, "parity")
-    with undisturbed(), unspoilt(model):
+    with users_code("parity: the model or its loss failed"), undisturbed(), unspoilt(model):
         prober = Prober(
             model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
         )

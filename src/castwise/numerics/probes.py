@@ -32,7 +32,7 @@ from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
-from castwise.workload import about_data, check_loss
+from castwise.workload import about_data, check_loss, check_no_backward
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
@@ -288,8 +288,12 @@ class Prober:
 
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
-        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32."""
+        """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32.
+
+        Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
+        """
         model = copy.deepcopy(self.model)
+        plan = dataclasses.replace(plan, compile="as_given")
         with Amp(plan, device=self.device, group=ALONE) as amp:
             if plan.keeps_masters:
                 amp.prepare(
@@ -303,7 +307,9 @@ class Prober:
         model.zero_grad(set_to_none=True)
         seed_all(micro.seed % 2**32)
         self.passes += 1
-        loss = check_loss(self.loss(model, micro.batch), self.call)
+        loss = self.loss(model, micro.batch)
+        check_no_backward(model, self.call)
+        loss = check_loss(loss, self.call)
         amp.backward(loss)
         return float(loss.detach())
 

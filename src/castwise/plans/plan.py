@@ -31,6 +31,8 @@ __all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
 _LONGEST: Final = 1 << 24
 """Bytes of a file: far more than any plan has, far less than memory."""
 _FP32_MODES: Final = ("as_is", "ieee", "tf32", "bf16")
+_COMPILE_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""torch.compile's own, and their names."""
 
 
 def _choice(default: str, *allowed: str) -> Any:
@@ -61,6 +63,8 @@ class Plan:
         fp32_conv: The same for convolutions.
         memory_format: ``as_is`` or ``channels_last``.
         optimizer: ``as_given`` or ``fused``.
+        compile: ``as_given``, or a mode of ``torch.compile`` to compile a prepared model in: ``default``,
+            ``reduce-overhead``, ``max-autotune``, ``max-autotune-no-cudagraphs``.
         output: Format of a prepared model's floating outputs: ``fp32`` or ``as_is``.
         loss_scale: How the loss is scaled, or None. Any compute format may have one; a mapping is taken too.
         provenance: Who measured the plan, on what, with which result: any mapping of JSON values.
@@ -80,6 +84,9 @@ class Plan:
     fp32_conv: str = _choice("as_is", *_FP32_MODES)
     memory_format: str = _choice("as_is", "as_is", "channels_last")
     optimizer: str = _choice("as_given", "as_given", "fused")
+    compile: str = field(
+        default="as_given", metadata={"allowed": ("as_given", *_COMPILE_MODES), "later": True}
+    )
     output: str = _choice("fp32", "fp32", "as_is")
     loss_scale: LossScale | None = None
     provenance: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -184,6 +191,8 @@ class Plan:
             parts.append(f"lays tensors out as {self.memory_format}")
         if self.optimizer == "fused":
             parts.append("fuses the optimizer")
+        if self.compile != "as_given":
+            parts.append("compiles the model" + (f" ({self.compile})" if self.compile != "default" else ""))
         if self.output == "as_is":
             parts.append("returns outputs as they come")
         if self.loss_scale is not None:
@@ -244,7 +253,11 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """SHA-256, in hex, of the plan's canonical JSON without provenance: the same in every process."""
-        canonical = json.dumps(_values(self), sort_keys=True, separators=(",", ":"))
+        decided = _values(self)
+        for f in dataclasses.fields(self):
+            if f.metadata.get("later") and decided[f.name] == f.default:
+                del decided[f.name]  # records of plans from before there was such a field still name them
+        canonical = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_json(self) -> str:

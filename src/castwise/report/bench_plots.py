@@ -12,10 +12,12 @@ from castwise.report.plots import (
     WIDTH,
     Picture,
     Record,
-    cut,
     draw_curves,
+    folded,
     name_rows,
     new_figure,
+    plain,
+    row_height,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def _bars(record: Record, panels: Sequence[tuple[str, Sequence[_Bar]]]) -> Figur
     """A figure with panels of horizontal bars one below the other, each as high as it has bars."""
     if not panels:
         return None
-    heights = [0.42 + 0.3 * len(bars) for _, bars in panels]
+    heights = [0.42 + row_height([bar.name for bar in bars], 0.3) * len(bars) for _, bars in panels]
     figure = new_figure(0.1 + sum(heights))
     places = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, bars) in zip(places, panels, strict=True):
@@ -88,10 +90,10 @@ def _panel(axes: Axes, title: str, bars: Sequence[_Bar], colours: Mapping[str, s
                 whisker = [[min(below, value)], [max(0.0, min(above, room - value))]]
                 axes.errorbar(value, index, xerr=whisker, color=ink, lw=1, capsize=2)
             end = cut_at if value > cut_at else min(value + above, max(room, value))
-        axes.text(end + 0.015 * top, index, label, va="center", ha="left").set_in_layout(False)
+        axes.text(end + 0.015 * top, index, plain(label), va="center", ha="left").set_in_layout(False)
     axes.set_title(title)
-    name_rows(axes, [cut(bar.name) for bar in bars])
-    axes.set_xlim(0, top * 1.62)
+    name_rows(axes, [bar.name for bar in bars])
+    axes.set_xlim(0, top * 2.0)
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
 
@@ -169,7 +171,7 @@ def _images(record: Record) -> Figure | None:
     for axes, (name, picture) in zip(grid.flat, images.items(), strict=False):
         rows = [[float("nan") if x is None else x for x in line] for line in picture]
         axes.imshow(rows, vmin=low, vmax=high, cmap="viridis", interpolation="nearest")
-        axes.set_title(cut(name), fontsize=8.5, fontweight="normal")
+        axes.set_title(folded(name), fontsize=8.5, fontweight="normal")
     return figure
 
 

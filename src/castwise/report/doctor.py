@@ -12,10 +12,11 @@ Record = Mapping[str, Any]
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A device, and perhaps a workload on it, for the terminal."""
+    """A device, and perhaps a workload on it, for the terminal: the workload, which somebody asked for, first."""
     where, band = record["environment"], record["bandwidth"]
     quartiles = f"{band['gb_per_s_low']:.3g} to {band['gb_per_s_high']:.3g}"
     return [
+        *(_workload(record["workload"]) if record["workload"] is not None else ()),
         Line(
             f"{where['device']} ({where['device_type']}, {where['threads']} threads, torch {where['torch']})",
             "bold",
@@ -25,9 +26,15 @@ def lines(record: Record) -> list[Grid | Line]:
         Line(),
         _rates(record["rates"]),
         _verdicts(record["verdicts"]),
-        *(_workload(record["workload"]) if record["workload"] is not None else ()),
+        *([Line(_ALONE, "dim")] if record["workload"] is None else ()),
         *(Line(note, "yellow") for note in record["notes"]),
     ]
+
+
+_ALONE = (
+    "These are single operators. What a training makes of a format depends on its other operators and sizes: "
+    "castwise doctor WORKLOAD times its steps."
+)
 
 
 def _rates(rates: list[Record]) -> Grid:
@@ -35,7 +42,9 @@ def _rates(rates: list[Record]) -> Grid:
 
     def ratio(rate: Record) -> str:
         speed = rate["speedup"]
-        return f"{speed['value']:.2g}x [{speed['low']:.2g}, {speed['high']:.2g}]" if speed else ""
+        if speed is None:
+            return ""
+        return words.factor(speed["value"]) if speed["low"] == speed["high"] else str(words.speed(speed))
 
     def rated(rate: Record) -> str | None:
         ends = [rate["gflops_low"], rate["gflops_high"]]
@@ -49,7 +58,7 @@ def _rates(rates: list[Record]) -> Grid:
         "ratio": ratio,
         "verdict": lambda rate: rate["error"] or (rate["verdict"] or "") + ", small probe" * rate["probe"],
     }
-    title = "Measured rates, GFLOP/s (quartiles) and ratio to fp32 [interval]"
+    title = "Single operators: GFLOP/s (quartiles), ratio to fp32 (95 % interval)"
     return Grid.of(title, rates, columns, lambda rate: "avoid" if rate["verdict"] == "avoid" else "")
 
 
@@ -58,13 +67,39 @@ def _verdicts(verdicts: list[Record]) -> Grid:
         return said["verdict"] + (f", not in {words.listed(said['avoid_in'])}" if said["avoid_in"] else "")
 
     columns: Columns = {"format": "format", "verdict": judged, "why": "reason"}
-    return Grid.of("Formats on this device", verdicts, columns, "verdict")
+    return Grid.of("Single operators by format", verdicts, columns, "verdict")
 
 
-def _workload(report: Record) -> list[Line]:
+def headline(report: Record) -> str:
+    """What a workload should do about formats, in a sentence."""
+    fast = [step for step in report["steps"] if step["verdict"] == "fast"]
+    if not fast:
+        return f"{report['name']}: no low format is known to make a training step faster here; stay in fp32."
+    best = max(fast, key=lambda step: float(step["speedup"]["value"]))
+    return f"{report['name']}: {best['plan']} trains {words.speed(best['speedup'])} as fast as fp32."
+
+
+def _workload(report: Record) -> list[Grid | Line]:
     profile = report["profile"]
     median, low, high = (words.time(profile["step_s"][key]) for key in ("median_s", "q1_s", "q3_s"))
-    lines = [
+    columns: Columns = {
+        "plan": "plan",
+        "training step": lambda step: words.step(step["time"]),
+        "vs fp32": lambda step: "1" if step["verdict"] is None else words.speed(step["speedup"]),
+        "verdict": "verdict",
+        "why": "reason",
+    }
+    lines: list[Grid | Line] = [
+        Line(headline(report), "bold"),
+        Line(),
+        Grid.of(f"Steps of {report['name']}", report["steps"], columns, "verdict"),
+        Line(
+            "Each trained in a process of its own, in turns, and was started again; brackets hold 95 % intervals from paired rounds. "
+            "fast: all of the interval is above 1; avoid: all of it is below 0.9. Whether a format keeps the gradients, and "
+            "which plan is fastest, castwise tune finds.",
+            "dim",
+        ),
+        Line(),
         Line(f"What limits {report['name']} in fp32", "bold cyan"),
         Line(
             f"A training step takes {median} (quartiles {low} to {high}), a batch "
@@ -76,4 +111,4 @@ def _workload(report: Record) -> list[Line]:
         lines += [Line(f"- {finding['sentence']}", "yellow"), Line(f"  {finding['advice']}")]
     if not report["findings"]:
         lines.append(Line("Nothing stands out: matrix products decide, and their sizes fit."))
-    return lines
+    return [*lines, Line()]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
 Said = str | Callable[[Any], Any]
@@ -46,7 +47,7 @@ class Row:
     @property
     def tag(self) -> str:
         """The status, where a page says it beside the name."""
-        return self.status if self.status in ("chosen", "baseline", "rejected") else ""
+        return self.status if self.status in ("chosen", "baseline", "tie", "rejected", "not tried") else ""
 
 
 @dataclass(frozen=True)
@@ -114,30 +115,78 @@ def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(_table(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines))
+    return Group(
+        *(_Fitted(part) if isinstance(part, Grid) else Text(part.text, part.style) for part in lines)
+    )
 
 
-def _table(grid: Grid) -> Table:
+@dataclass(frozen=True)
+class _Fitted:
+    """A table that gives way where the terminal is too narrow to show whole words: what follows a number goes below it."""
+
+    grid: Grid
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        fits = (level for level in range(len(_STACKED)) if _width(self.grid, level) <= options.max_width)
+        yield _table(self.grid, next(fits, len(_STACKED) - 1))
+
+
+_STACKED = (None, re.compile(r" (?=\(|to )"), re.compile(r" (?=\(|to |±)"))
+"""Where numbers go on below, the less room there is."""
+
+
+def _cell(text: str, level: int, head: bool = False) -> str:
+    """What a column of numbers shows of a cell."""
+    at = _STACKED[level]
+    if at is None:
+        return text
+    return re.sub(" |(?=_)", "\n", text) if head else at.sub("\n", text)
+
+
+def _width(grid: Grid, level: int) -> int:
+    """Columns of the terminal that a table needs so that no number, and no word of a plan's name, is broken."""
+    out = 4 if any(row.status == "chosen" for row in grid.rows) else 1
+    for name, *cells in zip(grid.header, *(row.cells for row in grid.rows), strict=True):
+        shown = [_cell(name, level, head=True), *(_cell(cell, level) for cell in cells)]
+        parts = [
+            part
+            for text in shown
+            for part in (breakable(text).split() if name in _WORDS else text.split("\n"))
+        ]
+        out += max(map(len, parts), default=0) + 2
+    return out
+
+
+def breakable(plan: str) -> str:
+    """A plan's line that a terminal may break between its parts."""
+    return plan.replace("+", " +")
+
+
+def _table(grid: Grid, level: int) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(
-        title=grid.title, title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=Text(grid.title), title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )  # fmt: skip
     marked = any(row.status == "chosen" for row in grid.rows)
     if marked:
         table.add_column("")
     for name in grid.header:
         words = name in _WORDS
+        head = name if words else _cell(name, level, head=True)
         table.add_column(
-            Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
-            min_width=12 if name == "plan" else None,
+            Text(head), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
         )  # fmt: skip
     for row in grid.rows:
         name, *cells = row.cells
         if grid.header[0] == "plan":
-            name = name.replace("+", " +")  # so that a plan's line may wrap between its parts
+            name = breakable(name)
+        cells = [
+            cell if head in _WORDS else _cell(cell, level)
+            for head, cell in zip(grid.header[1:], cells, strict=True)
+        ]
         mark = [">" if row.status == "chosen" else ""] if marked else []
         table.add_row(*map(Text, [*mark, name, *cells]), style=_STYLES.get(row.status))
     return table

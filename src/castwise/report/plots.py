@@ -78,16 +78,32 @@ def draw(pictures: Mapping[str, Picture], record: Record, ink: str = _INK) -> di
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def cut(name: str, most: int = 16, front: bool = False) -> str:
-    """A name short enough for an axis, cut at its end, or at its front as suits module paths."""
-    if len(name) <= most:
-        return name
-    return f"…{name[1 - most :]}" if front else f"{name[: most - 1]}…"
+def plain(text: str) -> str:
+    """A user's words as matplotlib draws them letter by letter: dollars start no formula."""
+    return text.replace("$", r"\$")
+
+
+def folded(name: str, most: int = 18) -> str:
+    """A name in lines short enough for an axis, which begin at a dot, a plus or an equals sign where they can."""
+    rows = [""]
+    for part in re.split(r"(?=[.+=])", name):
+        pieces = [part[at : at + most] for at in range(0, len(part), most)]
+        for piece in pieces:
+            if rows[-1] and len(rows[-1] + piece) > most:
+                rows.append(piece)
+            else:
+                rows[-1] += piece
+    return plain("\n".join(rows))
+
+
+def row_height(names: Sequence[str], height: float) -> float:
+    """Inches for each of some rows, whose names may be folded, where one of a single line takes so many."""
+    return height + 0.15 * max((folded(name).count("\n") for name in names), default=0)
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
     """Give what is drawn at 0, 1, 2 ... its names, from the top down."""
-    axes.set_yticks(range(len(names)), list(names))
+    axes.set_yticks(range(len(names)), [folded(name) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
 
@@ -113,7 +129,7 @@ def draw_curves(
         x = list(steps) if steps is not None else list(range(1, len(values) + 1))
         y = [float("nan") if v is None else v for v in values]
         axes.plot(
-            x[: len(y)], y, color=colours[name], lw=1.8, ls=dashes[index % len(dashes)], label=cut(name)
+            x[: len(y)], y, color=colours[name], lw=1.8, ls=dashes[index % len(dashes)], label=folded(name)
         )
     if known and min(known) > 0 and max(known) > 10 * min(known):
         from matplotlib.ticker import LogLocator

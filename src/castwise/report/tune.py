@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from castwise.report import words
-from castwise.report.grids import Columns, Grid, Line
+from castwise.report.grids import Columns, Grid, Line, Row, breakable
 from castwise.report.tune_plots import PICTURES
 
 __all__ = [
-    "PICTURES", "facts", "interval_note", "lines", "plan_grid", "region_grid", "remarks", "scale_sentences",
+    "PICTURES", "facts", "interval_note", "left_grid", "lines", "plan_grid", "region_grid", "remarks", "scale_sentences",
     "settings", "stage_grid", "values", "verification_sentence",
 ]  # fmt: skip
 
@@ -22,37 +22,54 @@ _MOST = 12
 
 
 def lines(record: Record) -> list[Grid | Line]:
-    """A search's answer, the plans that it compared and why others were rejected, for the terminal."""
+    """A search's answer, why, how to use it, the plans that it compared and what became of others, for the terminal."""
     plans, apart = plan_grid(record), region_grid(record).where("apart")
-    kept, lost = plans.where("rejected", False), plans.where("rejected")
     grids = (
-        kept.only("Speed", "plan", "training step", "vs fp32", "vs autocast"),
-        kept.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
+        plans.only("Speed", "plan", "training step", "vs fp32", "vs autocast"),
+        plans.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
         replace(apart, rows=apart.rows[:_MOST]).only(
             "Kept in another format", "region", "modules", "format", "why"
         ),
-        replace(lost, rows=lost.rows[:_MOST]).only("Rejected", "plan", "why"),
     )
-    more = len(lost.rows) - _MOST
     said = verification_sentence(record)
     return [
         Line(record["answer"], "bold"),
+        *(Line(sentence) for sentence in record["why"]),
+        *(Line(note, "yellow") for note in remarks(record)),
+        Line(),
+        Line("Paste into your training loop:"),
+        Line(words.pasted(record["plan"]), "green"),
         Line(),
         *(grid for grid in grids if grid.rows),
-        *([Line(f"and {more} more in evidence.json", "dim")] if more > 0 else ()),
-        *(Line(note, "yellow") for note in remarks(record)),
+        *(
+            Line(breakable(f"Ties: {row.why}".replace("\n", "\n  or  ")))
+            for row in plans.where("tie").rows
+            if "\n" in row.why
+        ),
+        *(part for status in ("rejected", "not tried") for part in _left(record, status)),
         *([Line(said)] if said else ()),
-        Line(f"The plan: {record['plan']}"),
         *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
+    ]
+
+
+def _left(record: Record, status: str) -> list[Grid | Line]:
+    """Plans that are not in the running, with why: the first of them."""
+    grid = left_grid(record, status)
+    more = len(grid.rows) - _MOST
+    shown = replace(grid, rows=grid.rows[:_MOST]).only(grid.title, "plan", "why")
+    return [
+        *([shown] if shown.rows else ()),
+        *([Line(f"and {more} more in evidence.json", "dim")] if more > 0 else ()),
     ]
 
 
 def values(record: Record) -> dict[str, Any]:
     """All of it, for the page."""
-    plans = plan_grid(record)
+    untried = left_grid(record, "not tried")
     return {
-        "answer": record["answer"], "remarks": remarks(record), "facts": facts(record),
-        "kept": plans.where("rejected", False), "rejected": plans.where("rejected"),
+        "answer": record["answer"], "why": record["why"], "remarks": remarks(record), "facts": facts(record),
+        "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
+        "left": [left_grid(record, "rejected"), untried.only(untried.title, "plan")],
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
         "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
     }  # fmt: skip
@@ -62,11 +79,58 @@ def values(record: Record) -> dict[str, Any]:
 
 
 def plan_grid(record: Record) -> Grid:
-    """The plans that were considered, in the record's order, each with its status and why."""
+    """The plan, fp32, one-line autocast and what is as good as can be told; ties with the plan as one row."""
+    rows = [row for row in record["candidates"] if _is_shown(record, row)]
+    ties = [row for row in rows if row["status"] == "tie" and not _name_beside(row)]
+    columns = _columns(record)
+    grid = Grid.of("Plans compared", (row for row in rows if row not in ties), columns, _status(record), _why)
+    if len(ties) < 2:
+        return replace(grid, rows=(*grid.rows, *Grid.of("", ties, columns, "status", _why).rows))
+    return replace(grid, rows=(*grid.rows, _folded(ties, columns)))
+
+
+def left_grid(record: Record, status: str) -> Grid:
+    """The plans of a status (``rejected``, ``not tried``) that :func:`plan_grid` does not show, one row per reason."""
+    rows = [row for row in record["candidates"] if row["status"] == status and not _is_shown(record, row)]
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault(_why(row), []).append(dict(row))
+    columns = _columns(record)
+    firsts = [same[0] | {"name": _and_others(same)} for same in alike.values()]
+    return replace(Grid.of("", firsts, columns, "status", _why), title=f"{len(rows)} {status}")
+
+
+def _and_others(same: Sequence[Record]) -> str:
+    others = len(same) - 1
+    return str(same[0]["name"]) + (f" and {others} other{'s' * (others > 1)}" if others else "")
+
+
+def _is_shown(record: Record, row: Record) -> bool:
+    return (
+        row["status"] not in ("rejected", "not tried")
+        or bool(_name_beside(row))
+        or row["plan"] == record["plan"]
+    )
+
+
+def _name_beside(row: Record) -> str:
+    """What a plan is to everybody, which is why it always has a row."""
+    return {"fp32": "as it is", "bf16-mixed": "one-line autocast"}.get(row["plan"], "")
+
+
+def _status(record: Record) -> Callable[[Record], str]:
+    return lambda row: "chosen" if row["plan"] == record["plan"] else row["status"]
+
+
+def _why(row: Record) -> Any:
+    return row["reason"] or (row["parity"] or row)["reason"]
+
+
+def _columns(record: Record) -> Columns:
     base = _baseline(record)
-    peak = base["peak_bytes"] if base is not None else None
+    peak = None if base is None else base["peak_bytes"]
     columns: Columns = {
-        "plan": "name",
+        "plan": lambda row: ", ".join(filter(None, (row["name"], _name_beside(row)))),
         "training step": lambda row: words.step(row["time"]),
         "vs fp32": lambda row: (
             "1" if row["status"] == "baseline" and row["time"] else words.speed(row["speedup"])
@@ -77,11 +141,46 @@ def plan_grid(record: Record) -> Grid:
         "damage": lambda row: row["parity"] and _damage(row["parity"]),
         "loss": lambda row: None if row["loss"] is None else words.loss(row["loss"]),
     }
+    if any(row["compile_s"] for row in record["candidates"]):
+        columns = {**columns, "compiling": _compiling}
+    return columns
 
-    def why(row: Record) -> Any:
-        return row["reason"] or (row["parity"] or row)["reason"]
 
-    return Grid.of("Plans compared", record["candidates"], columns, "status", why)
+def _folded(ties: Sequence[Record], columns: Columns) -> Row:
+    """Plans that tie as one row: what they have in common, the least and the most of each number."""
+
+    def span(said: Callable[[float], str], values: Sequence[float | None]) -> str:
+        known = [value for value in values if value is not None]
+        ends = list(dict.fromkeys(said(end) for end in (min(known), max(known)))) if known else ["-"]
+        if len(ends) == 2 and (unit := ends[0].lstrip(".0123456789")) == ends[1].lstrip(".0123456789"):
+            ends = [f"{ends[0].removesuffix(unit)}-{ends[1]}"]
+        return " to ".join(ends)
+
+    def value(key: str, inner: str) -> list[float | None]:
+        return [None if (found := row[key]) is None else found[inner] for row in ties]
+
+    cells = {
+        "plan": f"{len(ties)} others that tie with it",
+        "training step": span(words.time, value("time", "median_s")),
+        "vs fp32": span(words.factor, value("speedup", "value")),
+        "vs autocast": span(words.factor, value("versus_autocast", "value")),
+        "peak memory": span(words.size, [row["peak_bytes"] for row in ties]),
+        "parity": ", ".join(
+            dict.fromkeys(filter(None, (row["parity"] and row["parity"]["verdict"] for row in ties)))
+        ),
+        "damage": span(words.damage, value("parity", "value")),
+        "loss": span(words.loss, [row["loss"] for row in ties]),
+        "compiling": span(words.time, [row["compile_s"] for row in ties]),
+    }
+    return Row(tuple(cells[name] or "-" for name in columns), "tie", "\n".join(row["name"] for row in ties))
+
+
+def _compiling(row: Record) -> str | None:
+    """What compiling took, and when it pays."""
+    if row["compile_s"] is None:
+        return None
+    steps = row["pays_after_steps"]
+    return words.time(row["compile_s"]) + (f", pays after {steps:,} steps" if steps is not None else "")
 
 
 def region_grid(record: Record) -> Grid:
@@ -141,12 +240,8 @@ def _damage(parity: Record) -> str:
 
 
 def _chosen(record: Record) -> Record | None:
-    """The candidate that was chosen; fp32 where nothing was better, None where nothing was tried."""
-    rows: Sequence[Record] = record["candidates"]
-    chosen = (row for row in rows if row["status"] == "chosen")
-    return next(chosen, None) or next(
-        (row for row in rows if row["status"] == "baseline" and row["plan"] == record["plan"]), None
-    )
+    """The candidate that was chosen; None where nothing was tried."""
+    return next((row for row in record["candidates"] if row["plan"] == record["plan"]), None)
 
 
 def _baseline(record: Record) -> Record | None:
@@ -170,8 +265,7 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
         ("over one-line torch.autocast", row["versus_autocast"]),
     ):
         if ratio is not None:
-            firm = f"{words.level([ratio])} interval {words.interval(ratio)}"
-            out.append((f"speed {label}", words.factor(ratio["value"]), firm))
+            out.append((f"speed {label}", words.factor(ratio["value"]), words.interval(ratio)))
     if row["time"] is not None:
         out.append(("a training step", words.time(row["time"]["median_s"]), f"{row['rounds']} rounds"))
     if row["peak_bytes"] is not None:
@@ -190,13 +284,12 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
 
 def interval_note(record: Record) -> str:
     """What the numbers in the tables are."""
-    firm, lines = words.level(row["speedup"] for row in record["candidates"]), record["lines"]
+    lines = record["lines"]
     return (
-        "Times are medians ± half the interquartile range of rounds. The plans that came to the final were started several "
-        "times, each in a process of its own, and ran in turns; their speeds come with Student's "
-        f"{firm} interval over starts. The others left the race before it. Damage is "
-        f"{words.MEANING}, with its 95 % interval: below {lines['pass']:g} passes, above {lines['fail']:g} fails, between the two "
-        "is undecided."
+        "Plans with a time came to the final: they were started several times, each in a process of its own, and trained in "
+        "turns. Times are medians ± half the interquartile range; brackets hold 95 % intervals, of "
+        f"speeds over starts (Student's t), of damage over batches. Damage is {words.MEANING}: below {lines['pass']:g} passes, "
+        f"above {lines['fail']:g} fails, between the two is undecided."
     )
 
 

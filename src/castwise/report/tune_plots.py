@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from castwise.plans.formats import FORMATS
 from castwise.report import words
-from castwise.report.plots import COLOURS, GREY, Picture, Record, cut, name_rows, new_figure
+from castwise.report.plots import COLOURS, GREY, Picture, Record, name_rows, new_figure, row_height
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,6 +19,7 @@ _PALETTE = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8
 _STATUS = {
     "chosen": (COLOURS[0], "*", 190.0),
     "sound": (COLOURS[2], "o", 42.0),
+    "tie": (COLOURS[4], "o", 42.0),
     "rejected": (COLOURS[6], "X", 48.0),
     "baseline": (GREY, "s", 42.0),
 }
@@ -201,7 +202,8 @@ def _by_region(record: Record) -> Figure | None:
         keep = [*order[: REGIONS // 2], *order[-REGIONS // 2 :]]
         histograms = [h for h in histograms if h in keep]
     low, high = _reach(record["histograms"])
-    figure = new_figure(1.3 + 0.34 * len(histograms))
+    names = [h["pattern"] for h in histograms]
+    figure = new_figure(1.3 + row_height(names, 0.34) * len(histograms))
     axes = figure.subplots()
     for index, histogram in enumerate(histograms):
         most = max(histogram["counts"])
@@ -216,7 +218,7 @@ def _by_region(record: Record) -> Figure | None:
     for label, name, ends in _spans(record):
         if name == "fp16":
             _edges(axes, ends, _PALETTE[name], dashed=label != name, label=f"ends of {label}")
-    name_rows(axes, [cut(h["pattern"], 18, front=True) for h in histograms])
+    name_rows(axes, names)
     axes.set_title("By region")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, handlelength=1.6, columnspacing=1.2)
     return figure
@@ -245,7 +247,8 @@ def _regions(record: Record) -> Figure | None:
     found = [v for _, get, _, _ in kinds for row in rows if (v := get(row))]
     low = max(min([passes, *found]) / 3, _LEAST)
     high = max([3 * fails, *(3 * v for v in found)])
-    figure = new_figure(1.75 + 0.3 * len(rows))
+    names = [row["pattern"] or "(model)" for row in rows]
+    figure = new_figure(1.75 + row_height(names, 0.3) * len(rows))
     axes = figure.subplots()
     axes.set_xscale("log")
     for label, get, colour, marker in kinds:
@@ -260,7 +263,7 @@ def _regions(record: Record) -> Figure | None:
     for value in (passes, fails):
         axes.axvline(value, color=GREY, lw=1, ls=(0, (3, 2)), zorder=1)
     axes.set_xlim(low / 1.6, high)
-    name_rows(axes, [cut(row["pattern"] or "(model)", 18, front=True) for row in rows])
+    name_rows(axes, names)
     axes.grid(visible=True, axis="y")
     axes.set_title("Damage by region")
     axes.set_xlabel("relative error of an update")
@@ -271,7 +274,7 @@ def _regions(record: Record) -> Figure | None:
 PICTURES = {
     "scatter": Picture(
         _scatter, "Speed over fp32 against the damage of each plan",
-        "Every plan whose speed and gradients were both measured, with 95 % intervals; right and down is better. Plans "
+        "Every plan whose speed and gradients were both measured, with their intervals; right and down is better. Plans "
         "without both are in the table alone.",
     ),
     "gradients": Picture(

@@ -62,7 +62,7 @@ def speed(ratio: Record | None) -> str | None:
 
 def interval(ratio: Record) -> str:
     """A ratio's interval, as ``1.81 to 2.02``."""
-    return f"{_digits(ratio['low'])} to {_digits(ratio['high'])}"
+    return " to ".join("?" if ratio[end] is None else _digits(ratio[end]) for end in ("low", "high"))
 
 
 def level(ratios: Iterable[Record | None]) -> str:
@@ -93,6 +93,21 @@ def share(value: float, reference: float) -> str:
     if abs(change) < 0.005:
         return "as much"
     return f"{abs(change) * 100:.0f} % {'less' if change < 0 else 'more'}"
+
+
+def pasted(line: str, width: int = 76) -> str:
+    """The Python that trains by a plan's line, which breaks at its ``+`` where it is longer than a terminal is wide."""
+    whole = f'amp = castwise.Amp("{line}")'
+    if len(whole) > width:
+        first, *rest = line.split("+")
+        rows = [first]
+        for part in (f"+{part}" for part in rest):
+            if len(rows[-1] + part) > width - 6:
+                rows.append(part)
+            else:
+                rows[-1] += part
+        whole = "\n".join(["amp = castwise.Amp(", *(f'    "{row}"' for row in rows), ")"])
+    return f"{whole}\nmodel, optimizer = amp.prepare(model, optimizer)"
 
 
 def listed(names: Sequence[str]) -> str:

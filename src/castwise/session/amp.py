@@ -34,6 +34,7 @@ from castwise.session.checks import (
     check_norm,
     check_optimizer,
     check_parameters,
+    check_uncompiled,
 )
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
@@ -117,7 +118,7 @@ class Amp:
 
         Works in place, by hooks: the same objects come back, and references to parameters stay good. Prepare before
         ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
-        ``parallelize_module``; of a pipeline prepare each stage. Where torch.distributed is initialised, all ranks make
+        ``parallelize_module``; of a pipeline prepare each stage. Under a plan that compiles this compiles the model, in place. Where torch.distributed is initialised, all ranks make
         the first call together, and their plans are compared.
 
         Args:
@@ -139,6 +140,8 @@ class Amp:
             StateError: A wrong order of wrapping, or something prepared twice.
         """
         target = check_model(model, self.device_type)
+        check_uncompiled(model, self.plan)
+        check_uncompiled(target, self.plan)
         owner = _prepared.get(target)
         if owner is not None:
             raise StateError(

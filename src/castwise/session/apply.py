@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from castwise import _torch, borders, masters
 from castwise.borders import Border
-from castwise.casting import tracing
+from castwise.casting import frames, tracing
 from castwise.errors import StateError
 from castwise.fused import fuse
 from castwise.masters.sync import sync
@@ -38,7 +38,7 @@ def apply(
     inference: bool,
     log: UndoLog,
 ) -> Border:
-    """Put borders on a model, store its tensors, and give its optimizers masters and fused kernels.
+    """Put borders on a model, store its tensors, give its optimizers masters and fused kernels, and compile it.
 
     Model, optimizers and ``methods`` have been checked, and ``dtypes`` has the tensors that are to be stored
     otherwise. Under ``inference`` nothing is trained. The log gets what undoes each change.
@@ -83,6 +83,9 @@ def apply(
         refuse = functools.partial(_refuse_stranger, alive)
         log.callback(_torch.forget_every_step, refuse)
         _torch.watch_every_step(refuse)
+    if plan.compile != "as_given":
+        log.on(model, _torch.leave_uncompiled, root)
+        _torch.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
     return root
 
 

@@ -75,6 +75,19 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
     return target
 
 
+def check_uncompiled(model: nn.Module, plan: Plan) -> None:
+    """See that a model which the plan compiles is not compiled already: one of the two would mean nothing.
+
+    Raises:
+        StateError: It is.
+    """
+    if plan.compile != "as_given" and _torch.is_compiled(model):
+        raise StateError(
+            f"prepare: the plan {plan} compiles the model, and this {type(_torch.without_compiler(model)).__name__} is compiled "
+            "already; prepare it before torch.compile, or use a plan with compile='as_given', which leaves compiling to you"
+        )
+
+
 def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
     """See that an optimizer can be prepared with a model.
 

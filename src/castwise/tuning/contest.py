@@ -71,7 +71,6 @@ class Contest:
         workload: What is trained.
         device: Device that every entry trains on.
         seed: Of weights and data.
-        compile: Whether models are compiled, as they will be deployed.
         deadline: Clock time (``ranks.now``) after which no further round starts.
         ranks: Who race together.
         on_progress: Called with what is being done, how much of it is done and how much there is.
@@ -87,7 +86,6 @@ class Contest:
         device: torch.device,
         *,
         seed: int = 0,
-        compile: bool = False,
         deadline: float = math.inf,
         on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
         ranks: Lockstep = BY_ITSELF,
@@ -95,7 +93,6 @@ class Contest:
         self._workload = workload
         self._device = device
         self._seed = seed
-        self._compile = compile
         self._deadline = deadline
         self._say = on_progress
         self._ranks = ranks
@@ -252,7 +249,7 @@ class Contest:
 
     def _open(self, plan: Plan) -> None:
         def build() -> None:  # a run that another rank could not build is closed with the others
-            run = TrainingRun(self._workload, plan, self._device, self._seed, self._initial, self._compile)
+            run = TrainingRun(self._workload, plan, self._device, self._seed, self._initial)
             self._runs[plan] = run
             self._initial = self._initial or run.weights()
 

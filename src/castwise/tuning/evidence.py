@@ -19,7 +19,7 @@ __all__ = [
     "Candidate", "Damage", "Evidence", "Histogram", "RegionEvidence", "ScaleRange", "Stage", "Verification",
 ]  # fmt: skip
 
-Status = Literal["baseline", "chosen", "sound", "rejected"]
+Status = Literal["baseline", "chosen", "sound", "tie", "rejected", "not tried"]
 LINES = {"pass": PASS, "fail": FAIL, "adam_pass": ADAM_PASS, "adam_fail": ADAM_FAIL}
 
 
@@ -53,16 +53,20 @@ class Candidate:
     Attributes:
         name: A preset's name or the plan's line; what tables call it.
         plan: The plan's line, which ``Plan.parse`` reads.
-        status: ``baseline`` (fp32), ``chosen``, ``sound`` (in the running to the end), or ``rejected``.
-        reason: Why it was rejected ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory",
-            "not supported by this device: ..."), or why it was chosen; empty otherwise.
+        status: ``baseline`` (fp32, chosen or not), ``chosen``, ``tie`` (sound, and not known to be slower than the chosen one),
+            ``sound`` (nothing else is known of it), ``rejected``, or ``not tried`` (to the end, for want of time or since its
+            parts alone were slower).
+        reason: Why ("not faster", "gradient bias 0.31 in encoder.layers.3.norm", "out of memory", "not supported by this
+            device: ..."); of the chosen one why it was chosen.
         rounds: Timed rounds it took part in.
         time: Time per training step, None where it was not timed.
-        speedup: Over fp32, from rounds that both ran; > 1 is faster.
+        speedup: Over fp32, by the final; > 1 is faster. None for those that left before it.
         versus_autocast: Over one-line ``torch.autocast`` in bf16 (``bf16-mixed``).
         peak_bytes: Peak memory of a training step, None where it was not measured.
         parity: The gradient parity test's finding, None where it was not made.
         loss: Mean loss of the last steps that it trained in the race, None where there were none.
+        compile_s: Seconds that compiling it took, with none of its code on disk; None where it was not compiled.
+        pays_after_steps: Steps that take as much longer uncompiled; None where that is not known, or never.
     """
 
     name: str
@@ -76,6 +80,8 @@ class Candidate:
     peak_bytes: int | None = None
     parity: Damage | None = None
     loss: float | None = None
+    compile_s: float | None = None
+    pays_after_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,8 @@ class Evidence:
         formats: Formats that were allowed.
         plan: The chosen plan's line.
         compute: The format that it computes in, apart from its regions.
-        answer: The result in one sentence.
+        answer: What to do and what it brings, in a sentence.
+        why: What speaks for it, in sentences.
         complete: False where the search was interrupted or ran out of its budget.
         settings: ``accumulate``, ``world_size``, ``compile``, ``warmup_steps``, ``seed``, ``budget_s`` and such.
         world_size: Ranks that measured together, 1 for a process alone. Every time is the slowest rank's, every peak the
@@ -192,6 +199,7 @@ class Evidence:
     environment: Environment
     candidates: tuple[Candidate, ...]
     regions: tuple[RegionEvidence, ...]
+    why: tuple[str, ...] = ()
     world_size: int = 1
     histograms: tuple[Histogram, ...] = ()
     scale: ScaleRange | None = None

@@ -16,14 +16,16 @@ from castwise.tuning.axes import (
     complexity,
     name_of,
     numerics_of,
+    uncompiled,
     whole_step_plans,
     with_operators_as_is,
 )
+from castwise.tuning.compiling import compile_finalists, said
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import race_final
-from castwise.tuning.pairs import affordable_steps, is_doubtful, said, train_pairs
+from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
 from castwise.tuning.repair import VERIFYING
@@ -34,10 +36,10 @@ FAR = 1.1
 """What takes this many times as long as the fastest in the race does not come to the final."""
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
+RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.4, 0.6, 0.85
+"""After these shares of the budget no round of a race begins, nothing is compiled, and no start of the final begins."""
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
-RACE_SHARE, FINAL_SHARE = 0.4, 0.85
-"""After these shares of the budget no round of a race, and no start of the final, begins."""
 TRAINING_SHARE = 0.35
 """Training runs that decide a doubtful plan may take this share of the budget."""
 
@@ -58,7 +60,7 @@ def find_fastest(search: SearchState) -> None:
         plans = with_plans_from_elsewhere(search, _by_costs(search, plans))
     deadline = search.start + (RACE_SHARE if settings.goal == "time" else 1.2) * settings.budget_s
     contest = Contest(
-        search.workload, search.device, seed=settings.seed, compile=settings.compile, deadline=deadline,
+        search.workload, search.device, seed=settings.seed, deadline=deadline,
         on_progress=lambda what, done, total: search.say(search.now, what, done, total), ranks=search.ranks,
     )  # fmt: skip
     with contest:
@@ -73,16 +75,36 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
     running = _with_lossless(contest, likeliest(search, contest, sound, doubtful))
-    _final(search, running, doubtful, FINAL_SHARE)
+    compiled = _compiled(search, running, doubtful)
+    always = bool(compiled) and search.settings.compile == "always"
+    choice = compiled if always else [FP32, *running, *compiled]
+    in_doubt = [plan for plan in [*running, *compiled] if uncompiled(plan) in doubtful]
+    _final(search, [*running, *compiled], in_doubt, FINAL_SHARE, [FP32, *running] if always else ())
     assert search.final is not None
-    _choose(search, search.final.in_turn([FP32, *running]))
-    if doubt := search.final.doubt(search.chosen):
-        search.notes.append(doubt)
+    _choose(search, search.final.in_turn(choice))
+    search.notes += [
+        note for note in (search.final.doubt(search.chosen), said(search, search.chosen)) if note
+    ]
 
 
-def _final(search: SearchState, plans: Sequence[Plan], doubtful: Collection[Plan], share: float) -> None:
+def _compiled(search: SearchState, plans: Sequence[Plan], doubtful: Collection[Plan]) -> list[Plan]:
+    if search.settings.compile == "never":
+        return []
+    with search.stage("compiling"):
+        until = search.start + COMPILE_SHARE * search.settings.budget_s
+        return compile_finalists(search, plans, doubtful, until)
+
+
+def _final(
+    search: SearchState,
+    plans: Sequence[Plan],
+    doubtful: Collection[Plan],
+    share: float,
+    beside: Collection[Plan] = (),
+) -> None:
     with search.stage("final"):
-        search.final = race_final(search, plans, doubtful, search.start + share * search.settings.budget_s)
+        until = search.start + share * search.settings.budget_s
+        search.final = race_final(search, plans, doubtful, until, beside)
 
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
@@ -154,7 +176,8 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
 def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     """Candidates, and what was chosen for the same job elsewhere, where its formats are raced here."""
     raced = {plan.compute for plan in plans}
-    return list(dict.fromkeys([*plans, *(plan for plan in search.elsewhere if plan.formats <= raced)]))
+    elsewhere = (uncompiled(plan) for plan in search.elsewhere if plan.formats <= raced)
+    return list(dict.fromkeys([*plans, *elsewhere]))
 
 
 def low_share(search: SearchState, plan: Plan) -> float:
@@ -293,7 +316,9 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
         if result.verdict != "pass":
             trained = _trained(search, plan) if _may_train(search, result) else None
             if trained is None or trained.verdict != "not worse":
-                search.reasons[plan] = why if trained is None else f"{why}, and in training {said(trained)}"
+                search.reasons[plan] = (
+                    why if trained is None else f"{why}, and in training {in_training(trained)}"
+                )
                 continue
             search.verification = trained
             search.reasons.pop(plan, None)
@@ -304,7 +329,8 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
 
 
 def _trained(search: SearchState, plan: Plan) -> Verification | None:
-    """Pairs of training runs of a plan and fp32; None without the time for them."""
+    """Pairs of training runs of a plan, uncompiled, and fp32; None without the time for them."""
+    plan = uncompiled(plan)
     settings, contest = search.settings, search.contest
     assert contest is not None
     a_pair_s = sum(statistics.median(contest.entries[p].lap.seconds) for p in (FP32, plan))

@@ -110,15 +110,20 @@ def _interval(ratio: stats.Ratio) -> str:
 
 
 def race_final(
-    search: SearchState, eligible: Sequence[Plan], doubtful: Collection[Plan], until: float
+    search: SearchState,
+    eligible: Sequence[Plan],
+    doubtful: Collection[Plan],
+    until: float,
+    beside: Collection[Plan] = (),
 ) -> Final:
     """Race plans to the decision.
 
     Args:
         search: Whose workload, device and settings they have.
-        eligible: The plans to choose among; fp32 always is one.
+        eligible: The plans to choose among; fp32 is one too.
         doubtful: Those among them whose gradients are in doubt.
         until: Clock time after which nothing new begins.
+        beside: Of these, and of fp32, those that cannot be chosen.
 
     Raises:
         Exception: What fp32 raised, or another plan, unless it says that the plan cannot run.
@@ -126,8 +131,9 @@ def race_final(
     contest, ranks = search.contest, search.ranks
     assert contest is not None
     runs = contest.entries
-    beside = [AUTOCAST] if AUTOCAST in runs and (runs[AUTOCAST].behind or not runs[AUTOCAST].reason) else []
-    plans = list(dict.fromkeys([FP32, *eligible, *beside]))
+    shows = [AUTOCAST] if AUTOCAST in runs and (runs[AUTOCAST].behind or not runs[AUTOCAST].reason) else []
+    plans = list(dict.fromkeys([FP32, *eligible, *shows]))
+    choice = {FP32, *eligible}.difference(beside)
     final = Final(plans, doubtful)
     taken_s = 0.0
 
@@ -154,7 +160,7 @@ def race_final(
         search.say(search.now, what, 0, ROUNDS)
         found = race_apart(
             search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
-            seed=search.settings.seed, compile=search.settings.compile, until=begin + (until - begin) / share,
+            seed=search.settings.seed, until=begin + (until - begin) / share,
             on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
         )  # fmt: skip
         starts += 1
@@ -164,7 +170,7 @@ def race_final(
 
     def decided(start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]]) -> Final:
         weights = [final.complexity(plan) for plan in plans]
-        shown = frozenset(i for i, plan in enumerate(plans) if plan not in eligible and plan != FP32)
+        shown = frozenset(i for i, plan in enumerate(plans) if plan not in choice)
         final.decision, final.times_s = settle(weights, start, shown, over)
         return final
 

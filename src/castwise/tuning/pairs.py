@@ -120,7 +120,7 @@ def judge_losses(
     return Verification(steps, n, mean, upper, margin, (t + _POWER) * error, verdict)
 
 
-def said(trained: Verification) -> str:
+def in_training(trained: Verification) -> str:
     """What training runs found, in a clause."""
     return (
         f"over {trained.seeds} pairs of {trained.steps} steps its loss differs from fp32's by {trained.difference:.2g} (95 % below "

@@ -12,16 +12,18 @@ from castwise.numerics.parity import ParityResult
 from castwise.plans.parts import Region
 from castwise.plans.plan import Plan
 from castwise.resolve import assign
+from castwise.tuning.answer import answer, speed, tied, why, why_chosen
 from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
-from castwise.tuning.pairs import said
+from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
 LAST = 5
 """Steps whose losses a candidate's loss is the mean of."""
-_PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "rejected")
+_PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected", "not tried")
 
 
 def evidence(search: Search) -> Evidence:
@@ -38,6 +40,7 @@ def evidence(search: Search) -> Evidence:
         digest=plan.digest,
         compute=plan.compute,
         answer=answer(search),
+        why=why(search),
         complete=search.complete,
         settings=asked,
         environment=where,
@@ -54,66 +57,6 @@ def evidence(search: Search) -> Evidence:
     )
 
 
-def answer(search: Search) -> str:
-    """The result in one sentence."""
-    if not search.complete and search.chosen == FP32:
-        return "The search ended before it could choose; fp32 is what is known to be sound."
-    plan = search.chosen
-    if search.settings.goal == "numerics":
-        low = search.settings.formats[0]
-        if plan == FP32:
-            return f"No set of regions made {low} pass: stay with fp32."
-        kept = [region.pattern for region in plan.regions if region.compute == "fp32"]
-        if not kept:
-            return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
-        return (
-            f"{low} is sound with {len(kept)} region{'s' * (len(kept) != 1)} kept in fp32 ({', '.join(kept)}): its gradients "
-            "then cannot be told from fp32's within the noise of the data."
-        )
-    if plan == FP32:
-        return f"Stay with fp32 as it is: {_why_fp32(search)}."
-    beside = {
-        "fp32": _ratio(search, plan, FP32),
-        "one-line torch.autocast in bf16": _ratio(search, plan, AUTOCAST),
-    }
-    known = [_speed(name, ratio) for name, ratio in beside.items() if ratio is not None]
-    parts = [f"trains {' and '.join(known)}"] if known else []
-    if search.settings.goal == "memory" and plan in search.peaks and FP32 in search.peaks:
-        parts.insert(0, f"takes {search.peaks[plan] / search.peaks[FP32]:.0%} of fp32's peak memory")
-    trained = search.verification
-    if search.verified is not None and search.verified.verdict != "pass" and trained is not None:
-        return (
-            f"{name_of(plan)} {' and '.join(parts)}. Its gradients differ from fp32's (damage, the relative error of an "
-            f"update, {search.verified.damage.value:.2g}), so training decided: {said(trained)}."
-        )
-    sound = "with gradients that cannot be told from fp32's within the noise of the data"
-    if plan.compute == "fp32" and plan.fp32_matmul == "as_is" and not plan.regions:
-        sound = "computing in fp32 throughout"
-    return f"{name_of(plan)} {' and '.join(parts) or 'is sound'}, {sound}."
-
-
-def _why_fp32(search: Search) -> str:
-    if search.reasons:
-        plan, reason = next(iter(search.reasons.items()))
-        return f"nothing faster passed ({name_of(plan)}: {reason})"
-    return "no plan was faster by more than the measurement can tell"
-
-
-def _speed(other: str, ratio: stats.Ratio) -> str:
-    """How fast a plan is beside another; no direction where the interval knows none."""
-    interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
-    if ratio.is_tie:
-        return f"as fast as {other} as far as can be told {interval}"
-    return f"{ratio.value:.2f} times {interval} as fast as {other}"
-
-
-def _ratio(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
-    """How many times as fast as another a plan is, by the final; by the race where that was not reached."""
-    if search.final is not None:
-        return search.final.ratio(plan, over)
-    return search.contest.ratio(plan, over) if search.contest is not None and plan != over else None
-
-
 def _finding(search: Search, plan: Plan) -> ParityResult | None:
     """What is known of a plan's gradients: on fresh batches rather than on the search's own."""
     known = (search.verified if plan == search.chosen else None, search.findings.get(plan))
@@ -122,7 +65,18 @@ def _finding(search: Search, plan: Plan) -> ParityResult | None:
 
 def _candidates(search: Search) -> tuple[Candidate, ...]:
     entries = search.contest.entries if search.contest is not None else {}
-    seen = [FP32, *entries, *search.peaks, *search.passed_over, *search.reasons, search.chosen]
+    finalists = search.final.plans if search.final is not None else ()
+    seen = [
+        FP32,
+        AUTOCAST,
+        *finalists,
+        *entries,
+        *search.trials,
+        *search.peaks,
+        *search.passed_over,
+        *search.reasons,
+        search.chosen,
+    ]
     rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
 
     def rank(row: Candidate) -> tuple[int, float]:
@@ -133,28 +87,61 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
 
 
 def _candidate(search: Search, plan: Plan) -> Candidate:
-    contest, final, chosen = search.contest, search.final, search.chosen
+    contest, final = search.contest, search.final
     entry = contest.entries.get(plan, Entry(plan)) if contest is not None else Entry(plan)
     found = _finding(search, plan)
-    why = search.reasons.get(plan) or search.passed_over.get(plan)
-    why = why or (final.reason(plan, chosen) if final is not None else "") or entry.reason
-    status: Status = "sound" if not why and found is not None and found.verdict == "pass" else "rejected"
-    if plan == chosen:
-        status, why = "chosen", "the fastest sound plan" if search.settings.goal == "time" else "chosen"
-    elif not why and entry.rounds:
-        why = "not timed beside the chosen plan"
-    if plan == FP32:
-        status = "baseline"
+    status, reason = _standing(search, plan, entry, found)
     times, losses = (
         (final.seconds(plan), final.losses.get(plan, [])) if final is not None else (entry.lap.seconds, [])
     )
     return Candidate(
-        name=name_of(plan), plan=str(plan), status=status, reason=why, rounds=len(times),
-        time=stats.summarise(times) if times else None, speedup=_ratio(search, plan, FP32),
-        versus_autocast=_ratio(search, plan, AUTOCAST),
+        name=name_of(plan), plan=str(plan), status=status, reason=reason, rounds=len(times),
+        time=stats.summarise(times) if times else None, speedup=speed(search, plan, FP32),
+        versus_autocast=speed(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),
         loss=statistics.fmean(losses[-LAST:]) if losses else None,
+        compile_s=(trial.compile_s or None) if (trial := search.trials.get(plan)) is not None else None,
+        pays_after_steps=pays_after(search, plan),
     )  # fmt: skip
+
+
+def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, str]:
+    """What became of a plan, and why."""
+    final, unsound = search.final, search.reasons.get(plan, "")
+    if plan == search.chosen:
+        return ("baseline" if plan == FP32 else "chosen"), why_chosen(search)
+    why = unsound or (final.reason(plan, search.chosen) if final is not None else "")
+    why = why or search.passed_over.get(plan, "") or entry.reason
+    if plan == FP32:
+        return "baseline", why
+    if plan in tied(search):
+        return "tie", why
+    in_final = final is not None and bool(final.seconds(plan))
+    ran = bool(entry.rounds or entry.reason or in_final) and not why.startswith(("not tried", "not tested"))
+    if unsound or (why and ran):
+        return "rejected", why
+    if found is not None:
+        return ("sound" if found.verdict == "pass" else "rejected"), why
+    if why:
+        return "not tried", why
+    if entry.rounds:
+        return "not tried", f"not tried to the end{_race_speed(search, plan)}"
+    return "not tried", _not_asked(search)
+
+
+def _race_speed(search: Search, plan: Plan) -> str:
+    """How fast a plan was in the race, in a clause; the final alone has intervals."""
+    ratio = search.contest.ratio(plan) if search.contest is not None else None
+    return f": about {ratio.value:.2f} times as fast as fp32 in the race" if ratio is not None else ""
+
+
+def _not_asked(search: Search) -> str:
+    low = AUTOCAST.compute
+    if low not in search.settings.formats:
+        return f"{low} is not among the formats that were asked for"
+    if search.settings.goal == "numerics":
+        return "speed was not asked for"
+    return "the search ended before it"
 
 
 def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
@@ -164,7 +151,7 @@ def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | 
     d, trained = found.damage, search.verification if plan == search.chosen else None
     if found.verdict == "pass" or trained is None or trained.verdict != "not worse":
         return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
-    reason = f"{found.reason}; {said(trained)}"
+    reason = f"{found.reason}; {in_training(trained)}"
     return Damage("decided by training", d.value, d.low, d.high, d.bias, d.noise, reason)
 
 

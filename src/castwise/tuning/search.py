@@ -19,6 +19,7 @@ Steps 2 to 6 are :mod:`castwise.tuning.fastest`; with ``goal="numerics"`` the re
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +32,15 @@ from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
-from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.axes import name_of, numerics_of, uncompiled
+from castwise.tuning.compiling import own_cache
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
 from castwise.tuning.repair import VERIFYING, NumericsSearch
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
+from castwise.workload import make_optimizer
 
 __all__ = ["Search", "Settings"]
 
@@ -69,7 +72,11 @@ class Search(SearchState):
                 f"tune(budget_s={settings.budget_s:g}): no time for anything; a search needs {LEAST_S:g} s at the very "
                 "least, and a minute or two to be worth its answer"
             )
-        with undisturbed(), self.home:
+        with (
+            undisturbed(),
+            self.home,
+            own_cache() if settings.compile != "never" else contextlib.nullcontext(),
+        ):
             with self.stage("reference"):
                 self._refer()
             if settings.goal == "numerics":
@@ -94,7 +101,12 @@ class Search(SearchState):
         """Run fp32 on a few batches, and look at the model."""
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
-        adam = self.ranks.at("the optimizer").same(is_adam(workload.optimizer(model.parameters())))
+        trained = model.parameters()
+        optimizer = (
+            workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
+        )
+        self.optimizer = type(optimizer).__name__
+        adam = self.ranks.at("the optimizer").same(is_adam(optimizer))
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
             call=f"tune({workload.name!r})", dither=coarsest(settings.formats),
@@ -162,7 +174,7 @@ class Search(SearchState):
     def _train(self) -> None:
         settings = self.settings
         self.verification = train_pairs(
-            self.workload, self.chosen, self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
+            self.workload, uncompiled(self.chosen), self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
             first_seed=settings.seed, ranks=self.ranks,
             on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
         )  # fmt: skip

@@ -25,6 +25,7 @@ from castwise.tuning.evidence import Stage, Verification
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import Part, exempt
 from castwise.tuning.repair import VERIFYING, NumericsSearch, Repair
+from castwise.tuning.trial import Trial
 from castwise.workload import Workload
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 FP32 = PRESETS["fp32"]
 AUTOCAST = PRESETS["bf16-mixed"]
 GOALS = ("time", "memory", "numerics")
+COMPILE = ("never", "auto", "always")
 MICROBATCHES = 8
 PEAK_S = 8.0
 """With less time left than this no further process is started that measures peak memory."""
@@ -52,7 +54,7 @@ class Settings:
     goal: str = "time"
     accumulate: int = 1
     world_size: int = 1
-    compile: bool = False
+    compile: str | bool = "never"
     warmup_steps: int = 0
     verify_steps: int = 0
     verify_seeds: int = 8
@@ -64,6 +66,15 @@ class Settings:
         if self.goal not in GOALS:
             raise PlanError(f"tune(goal={self.goal!r}) is not allowed. Allowed: {', '.join(GOALS)}.")
         object.__setattr__(self, "formats", check_formats(self.formats, self.goal))
+        if isinstance(self.compile, bool):
+            object.__setattr__(self, "compile", "always" if self.compile else "never")
+        if self.compile not in COMPILE:
+            raise PlanError(f"tune(compile={self.compile!r}) is not allowed. Allowed: {', '.join(COMPILE)}.")
+        if self.compile != "never" and self.goal != "time":
+            raise PlanError(
+                f"tune(compile={self.compile!r}, goal={self.goal!r}): whether to compile is decided by time alone; leave "
+                "compile out, or use goal='time'"
+            )
         for name, least in (
             ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
         ):  # fmt: skip
@@ -85,7 +96,8 @@ class SearchState:
         elsewhere: Plans that were found for the same job on other devices or by other versions.
         home: Where the processes start that it measures in.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model in fp32, as the search found it; set by the first stage, as are the next five.
+        model: The model in fp32, as the search found it; set by the first stage, as are the next six.
+        optimizer: Class name of the optimizer.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
         parts: The model's regions.
@@ -94,6 +106,7 @@ class SearchState:
         costs: Of the parts, by pattern.
         contest: The race that leads to it; None for ``goal="numerics"``.
         final: The race that decides, once it has been run.
+        trials: What became of plans that were compiled.
         findings: Parity per plan's numerics.
         reasons: What speaks against a plan, where the race does not say.
         passed_over: Why a plan was not tried, of which nothing else is known.
@@ -117,6 +130,7 @@ class SearchState:
     home: Home = field(default_factory=Home)
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
+    optimizer: str = "optimizer"
     parts: tuple[Part, ...] = ()
     used: frozenset[str] = frozenset()
     images: bool = False
@@ -125,6 +139,7 @@ class SearchState:
     final: Final | None = None
     test: ParityTest | None = None
     numerics: NumericsSearch | None = None
+    trials: dict[Plan, Trial] = field(default_factory=dict)
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
     reasons: dict[Plan, str] = field(default_factory=dict)
     passed_over: dict[Plan, str] = field(default_factory=dict)
@@ -254,7 +269,8 @@ class SearchState:
         for number, plan in enumerate(plans):
             if plan in self.peaks:
                 continue
-            if self.left_s() < PEAK_S:
+            compiles_s = self.trials[plan].compile_s if plan in self.trials else 0.0
+            if self.left_s() < PEAK_S + compiles_s:
                 self.notes.append(
                     f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
                 )

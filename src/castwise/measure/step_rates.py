@@ -1,0 +1,195 @@
+"""How fast a training step of a workload is in each low format, beside fp32.
+
+Each plan trains in a process of its own, in turns, and all are started again: what the rates of single operators promise
+is not what a step makes of them (:mod:`castwise.measure.apart`). Intervals are from paired rounds, as a bench's are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from castwise.errors import WorkloadError
+from castwise.measure import stats
+from castwise.measure.apart import Apart, Timed, race_apart
+from castwise.measure.failures import unfit
+from castwise.measure.limits import StepProfile
+from castwise.measure.processes import Home, portable
+from castwise.measure.rates import Rate, Verdict, verdict_of
+from castwise.measure.steps import TrainingRun
+from castwise.measure.timing import race
+from castwise.plans.plan import PRESETS
+from castwise.workload import Workload
+
+PLANS = ("fp32", "bf16-mixed", "fp16-mixed")
+SLOW = 3.0
+"""A plan that takes this many times fp32's time, by a step or by what its operators take, is not timed any further."""
+STARTS, ROUNDS = 3, 6
+BUDGET_S = 12.0
+"""No start begins after so long, and no round but the first three of a start."""
+
+
+@dataclass(frozen=True)
+class StepRate:
+    """A training step under a plan.
+
+    Attributes:
+        plan: A preset's name.
+        time: Per step, None where it was not timed to the end.
+        speedup: Over fp32; None for fp32, and where it was not timed to the end.
+        verdict: None for fp32.
+        reason: Why it was not timed to the end; else empty.
+    """
+
+    plan: str
+    time: stats.Summary | None = None
+    speedup: stats.Ratio | None = None
+    verdict: Verdict | None = None
+    reason: str = ""
+
+
+def measure_steps(
+    workload: Workload,
+    device: torch.device,
+    out: Mapping[str, str],
+    *,
+    seed: int = 0,
+    starts: int = STARTS,
+    on_start: Callable[[int, int], None] = lambda _done, _total: None,
+) -> tuple[StepRate, ...]:
+    """Time steps under each of ``PLANS``.
+
+    Args:
+        workload: What is trained; one that cannot be sent to another process is timed in this one.
+        device: Where.
+        out: By plan why it is not run.
+        seed: Of weights and data.
+        starts: How often all are started, within some seconds.
+        on_start: Called with the number of starts that are done, and how many there are at most.
+
+    Returns:
+        By plan what was found, fp32's first.
+
+    Raises:
+        Exception: What fp32 raised.
+    """
+    why = dict(out)
+    plans = [plan for plan in PLANS if plan not in why]
+    times: dict[str, list[list[float]]] = {plan: [] for plan in plans}
+    try:
+        payload = portable(workload)
+    except WorkloadError:
+        times, failed = _in_turns(workload, plans, device, seed)
+        why |= failed
+        plans = [plan for plan in plans if plan not in why]
+    else:
+        with Home() as home:
+            plans = _tried(home, payload, plans, device, seed, why)
+            end = time.monotonic() + BUDGET_S
+            for start in range(starts):
+                on_start(start, starts)
+                found = race_apart(
+                    home, payload, [PRESETS[plan] for plan in plans], device, rounds=ROUNDS, seed=seed,
+                    until=end,
+                )  # fmt: skip
+                plans = _booked(plans, found, times, why)
+                if time.monotonic() > end:
+                    break
+            on_start(starts, starts)
+    rounds = {plan: [second for start in times[plan] for second in start] for plan in plans}
+    rates = {}
+    for plan in plans:
+        summary = stats.summarise(rounds[plan])
+        ratio = stats.paired_speedup(rounds["fp32"], rounds[plan]) if plan != "fp32" else None
+        rates[plan] = StepRate(plan, summary, ratio, verdict_of(ratio) if ratio is not None else None)
+    return tuple(rates.get(plan) or StepRate(plan, verdict="avoid", reason=why[plan]) for plan in PLANS)
+
+
+def _tried(
+    home: Home, payload: bytes, plans: Sequence[str], device: torch.device, seed: int, why: dict[str, str]
+) -> list[str]:
+    """The plans whose second step is not hopelessly slow; the first builds kernels."""
+    left, base_s = [], 0.0
+    for plan in plans:
+        with contextlib.closing(Apart(home, payload, PRESETS[plan], device, seed)) as run:
+            try:
+                run.wait()
+                step_s = [run.steps(1) for _ in range(2)][-1]
+            except Exception as error:
+                if plan == "fp32":
+                    raise
+                why[plan] = unfit(error)
+                continue
+        base_s = base_s or step_s
+        if step_s > SLOW * base_s:
+            why[plan] = f"stopped: a step takes {step_s / base_s:.3g} times as long as in fp32"
+        else:
+            left.append(plan)
+    return left
+
+
+def _booked(
+    plans: Sequence[str], found: Sequence[Timed], times: dict[str, list[list[float]]], why: dict[str, str]
+) -> list[str]:
+    for plan, timed in zip(plans, found, strict=True):
+        if timed.error is None:
+            times[plan].append(timed.times_s)
+        elif plan == "fp32":
+            raise timed.error
+        else:
+            why[plan] = unfit(timed.error)
+    return [plan for plan in plans if plan not in why]
+
+
+def _in_turns(
+    workload: Workload, plans: Sequence[str], device: torch.device, seed: int
+) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
+    """One start of all plans in this process, and why plans did not come to its end."""
+    times: dict[str, list[list[float]]] = {}
+    why: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for plan in plans:
+            try:
+                run = TrainingRun(workload, PRESETS[plan], device, seed)
+            except Exception as error:
+                if plan == "fp32":
+                    raise
+                why[plan] = unfit(error)
+                continue
+            stack.callback(run.close)
+            runs.append((plan, run))
+        laps = race(runs, rounds=ROUNDS, steps=1, device=device, hopeless=SLOW)
+        for plan, _ in runs:
+            lap = laps[plan]
+            if lap.error is not None and plan == "fp32":
+                raise lap.error
+            if lap.error is not None:
+                why[plan] = unfit(lap.error)
+            elif lap.slowdown is not None:
+                why[plan] = f"stopped: a step takes {lap.slowdown:.3g} times as long as in fp32"
+            else:
+                times[plan] = [lap.seconds]
+    return times, why
+
+
+def by_operators(profile: StepProfile, rates: Sequence[Rate], plan: str) -> float:
+    """How many times as long as in fp32 a step takes in a plan's format at least, by the rates of its operators.
+
+    What is neither a matrix product nor a convolution counts as in fp32, and so does what has no rate.
+    """
+    format = PRESETS[plan].compute
+    best: dict[str, float] = {}
+    for rate in rates:
+        if rate.format == format and rate.speedup is not None:
+            kind = {"matmul": "matmul", "depthwise": "depthwise"}.get(rate.kernel, "convolution")
+            best[kind] = max(best.get(kind, 0.0), rate.speedup.value)
+    slowdown = 0.0
+    for operator in profile.operators:
+        kind = operator.product.kind if operator.product is not None else ""
+        slowdown += operator.share / (best.get(kind) or 1.0)
+    return slowdown

@@ -1,0 +1,205 @@
+"""A search's answer in words: what to do, how much faster that is, and why."""
+
+from __future__ import annotations
+
+from castwise.measure import stats
+from castwise.plans.plan import Plan
+from castwise.tuning.axes import name_of
+from castwise.tuning.pairs import in_training
+from castwise.tuning.search import Search
+from castwise.tuning.state import AUTOCAST, FP32
+
+MOST_NAMED = 3
+"""Regions or operators that a sentence names; beyond it counts them."""
+_SAME = 0.01
+"""A difference in peak memory that is not worth a word."""
+
+
+def answer(search: Search) -> str:
+    """What to do, and what that brings, in a sentence."""
+    plan = search.chosen
+    if search.settings.goal == "numerics":
+        return _numerics(search)
+    if plan == FP32:
+        if not search.complete:
+            return "Stay in fp32 for now: the search ended before it could choose."
+        return f"Stay in fp32 as it is: {_why_fp32(search)}."
+    brings = [said for said in (_speed_words(speed(search, plan, FP32)), _memory_words(search)) if said]
+    return f"{advice(plan, search.optimizer)}: {', '.join(brings) or 'nothing of it was measured'}."
+
+
+def why(search: Search) -> tuple[str, ...]:
+    """What speaks for the answer, in sentences."""
+    goal, plan = search.settings.goal, search.chosen
+    if goal == "numerics":
+        return ()
+    return tuple(
+        said for said in (_against_autocast(search), _soundness(search), _ties(search), _why_not_low(search)) if said
+    ) if plan != FP32 or search.complete else ()  # fmt: skip
+
+
+def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
+    """How many times as fast as another a plan is, by the final; None where one of them did not come to it."""
+    return search.final.ratio(plan, over) if search.final is not None else None
+
+
+def advice(plan: Plan, optimizer: str = "optimizer") -> str:
+    """A plan as what to do, for the user of an optimizer of this class: ``Stay in fp32, switch to channels_last``."""
+    low = plan.compute
+    if low == "fp32":
+        does = ["Stay in fp32"]
+    elif plan.stores_low:
+        does = [f"Train in {low} with {low} parameters and {'fp32' if plan.keeps_masters else 'no'} masters"]
+    else:
+        does = [f"Train in {low} by autocast"]
+    inside: dict[str, list[str]] = {}
+    for what, precision in (("products", plan.fp32_matmul), ("convolutions", plan.fp32_conv)):
+        if precision not in ("as_is", "ieee"):
+            inside.setdefault(precision, []).append(what)
+    does += [f"let fp32 {' and '.join(what)} use {precision} inside" for precision, what in inside.items()]
+    for rule, said in (
+        ("fp32", "keep {} in fp32"),
+        ("unfused", "run {} unfused"),
+        ("as_is", "cast nothing for {}"),
+    ):
+        operators = [op for op, mine in plan.ops if mine == rule]
+        if operators:
+            does.append(said.format(_counted(operators, "operators")))
+    for format in dict.fromkeys(region.compute for region in plan.regions if region.compute):
+        patterns = [region.pattern for region in plan.regions if region.compute == format]
+        does.append(f"keep {_counted(patterns, 'regions')} in {format}")
+    switches = [plan.memory_format] if plan.memory_format != "as_is" else []
+    if plan.optimizer == "fused":
+        switches.append(f"the fused {optimizer}")
+    if switches:
+        does.append(f"switch to {' and '.join(switches)}")
+    if plan.compile != "as_given":
+        does.append("compile the model" + (f" with mode {plan.compile}" if plan.compile != "default" else ""))
+    return ", ".join(does)
+
+
+def _counted(names: list[str], what: str) -> str:
+    if len(names) <= MOST_NAMED:
+        return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{len(names)} {what} ({', '.join(names[:MOST_NAMED])}, ...)"
+
+
+def _speed_words(ratio: stats.Ratio | None) -> str:
+    """How fast a plan is beside another; no direction where the interval knows none."""
+    if ratio is None:
+        return ""
+    interval = f"({ratio.low:.2f}-{ratio.high:.2f})"
+    if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as it is printed
+        return f"as fast, as far as can be told {interval}"
+    return f"{ratio.value:.2f} times as fast {interval}"
+
+
+def _memory_words(search: Search) -> str:
+    if search.chosen not in search.peaks or not search.peaks.get(FP32):
+        return ""
+    change = search.peaks[search.chosen] / search.peaks[FP32] - 1.0
+    return (
+        "same memory"
+        if abs(change) < _SAME
+        else f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory".replace("%", " %")
+    )
+
+
+def _numerics(search: Search) -> str:
+    low = search.settings.formats[0]
+    if search.chosen == FP32:
+        return f"No set of regions made {low} pass: stay in fp32."
+    kept = [region.pattern for region in search.chosen.regions if region.compute == "fp32"]
+    if not kept:
+        return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
+    return (
+        f"{low} is sound with {len(kept)} region{'s' * (len(kept) != 1)} kept in fp32 ({', '.join(kept)}): its gradients "
+        "then cannot be told from fp32's within the noise of the data."
+    )
+
+
+def _timed(search: Search) -> list[Plan]:
+    """Plans other than the chosen one that came to the final's end."""
+    final = search.final
+    return [] if final is None else [p for p in final.plans if p != search.chosen and final.seconds(p)]
+
+
+def tied(search: Search) -> list[Plan]:
+    """Sound plans of the final that are not known to be slower than the chosen one."""
+    out = []
+    for plan in _timed(search):
+        ratio = speed(search, search.chosen, plan)
+        if not search.reasons.get(plan) and ratio is not None and ratio.low <= 1.0:
+            out.append(plan)
+    return out
+
+
+def _why_fp32(search: Search) -> str:
+    others = _timed(search)
+    sound = [plan for plan in others if not search.reasons.get(plan)]
+    if not others:
+        return "no other plan was timed to the end"
+    if not sound:
+        return "nothing else that was timed keeps the gradients"
+    return "no sound plan is known to be faster" + (", and this one is the simplest" if tied(search) else "")
+
+
+def why_chosen(search: Search) -> str:
+    """Why the chosen plan was, in a clause."""
+    if search.settings.goal == "memory":
+        return "the sound plan with the smallest peak memory"
+    if search.settings.goal == "numerics":
+        return "as few regions in fp32 as pass"
+    if not _timed(search):
+        return "nothing else was timed to the end"
+    return (
+        "the simplest of those that are as fast as can be told" if tied(search) else "the fastest sound plan"
+    )
+
+
+def _against_autocast(search: Search) -> str:
+    plan = search.chosen
+    ratio = speed(search, plan, AUTOCAST)
+    if plan == AUTOCAST:
+        return "This is one-line torch.autocast in bf16."
+    if ratio is not None:
+        return f"Beside one-line torch.autocast in bf16 it is {_speed_words(ratio)}."
+    return ""
+
+
+def _soundness(search: Search) -> str:
+    plan, trained, verified = search.chosen, search.verification, search.verified
+    if plan.compute == "fp32" and plan.fp32_matmul in ("as_is", "ieee") and not plan.regions:
+        return "It computes in fp32 throughout, so there is nothing to lose."
+    if verified is not None and verified.verdict != "pass" and trained is not None:
+        return (
+            f"Its gradients differ from fp32's (damage, the relative error of an update, {verified.damage.value:.2g}), so training "
+            f"decided: {in_training(trained)}."
+        )
+    if verified is not None and verified.verdict == "pass":
+        return "Its gradients cannot be told from fp32's within the noise of the data, on fresh batches too."
+    return ""
+
+
+def _ties(search: Search) -> str:
+    count = len(tied(search))
+    if not count:
+        return ""
+    return f"{count} other plan{'s tie' if count > 1 else ' ties'} with it as far as can be told, and it is the simplest of them."
+
+
+def _why_not_low(search: Search) -> str:
+    """What keeps a plan in fp32 from being one-line autocast, where that is known."""
+    if search.chosen.compute != "fp32":
+        return ""
+    reason = search.reasons.get(AUTOCAST)
+    ratio = speed(search, AUTOCAST, search.chosen)
+    if reason:
+        fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
+        return f"One-line torch.autocast in bf16{fast} does not keep the gradients: {reason}."
+    named = (
+        f"bf16 was left out of the race ({search.passed_over[AUTOCAST]})"
+        if AUTOCAST in search.passed_over
+        else ""
+    )
+    return f"{name_of(AUTOCAST)}: {named}." if named else ""

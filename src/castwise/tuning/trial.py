@@ -1,0 +1,214 @@
+"""Whether a plan can be compiled: one trial, in the process that it runs in.
+
+A compiled model may be wrong without a word (pytorch issues 179804, 194329: a backward that forgets an fp32 island, garbage
+after a change of shapes under autocast). So its gradients are compared with those of the same plan run as it is, at the same
+weights, batches and random draws. What they may differ by is what the format leaves open: as much as they move when each
+weight moves by a unit in the format's last place.
+
+That, and not a test against fp32, since the plan's numerics have been tested before, by means that only eager code allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from castwise import _torch
+from castwise.casting.trees import to_device
+from castwise.errors import sentence
+from castwise.measure.processes import keep_compiled_apart, received
+from castwise.measure.steps import TrainingRun
+from castwise.measure.timing import synchronize
+from castwise.numerics.isolation import seed_all
+from castwise.numerics.probes import dithered
+from castwise.plans.formats import FORMATS
+from castwise.plans.plan import Plan
+from castwise.workload import Workload, check_loss
+
+BATCHES = 3
+"""Over which gradients are compared; with ``STEPS`` fewer than Dynamo compiles before it gives up in silence."""
+STEPS, SETTLED = 4, 2
+"""Steps that are watched for compilations, and how many of the last have to be without any."""
+TIMED, BLOCK_S = 5, 0.1
+FACTOR = 25.0
+"""A squared difference may be so many times that which a unit in the last place of each weight makes."""
+LEAST = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
+"""Squared relative difference of a parameter's gradient that is never held against a plan, by its coarsest format."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial found.
+
+    Attributes:
+        reason: Why the plan is not compiled; empty where it can be.
+        compile_s: Seconds that compiling took, with nothing of it on disk.
+        eager_s: Seconds per step as it is, and ``step_s`` compiled.
+        difference: The largest difference of a gradient, over what it may be.
+    """
+
+    reason: str = ""
+    compile_s: float = 0.0
+    eager_s: float = math.nan
+    step_s: float = math.nan
+    difference: float = 0.0
+
+
+def run_trial(pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> Trial:
+    """Try a plan that compiles; what :class:`castwise.measure.processes.Home` starts. Tells its process id first."""
+    os.setpgid(0, 0)  # compiling starts further processes, which go with this one
+    pipe.send((False, os.getpid()))
+    plan = Plan.from_json(line)
+    keep_compiled_apart(plan)
+    return try_compiled(received(workload), plan, torch.device(device), seed)
+
+
+def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> Trial:
+    """Compile a plan, and compare its gradients and its steps with those of the same plan as it is.
+
+    Changes settings of the process that compiling follows: it should hold nothing else.
+    """
+    _torch.refuse_to_give_up()
+    eager = TrainingRun(workload, dataclasses.replace(plan, compile="as_given"), device, seed)
+    batches = iter(workload.batches(seed))
+    data = [to_device(next(batches), device) for _ in range(BATCHES)]
+    first = _gradients(eager, workload, data[0], 0)
+    draws = _differs(first, _gradients(eager, workload, data[0], 1))
+    try:
+        with _torch.eager_random_numbers() if draws else contextlib.nullcontext():
+            compiled = TrainingRun(workload, plan, device, seed)
+            worst, where = _difference(eager, compiled, workload, plan, data)
+        if compiled.compilations == 0:
+            return Trial("not compiled: torch.compile finds nothing in it that it can compile")
+        if worst > 1.0:
+            return Trial(
+                f"not compiled: the gradient of {where} differs from the same plan's uncompiled by {math.sqrt(worst):.1f} times what "
+                "its format leaves open",
+                compiled.compile_s, difference=worst,
+            )  # fmt: skip
+        if draws:  # what was compared is not what will run
+            compiled.close()
+            torch.compiler.reset()
+            compiled = TrainingRun(workload, plan, device, seed)
+        counts = []
+        for _ in range(STEPS):
+            compiled.block(1)
+            counts.append(compiled.compilations)
+        if counts[-1] > counts[-1 - SETTLED]:
+            return Trial(
+                "not compiled: it is compiled anew at every step", compiled.compile_s, difference=worst
+            )
+        eager.block(2)
+        eager_s, step_s = _times([eager, compiled], device)
+    except Exception as error:
+        if _torch.gave_up(error):
+            return Trial(
+                "not compiled: it is compiled anew without end, for batches that differ in shape or the like"
+            )
+        return Trial(f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}")
+    return Trial("", compiled.compile_s, eager_s, step_s, worst)
+
+
+@contextlib.contextmanager
+def _in_force(run: TrainingRun) -> Iterator[None]:
+    try:
+        run.before(0)
+        yield
+    finally:
+        run.after()
+
+
+def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> dict[str, Tensor]:
+    """Unscaled gradients of one batch, by parameter; no step is taken."""
+    with _in_force(run):
+        run.model.zero_grad(set_to_none=True)
+        seed_all(seed)
+        run.amp.backward(check_loss(workload.loss(run.model, batch), workload))
+        scale = run.amp.get_scale()
+        found = {
+            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().float() / scale
+            for name, p in run.model.named_parameters()
+            if p.grad is not None
+        }
+        run.optimizer.zero_grad()
+    return found
+
+
+def _differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(one[name], other[name]) for name in one.keys() & other.keys())
+
+
+def _difference(
+    eager: TrainingRun, compiled: TrainingRun, workload: Workload, plan: Plan, data: Sequence[Any]
+) -> tuple[float, str]:
+    """The largest squared difference of a parameter's gradient over what it may be, and whose it is."""
+    coarsest = next((name for name in ("bf16", "fp16") if name in plan.formats), "fp32")
+    if coarsest == "fp32" and plan.fp32_matmul in FORMATS:
+        coarsest = plan.fp32_matmul
+    signal: dict[str, float] = {}
+    moved: dict[str, float] = {}
+    error: dict[str, float] = {}
+    for seed, batch in enumerate(data):
+        want = _gradients(eager, workload, batch, seed)
+        with _moved(eager.model, FORMATS[coarsest].eps, seed):
+            near = _gradients(eager, workload, batch, seed)
+        got = _gradients(compiled, workload, batch, seed)
+        for name, mine in want.items():
+            if not bool(torch.isfinite(mine).all()):
+                continue  # a loss scale that starts too high: nothing to compare
+            for found, other in ((moved, near), (error, got)):
+                d = float((other[name] - mine).square().sum()) if name in other else math.inf
+                found[name] = found.get(name, 0.0) + (d if math.isfinite(d) else math.inf)
+            signal[name] = signal.get(name, 0.0) + float(mine.square().sum())
+    over = {
+        name: error[name] / allowed
+        if (allowed := FACTOR * moved[name] + LEAST[coarsest] * signal[name])
+        else error[name] and math.inf
+        for name in signal
+    }
+    worst = max(over, key=over.__getitem__, default="")
+    return over.get(worst, 0.0), worst
+
+
+@contextlib.contextmanager
+def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
+    """Weights moved at random by up to a unit in the last place of a format, and put back."""
+    kept = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point()}
+    try:
+        with torch.no_grad():
+            for p, weight in kept.items():
+                generator = torch.Generator(p.device).manual_seed(seed + 1)
+                p.data.copy_(dithered(weight.float(), 2 * eps, generator))
+        yield
+    finally:
+        for p, weight in kept.items():
+            p.data.copy_(weight)
+
+
+def _times(runs: Sequence[TrainingRun], device: torch.device) -> list[float]:
+    """Seconds per step of each, in turns."""
+    times: list[list[float]] = [[] for _ in runs]
+    count = 1
+    for number in range(1 + TIMED):
+        for run, found in zip(runs, times, strict=True):
+            run.before(count)
+            synchronize(device)
+            start = time.perf_counter()
+            run.run(count)
+            synchronize(device)
+            found.append((time.perf_counter() - start) / count)
+            run.after()
+        if number == 0:
+            count = max(1, min(64, round(BLOCK_S / min(found[0] for found in times))))
+    return [statistics.median(found[1:]) for found in times]

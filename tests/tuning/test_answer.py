@@ -1,0 +1,113 @@
+"""The answer in words, from searches whose times are set by hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from castwise.numerics.damage import Estimate
+from castwise.numerics.parity import ParityResult
+from castwise.plans.plan import Plan
+from castwise.tuning.answer import advice, answer, why
+from castwise.tuning.final import Final
+from castwise.tuning.record import evidence
+from castwise.tuning.search import Search, Settings
+from castwise.tuning.state import AUTOCAST, FP32
+from castwise.workload import find_workload
+
+LEAN = Plan.parse("fp32+memory_format=channels_last+optimizer=fused")
+SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001, 0.0, 1.0, 0.0, 1.0), None, (), 0.0, 0.0)  # fmt: skip
+
+
+def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Search:
+    """A search that came to its end with these seconds per step, which differ from start to start by a thousandth."""
+    search = Search(find_workload("sine?size=16"), torch.device("cpu"), Settings(**settings))  # type: ignore[arg-type]
+    search.optimizer, search.complete = "AdamW", True
+    starts = [[[t * (1 + 0.001 * ((i + s) % 3))] * 4 for s in range(4)] for i, t in enumerate(times.values())]
+    search.final = Final(list(times), times_s=starts)
+    search.settle(chosen, SOUND if chosen.compute != "fp32" else None)
+    return search
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("fp32", "Stay in fp32"),
+        (str(LEAN), "Stay in fp32, switch to channels_last and the fused AdamW"),
+        ("tf32", "Stay in fp32, let fp32 products and convolutions use tf32 inside"),
+        ("fp32+fp32_matmul=bf16", "Stay in fp32, let fp32 products use bf16 inside"),
+        ("bf16-mixed", "Train in bf16 by autocast"),
+        ("bf16-mixed+compile=default", "Train in bf16 by autocast, compile the model"),
+        ("bf16-master+optimizer=fused", "Train in bf16 with bf16 parameters and fp32 masters, switch to the fused AdamW"),
+        (
+            "bf16-mixed+ops.scaled_dot_product_attention=unfused+regions.head=fp32+regions.norm=fp32",
+            "Train in bf16 by autocast, run scaled_dot_product_attention unfused, keep head and norm in fp32",
+        ),
+        (
+            f"bf16-mixed+{'+'.join(f'regions.{n}=fp32' for n in 'abcd')}",
+            "Train in bf16 by autocast, keep 4 regions (a, b, c, ...) in fp32",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_is_said_as_what_to_do(line: str, said: str) -> None:
+    assert advice(Plan.parse(line), "AdamW") == said
+
+
+def test_what_to_do_comes_first_then_speed_and_memory() -> None:
+    search = searched(LEAN, {FP32: 0.129, LEAN: 0.1, AUTOCAST: 0.15})
+    search.peaks = {FP32: 1000, LEAN: 1001}
+    assert re.fullmatch(
+        r"Stay in fp32, switch to channels_last and the fused AdamW: 1\.29 times as fast \(1\.2\d-1\.\d+\), same memory\.",
+        answer(search),
+    )
+    search.peaks[LEAN] = 700
+    assert answer(search).endswith(", 30 % less memory.")
+    assert [said.split(" (")[0] for said in why(search)] == [
+        "Beside one-line torch.autocast in bf16 it is 1.50 times as fast",
+        "It computes in fp32 throughout, so there is nothing to lose.",
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.97, 1.0, 1.005, 1.02, 1.3])
+def test_an_interval_that_contains_1_has_no_direction(ratio: float) -> None:
+    search = searched(AUTOCAST, {FP32: 0.1 * ratio, AUTOCAST: 0.1, LEAN: 0.1 * ratio})
+    for said in (answer(search), *why(search)):
+        for low, high in re.findall(r"\(([\d.]+)(?:-| to )([\d.]+)\)", said):
+            if float(low) <= 1.0 <= float(high):
+                assert "faster" not in said
+                assert "times as fast" not in said
+
+
+def test_fp32_is_not_called_the_fastest_of_one() -> None:
+    record = evidence(searched(FP32, {FP32: 0.1}))
+    assert record.answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    assert record.candidates[0].reason == "nothing else was timed to the end"
+    slower = searched(FP32, {FP32: 0.1, AUTOCAST: 0.2})
+    assert answer(slower) == "Stay in fp32 as it is: no sound plan is known to be faster."
+    slower.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
+    assert answer(slower) == "Stay in fp32 as it is: nothing else that was timed keeps the gradients."
+    slower.complete = False
+    assert answer(slower) == "Stay in fp32 for now: the search ended before it could choose."
+
+
+def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
+    search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
+    search.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
+    assert re.search(
+        r"autocast in bf16 would be 2\.00 times as fast \([^)]*\), but it does not keep the gradients: damage 0\.3",
+        why(search)[-1],
+    )
+
+
+def test_every_plan_has_its_standing() -> None:
+    other, tie = Plan.parse("bf16-master"), Plan.parse("bf16-mixed+optimizer=fused")
+    search = searched(AUTOCAST, {FP32: 0.2, AUTOCAST: 0.1, other: 0.15, tie: 0.1})
+    search.passed_over[LEAN] = "not tried: no time"
+    rows = {c.plan: c for c in evidence(search).candidates}
+    assert {plan: row.status for plan, row in rows.items()} == {
+        "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",
+        "bf16-master": "rejected", str(LEAN): "not tried",
+    }  # fmt: skip
+    assert rows["bf16-mixed"].reason == "the simplest of those that are as fast as can be told"

@@ -1,0 +1,347 @@
+"""Finalists compiled: what a trial refuses, which are tried, and what the record says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.report.evidence import make_candidate, make_evidence, make_record
+from torch import Tensor, nn
+
+import castwise
+from castwise import Plan, Workload
+from castwise.measure.processes import COMPILED, keep_compiled_apart, portable
+from castwise.report.tune import plan_grid
+from castwise.tuning import compiling
+from castwise.tuning.compiling import MOST, compile_finalists, own_cache, pays_after, said
+from castwise.tuning.contest import Contest, Entry
+from castwise.tuning.final import Final
+from castwise.tuning.record import evidence
+from castwise.tuning.search import Search, Settings
+from castwise.tuning.state import AUTOCAST, FP32
+from castwise.tuning.trial import Trial, try_compiled
+
+CPU = torch.device("cpu")
+BF16, FP32_COMPILED = (Plan.parse(f"{name}+compile=default") for name in ("bf16-mixed", "fp32"))
+
+needs_backend = pytest.mark.skipif(
+    not hasattr(torch.compiler, "set_default_backend"), reason="this torch compiles by Inductor alone"
+)
+
+
+@pytest.fixture(autouse=True)
+def traced_only() -> Iterator[None]:
+    """Graphs are traced and run by torch's kernels, which takes a tenth of a second where Inductor takes many."""
+    limit = torch._dynamo.config.fail_on_recompile_limit_hit
+    if hasattr(torch.compiler, "set_default_backend"):
+        torch.compiler.set_default_backend("aot_eager")
+    yield
+    torch._dynamo.config.fail_on_recompile_limit_hit = limit
+    if hasattr(torch.compiler, "set_default_backend"):
+        torch.compiler.set_default_backend(None)
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Layers with a dropout, and a place for a fault."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.drop(torch.tanh(self.a(self.fault(x)))))
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Wrong(Net):
+    """Is another model when it is compiled."""
+
+    by = 1.5
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x * self.by if torch.compiler.is_compiling() else x
+
+
+class WithinRounding(Wrong):
+    """Differs by less than bf16 can hold, and by much more than fp32 leaves open."""
+
+    by = 1.0 + 2.0**-9
+
+
+class Restless(Net):
+    """Counts its calls in Python, which a graph takes for a constant."""
+
+    def fault(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x if self.calls < 10**6 else x * 2
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(8, 8, generator=generator)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def workload(model: Callable[[], nn.Module] = Net) -> Workload:
+    return Workload("tiny", model, sgd, batches, loss)
+
+
+def tried(model: Callable[[], nn.Module], plan: Plan) -> Trial:
+    torch._dynamo.reset()
+    return try_compiled(workload(model), plan, CPU, 0)
+
+
+# --- a trial --------------------------------------------------------------------------------------------------
+
+
+@needs_backend
+@pytest.mark.parametrize(
+    "line", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024", "bf16-master+regions.b=fp32"]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_plan_whose_compiled_gradients_are_its_own_can_be_compiled(line: str, dropout: float) -> None:
+    found = tried(lambda: Net(dropout), Plan.parse(f"{line}+compile=default"))
+    assert found.reason == ""
+    assert found.difference <= 1.0
+    assert min(found.compile_s, found.eager_s, found.step_s) > 0.0
+
+
+@needs_backend
+@pytest.mark.parametrize("plan", [FP32_COMPILED, BF16])
+def test_wrong_gradients_are_seen(plan: Plan) -> None:
+    found = tried(Wrong, plan)
+    assert found.reason.startswith(
+        "not compiled: the gradient of a.weight differs from the same plan's uncompiled by "
+    )
+    assert found.difference > 1.0
+
+
+@needs_backend
+def test_what_a_format_leaves_open_is_no_fault_in_it_alone() -> None:
+    assert tried(WithinRounding, BF16).reason == ""
+    assert "the gradient of a.weight differs" in tried(WithinRounding, FP32_COMPILED).reason
+
+
+@needs_backend
+def test_a_model_that_is_compiled_anew_at_every_step_is_not_compiled() -> None:
+    assert tried(Restless, FP32_COMPILED).reason.startswith("not compiled: it is compiled anew ")
+
+
+@needs_backend
+def test_what_the_compiler_refuses_is_the_reason() -> None:
+    def refuses(_graph: Any, _inputs: Any) -> None:
+        raise RuntimeError("no kernel of that kind")
+
+    torch.compiler.set_default_backend(refuses)
+    found = tried(Net, BF16)
+    assert found.reason.startswith("does not compile: ")
+    assert "no kernel of that kind" in found.reason
+
+
+def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled() -> None:
+    with torch.compiler.set_stance("force_eager"):
+        assert (
+            tried(Net, BF16).reason == "not compiled: torch.compile finds nothing in it that it can compile"
+        )
+
+
+# --- which are tried ------------------------------------------------------------------------------------------
+
+OTHERS = [Plan.parse(f"bf16-mixed+regions.{name}=fp32") for name in ("a", "b", "drop")]
+
+
+@pytest.fixture
+def search() -> Iterator[Search]:
+    """A search whose race is over: bf16-mixed first, then others, then fp32."""
+    made = Search(workload(), CPU, Settings(("fp32", "bf16"), compile="auto"))
+    with made.home:
+        made.contest = Contest(made.workload, CPU)
+        for place, plan in enumerate([AUTOCAST, *OTHERS, FP32]):
+            entry = made.contest.entries.setdefault(plan, Entry(plan))
+            entry.times_s = [1.0 + 0.1 * place] * 4
+        yield made
+
+
+def compiled(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, compile="default")
+
+
+def tries(monkeypatch: pytest.MonkeyPatch, found: Callable[[Plan], Trial]) -> list[Plan]:
+    """Trials that find what is said, with none made."""
+    asked: list[Plan] = []
+
+    def instead(_search: Search, _payload: bytes, plan: Plan, _timeout_s: float) -> Trial:
+        asked.append(plan)
+        return found(plan)
+
+    monkeypatch.setattr(compiling, "_tried", instead)
+    return asked
+
+
+def test_the_fastest_come_first_those_in_doubt_last_and_the_best_go_on(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_s = {
+        compiled(AUTOCAST): 1.1,
+        compiled(OTHERS[0]): 0.5,
+        compiled(OTHERS[1]): 0.6,
+        compiled(FP32): 0.55,
+    }
+    asked = tries(monkeypatch, lambda plan: Trial("", 0.1, 1.0, step_s.get(plan, 0.9)))
+    made = compile_finalists(search, [AUTOCAST, *OTHERS], [OTHERS[2]], time.monotonic() + 600.0)
+    assert asked == [compiled(plan) for plan in (AUTOCAST, OTHERS[0], OTHERS[1], FP32, OTHERS[2])]
+    assert made == [compiled(OTHERS[0]), compiled(OTHERS[1])]
+    assert search.passed_over[compiled(AUTOCAST)] == "not faster compiled: takes 1.10 times as long"
+    assert search.passed_over[compiled(FP32)] == f"not in the final: {MOST} others were faster when compiled"
+
+
+def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search.settings = Settings(("fp32", "bf16"), compile="always")
+    tries(monkeypatch, lambda plan: Trial("" if plan == BF16 else "not compiled: wrong", 0.1, 1.0, 1.1))
+    assert compile_finalists(search, [AUTOCAST], (), time.monotonic() + 600.0) == [BF16]
+    assert search.passed_over == {FP32_COMPILED: "not compiled: wrong"}
+
+
+def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tries(monkeypatch, lambda plan: Trial("", 40.0, 1.0, 0.5))
+    assert compile_finalists(search, [AUTOCAST], (), time.monotonic() + 4.0) == []
+    assert asked == []
+    assert set(search.passed_over) == {BF16, FP32_COMPILED}
+    assert search.passed_over[BF16].startswith("not tried: ")
+    assert search.passed_over[BF16].endswith(
+        " s of the budget are left to compile it in; a longer --budget would do"
+    )
+    # what the final will take to compile the first again is kept for it
+    assert compile_finalists(search, [AUTOCAST], (), time.monotonic() + 45.0) == [BF16]
+    assert asked == [BF16]
+
+
+def _traced() -> nn.Module:
+    """In the other process: its compiler is Inductor."""
+    torch.compiler.set_default_backend("aot_eager")
+    return Net()
+
+
+@needs_backend
+def test_a_trial_has_a_process_of_its_own(search: Search) -> None:
+    search.workload = workload(_traced)
+    made = compile_finalists(search, [AUTOCAST], (), time.monotonic() + 600.0)
+    assert set(search.trials) == {BF16, FP32_COMPILED}
+    for plan, trial in search.trials.items():
+        assert trial.compile_s > 0.0
+        assert plan in made or search.passed_over[plan].startswith("not faster compiled")
+
+
+def test_a_trial_that_takes_too_long_is_ended(search: Search) -> None:
+    def sleeps() -> nn.Module:
+        time.sleep(60.0)
+        return Net()
+
+    begin = time.monotonic()
+    found = compiling._tried(search, portable(workload(sleeps)), BF16, 0.5)
+    assert found.reason == (
+        "not tried: compiling took longer than the 0 s that were left; a longer --budget would do"
+    )
+    assert time.monotonic() - begin < 50.0
+
+
+def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
+    def dies() -> nn.Module:
+        os._exit(1)
+
+    found = compiling._tried(search, portable(workload(dies)), BF16, 60.0)
+    assert found.reason == "does not compile: the process died without a word (out of memory?)"
+
+
+def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(name, "mine")
+    keep_compiled_apart(BF16)
+    assert os.environ[name] == "mine"  # nobody searches
+    with own_cache():
+        kept = os.environ[COMPILED]
+        assert os.path.isdir(kept)
+        folders = []
+        for plan in (BF16, FP32_COMPILED, BF16, AUTOCAST):
+            keep_compiled_apart(plan)
+            folders.append(os.environ[name])
+    assert folders[0] == folders[2] != folders[1]
+    assert folders[3] == folders[2]  # what compiles nothing changes nothing
+    assert all(os.path.dirname(folder) == kept for folder in folders)
+    assert COMPILED not in os.environ
+    assert not os.path.exists(kept)
+
+
+# --- what is said of it ---------------------------------------------------------------------------------------
+
+
+def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search: Search) -> None:
+    search.trials[BF16] = Trial("", 54.0, 0.170, 0.150)
+    assert pays_after(search, BF16) == 2700
+    times = [[[0.169] * 3], [[0.145] * 3]]
+    search.final = Final([AUTOCAST, BF16], times_s=times)  # type: ignore[arg-type]
+    assert pays_after(search, BF16) == 2250
+    assert said(search, BF16) == (
+        "Compiling takes 54 s at the start of a first training, less where its code is on disk, and pays after 2,250 steps."
+    )
+    search.final = Final([AUTOCAST, BF16], times_s=times[::-1])  # type: ignore[arg-type]
+    assert pays_after(search, BF16) is None
+    assert said(search, BF16).endswith("and was not seen to pay.")
+    assert said(search, AUTOCAST) == ""
+    search.trials[FP32_COMPILED] = Trial("not compiled: wrong", 5.0)
+    assert pays_after(search, FP32_COMPILED) is None
+    rows = {row.plan: row for row in evidence(search).candidates}
+    assert (rows[str(BF16)].compile_s, rows[str(FP32_COMPILED)].compile_s) == (54.0, 5.0)
+    assert rows["bf16-mixed"].compile_s is None
+
+
+def test_the_page_says_what_compiling_took_and_when_it_pays() -> None:
+    assert "compiling" not in plan_grid(make_record()).header
+    rows = (
+        make_candidate("fp32", 0.1, "baseline"),
+        make_candidate("fp32+compile=default", 0.08, compile_s=54.2, pays_after_steps=2710),
+        make_candidate("bf16-mixed+compile=default", 0.12, compile_s=7.0),
+    )
+    grid = plan_grid(make_record(make_evidence(candidates=rows)))
+    at = grid.header.index("compiling")
+    assert [row.cells[at] for row in grid.rows] == ["-", "54.2 s, pays after 2,710 steps", "7.00 s"]
+
+
+def test_true_and_false_mean_always_and_never() -> None:
+    assert [Settings(compile=given).compile for given in (True, False)] == ["always", "never"]
+
+
+@needs_backend
+def test_a_search_compiles_its_finalists_if_it_is_asked_to() -> None:
+    result = castwise.tune(
+        workload(_traced), formats=("fp32", "bf16"), device="cpu", memory=False, budget_s=45, compile=True
+    )
+    record = result.evidence
+    assert record.settings["compile"] == "always"
+    assert any(stage.name == "compiling" for stage in record.stages)
+    rows = [row for row in record.candidates if "compile=default" in row.plan]
+    assert rows
+    assert all(row.compile_s or row.reason.startswith("not tried: ") for row in rows)
+    assert result.plan.compile == "default"
+    assert any(note.startswith("Compiling takes ") for note in record.notes)
