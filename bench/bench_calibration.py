@@ -40,6 +40,7 @@ WORKLOADS = {
     "sine?size=24": 120,
 }
 BITS = (7, 5, 4, 3, 2, 1)
+RELATIVE = 0.0025
 
 
 def rounded(tensor: Tensor, bits: int, towards_zero: bool) -> Tensor:
@@ -137,7 +138,8 @@ def main() -> None:
                     end = run(workload, seed, steps, Coarse(bits, towards_zero))[0]
                     ends.append(end if math.isfinite(end) else 1e3)
                 base = fp32(seeds)
-                found = judge_losses(base, ends, steps)
+                margin = max(statistics.stdev(base), RELATIVE * abs(statistics.fmean(base)))
+                found = judge_losses(base, ends, steps, margin)
                 if found.verdict != "not shown":
                     break
             torch.manual_seed(0)

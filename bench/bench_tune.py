@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -60,7 +60,7 @@ def grid(workload: Workload, compiled: bool = False) -> list[Plan]:
 def compete(
     workload: Workload, plans: Sequence[Plan], rounds: int, device: torch.device
 ) -> tuple[dict[Plan, Lap], dict[Plan | str, float]]:
-    """Race plans; return their laps, and the loss that each has come to."""
+    """Race plans; return their laps, and the loss that each has come to at the same step of the same batches."""
     runs: dict[Plan, TrainingRun] = {}
     state = None
     try:
@@ -72,16 +72,21 @@ def compete(
         steps = max(1, min(16, round(BLOCK_S / min(t for t in first if t is not None))))
         named = [(str(i), runs[plan]) for i, plan in enumerate(plans)]
         laps = race(named, rounds=rounds, steps=steps, device=device)
-        same = min(len(run.losses) for plan, run in runs.items() if not laps[str(plans.index(plan))].done)
-        losses: dict[Plan | str, float] = {
-            p: statistics.fmean(run.losses[:same][-LAST:]) for p, run in runs.items()
-        }
+        found = {plan: laps[str(i)] for i, plan in enumerate(plans)}
+        at_once = same_steps({plan: run.losses for plan, run in runs.items() if not found[plan].done})
+        losses: dict[Plan | str, float] = {plan: statistics.fmean(last) for plan, last in at_once.items()}
         losses["start"] = base.losses[0]
-        losses["spread"] = statistics.stdev(base.losses[:same][-LAST:]) / LAST**0.5
-        return {plan: laps[str(i)] for i, plan in enumerate(plans)}, losses
+        losses["spread"] = statistics.stdev(at_once[plans[0]]) / LAST**0.5
+        return found, losses
     finally:
         for run in runs.values():
             run.close()
+
+
+def same_steps(losses: Mapping[Plan, Sequence[float]]) -> dict[Plan, Sequence[float]]:
+    """The last losses of the steps that every one of some runs has taken."""
+    taken = min(map(len, losses.values()))
+    return {plan: own[max(0, taken - LAST) : taken] for plan, own in losses.items()}
 
 
 def ratio(laps: dict[Plan, Lap], plan: Plan, over: Plan) -> Ratio:
@@ -117,10 +122,11 @@ def measure(
     field = list(dict.fromkeys([fp32, autocast, best, tuned, again]))
     laps, losses = compete(workload, field, rounds, device)
     allowed = 0.05 * max(losses["start"], losses[fp32]) + 3.0 * losses["spread"]
-    if not abs(losses[tuned] - losses[fp32]) <= allowed:
+    if tuned not in losses or not abs(losses[tuned] - losses[fp32]) <= allowed:
         raise SystemExit(
             f"{name}: the losses differ by more than {allowed:.3g}, so speeds say nothing: {losses}"
         )
+    chosen = next(c for c in result.evidence.candidates if c.plan == result.evidence.plan)
     over = {"fp32": fp32, "autocast": autocast, "best_of_grid": best, "second_tune": again}
     row: dict[str, object] = {"workload": name, "plan": str(tuned), "best_of_grid": str(best)}
     for key, plan in over.items():
@@ -133,8 +139,10 @@ def measure(
         "tuned_ms": 1e3 * statistics.median(t for t in laps[tuned].times_s if t is not None),
         "fp32_loss": losses[fp32],
         "tuned_loss": losses[tuned],
+        "best_of_grid_loss": losses.get(best),
         "tune_s": took,
         "passes": result.evidence.passes,
+        "gradients": chosen.parity.verdict if chosen.parity is not None else None,
         "rounds": rounds,
         "answer": result.answer,
         "commit": result.evidence.environment.commit,

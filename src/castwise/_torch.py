@@ -1046,6 +1046,13 @@ class OperatorMode(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
+def is_users_function(node: Any) -> bool:
+    """Whether a node of autograd's graph is the backward of a ``torch.autograd.Function`` that is not torch's own."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and not (
+        node._forward_cls.__module__.startswith("torch.")  # type: ignore[attr-defined]
+    )
+
+
 # --- torch.distributed --------------------------------------------------------------------------------------
 
 

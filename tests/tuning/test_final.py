@@ -87,6 +87,24 @@ def test_what_fails_in_a_process_of_its_own_is_out_with_its_reason(
     assert final.reason(AUTOCAST, FP32) == "not supported by this device: no kernel for bf16"
 
 
+def test_a_fault_of_the_code_comes_out_of_its_process(searching: Callable[[Workload], SearchState]) -> None:
+    class Faulty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.bfloat16:
+                raise IndexError("no such row")
+            return x * 2
+
+    with pytest.raises(IndexError, match="no such row"):
+        race_final(searching(workload(Faulty)), [AUTOCAST], (), time.monotonic() + 60.0)
+
+
+def test_equal_plans_have_equal_losses(searching: Callable[[Workload], SearchState]) -> None:
+    same = Plan.parse("fp32+fp32_matmul=ieee")
+    final = race_final(searching(workload()), [same, AUTOCAST], (), time.monotonic() + 60.0)
+    assert final.losses[same] == final.losses[FP32]
+    assert len(final.losses[AUTOCAST]) == len(final.losses[FP32])
+
+
 def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
     searching: Callable[[Workload], SearchState],
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan
-from castwise.tuning.parts import Part, exempt, find_parts, only, operators_used
+from castwise.tuning.parts import Part, exempt, find_parts, only, operators_used, whole
 
 
 class Gate(nn.Module):
@@ -119,11 +119,73 @@ def test_units_decided_alike_are_written_as_one_region() -> None:
     assert [u.pattern for u in parts] == ["0.0", "0.1", "1.0", "1.1"]
     assert [
         r.pattern for r in exempt(Plan.preset("bf16-mixed"), parts, [u.pattern for u in parts]).regions
-    ] == ["*.*"]
+    ] == ["*"]
+    assert [r.pattern for r in exempt(Plan.preset("bf16-mixed"), parts, ["0.0", "0.1"]).regions] == ["0"]
     assert [r.pattern for r in exempt(Plan.preset("bf16-mixed"), parts, ["0.0", "1.1"]).regions] == [
         "0.0",
         "1.1",
     ]
+
+
+def test_containers_hold_all_or_nothing_of_every_part() -> None:
+    parts = {part.pattern: [container.pattern for container in part.around] for part in parts_of(Model())}
+    assert parts["blocks.*.norm"] == ["blocks.*"]
+    assert parts["blocks.*.gate"] == ["blocks.*.gate", "blocks.*"]  # itself, with what lies in it
+    assert parts["tail.0"] == ["tail"]
+    model = Model(2)
+
+    def forward() -> None:
+        model.blocks[1].gate(model.blocks[1].norm(model.blocks[0](torch.randn(4, 8))))
+
+    parts = {part.pattern: [c.pattern for c in part.around] for part in find_parts(model, forward)}
+    assert parts["blocks.*.norm"] == []  # one part, of which the only block that is called holds half
+    assert parts["blocks.*.gate.left"] == ["blocks.*.gate"]
+
+
+def test_a_container_is_one_region_and_what_it_does_itself_stays_in_its_format() -> None:
+    parts = parts_of(Model())
+    blocks = ["blocks.*.norm", "blocks.*.gate", "blocks.*.gate.left", "blocks.*.gate.right"]
+    low = Plan.preset("bf16-mixed")
+    assert [r.pattern for r in exempt(low, parts, blocks).regions] == ["blocks.*"]
+    assert [r.pattern for r in exempt(low, parts, blocks[1:]).regions] == ["blocks.*.gate"]
+    assert [r.pattern for r in exempt(low, parts, ["tail.1", *blocks[2:]]).regions] == [
+        "blocks.*.gate.left", "blocks.*.gate.right", "tail.1",
+    ]  # fmt: skip
+    seen = formats_seen(Model(), only(low, parts, blocks))
+    assert (seen["blocks.1.gate.left"], seen["tail.0"]) == (torch.bfloat16, torch.float32)
+
+
+def test_a_container_of_one_part_is_chosen_by_its_own_name() -> None:
+    parts = parts_of(nn.Sequential(nn.Sequential(nn.Identity(), nn.Linear(8, 8)), nn.Linear(8, 2)))
+    low = Plan.preset("bf16-mixed")
+    assert whole(parts, parts[0].around[0]) == ("0.1", "0")
+    assert [r.pattern for r in exempt(low, parts, ["0.1"]).regions] == ["0.1"]
+    assert [r.pattern for r in exempt(low, parts, ["0.1", "0"]).regions] == ["0"]
+
+
+class Sum(nn.Module):
+    def __init__(self, by: float | None, *inner: nn.Module) -> None:
+        super().__init__()
+        self.by = by
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + (x if self.by is None else self.by)
+
+
+@pytest.mark.parametrize(
+    ("module", "is_part"),
+    [
+        (Sum(3.0, nn.Tanh()), True),
+        (Sum(None, nn.Tanh()), False),
+        (nn.Identity(), False),
+        (nn.Flatten(), False),
+    ],
+    ids=["a number", "a residual", "identity", "view"],
+)
+def test_a_sum_with_a_number_is_something_to_decide_about(module: nn.Module, is_part: bool) -> None:
+    parts = parts_of(nn.Sequential(nn.Linear(8, 8), module))
+    assert ("1" in [part.pattern for part in parts]) is is_part
 
 
 def test_operators_are_seen_by_what_they_are_made_of() -> None:

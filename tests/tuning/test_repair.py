@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,61 @@ class Offset(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 1000.0) - 1000.0
+
+
+class Shift(nn.Module):
+    """Adds a number, beside which a low format loses the input."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+    def extra_repr(self) -> str:
+        return f"{self.by}"
+
+
+class Cast(nn.Module):
+    """Goes into the format of the operators around it, as code written for torch.autocast does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = torch.is_autocast_enabled("cpu")
+        return x.to(torch.get_autocast_dtype("cpu")) if low else x
+
+
+class Glue(nn.Module):
+    """Shifts by hand between layers that lose nothing by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.after = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = torch.full_like(x, 1000.0)
+        return self.after(torch.add(torch.add(self.before(x), far), -far))
+
+
+class Reverse(torch.autograd.Function):
+    """The identity, whose gradients are weighed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+class Weighed(nn.Module):
+    """Weighs gradients down, below what fp16 holds, and up again; forward it moves values alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reverse.apply(Reverse.apply(x, 1e13), 1e-13)  # type: ignore[no-any-return]
 
 
 class NoKernel(nn.Module):
@@ -92,6 +148,42 @@ def test_two_fragile_places_are_found() -> None:
     plan = Plan.preset("bf16-mixed")
     repair = found.repair(plan, found.find(plan), reserve=16)
     assert set(repair.kept) == {"2", "4"}
+    assert found.verify(repair.plan).verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("place", "kept", "regions"),
+    [
+        (nn.Sequential(Shift(1000.0), Shift(-1000.0)), {"2.0", "2.1"}, "2"),
+        (nn.Sequential(Shift(1000.0), Cast(), Shift(-1000.0)), {"2.0", "2.2"}, "2"),
+        (nn.Sequential(nn.Tanh(), Shift(1000.0), Cast(), Shift(-1000.0)), {"2.0", "2.1", "2.3"}, "2"),
+        (nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Tanh(), Shift(1e3), Cast(), Shift(-1e3))),
+         {"2.1.0", "2.1.1", "2.1.3"}, "2.1"),
+        (nn.Sequential(Cast(), Offset()), {"2.1"}, "2.1"),
+        (nn.Sequential(nn.Sequential(nn.Tanh(), Shift(1e3)), Cast(), nn.Sequential(Shift(-1e3), nn.Tanh())),
+         {"2.0.0", "2.0.1", "2.2.0", "2.2.1"}, "2"),
+        (Glue(), {"2", "2.before", "2.after"}, "2"),
+    ],
+    ids=["two parts", "a cast between", "beside another part", "nested", "a part is enough", "wider", "glue"],
+)  # fmt: skip
+def test_the_smallest_container_is_kept_where_its_parts_are_no_cure(
+    place: nn.Module, kept: set[str], regions: str
+) -> None:
+    found = search(model(2, place))
+    plan = Plan.preset("bf16-mixed")
+    repair = found.repair(plan, found.find(plan), reserve=16)
+    assert [r.pattern for r in repair.plan.regions] == [regions]
+    assert set(repair.kept) == kept
+    assert all(repair.kept.values())
+    assert found.verify(repair.plan).verdict == "pass"
+    assert found.left() >= 0
+
+
+def test_a_function_with_a_backward_of_its_own_is_found() -> None:
+    found = search(model(2, nn.Sequential(nn.Linear(16, 16), Weighed())))
+    plan = Plan.preset("fp16-mixed")
+    repair = found.repair(plan, found.find(plan), reserve=16)
+    assert [r.pattern for r in repair.plan.regions] == ["2.1"]
     assert found.verify(repair.plan).verdict == "pass"
 
 

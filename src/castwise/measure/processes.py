@@ -253,5 +253,5 @@ def _pickled(error: Exception) -> bytes:
         data = pickle.dumps(error)
         pickle.loads(data)
     except Exception:  # exceptions with arguments of their own pickle, and fail when they are made again
-        data = pickle.dumps(CastwiseError(sentence(error)))
+        data = pickle.dumps(WorkloadError(sentence(error)))  # torch's own travel
     return data

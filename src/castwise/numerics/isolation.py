@@ -89,8 +89,15 @@ def unspoilt(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, gradient, values in gradients:
                 parameter.grad = gradient
-                if gradient is not None and values is not None and not torch.equal(gradient, values):
+                if gradient is not None and values is not None and not _equal(gradient, values):
                     gradient.copy_(values)
             for buffer, values in buffers:
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two gradients are equal; torch compares dense ones alone."""
+    if one.is_sparse and other.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
+    return torch.equal(one, other)

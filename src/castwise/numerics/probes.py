@@ -100,6 +100,7 @@ class Prober:
         passes: Forward/backwards so far.
         micros: The reference's microbatches.
         names: Of the trained parameters, in the order of gradients.
+        sparse: Whether a gradient came as a sparse tensor.
         positions: What the first forward did with positions.
         moving: Names of buffers and of parameters that are not trained which the first forward and backward changed.
         model: The prober's own copy, to look at.
@@ -120,6 +121,7 @@ class Prober:
         self.device = device
         self.passes = 0
         self.micros: list[Micro] = []
+        self.sparse = False
         self.positions = Positions()
         self.moving: tuple[str, ...] = ()
         self.loss = loss
@@ -342,7 +344,9 @@ class Prober:
             flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
             flat = flat if pick is None else flat[pick]
             flat = flat.float().mul(1.0 / scale) if scale != 1.0 else flat.float()
-            out.append(flat.clone() if flat.data_ptr() == gradient.data_ptr() else flat)
+            self.sparse |= gradient.is_sparse
+            own = gradient.is_sparse or flat.data_ptr() != gradient.data_ptr()
+            out.append(flat if own else flat.clone())
         return out
 
     # --- inner products -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from castwise.measure import stats
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of
+from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
@@ -105,9 +106,10 @@ def _memory_words(search: Search) -> str:
 
 
 def _numerics(search: Search) -> str:
-    low, kept = search.settings.formats[0], search.kept
+    low = search.settings.formats[0]
     if search.chosen == FP32:
         return f"No set of regions made {low} pass: stay in fp32."
+    kept = [region.pattern for region in search.chosen.regions if region.compute == "fp32"]
     if not kept:
         return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."
     return (
@@ -171,10 +173,8 @@ def _soundness(search: Search) -> str:
         return "It computes in fp32 throughout, so there is nothing to lose."
     if verified is not None and verified.verdict != "pass" and trained is not None:
         return (
-            f"Its gradients differ from fp32's (damage, the relative error of an update, {verified.damage.value:.2g}), and its "
-            f"training does not: over {trained.seeds} pairs of {trained.steps} steps the loss differs by "
-            f"{trained.difference:.2g}, below {trained.upper:.2g} with 95 % confidence, where {trained.margin:.2g} is what seeds "
-            "alone do."
+            f"Its gradients differ from fp32's (damage, the relative error of an update, {verified.damage.value:.2g}), so training "
+            f"decided: {in_training(trained)}."
         )
     if verified is not None and verified.verdict == "pass":
         return "Its gradients cannot be told from fp32's within the noise of the data, on fresh batches too."

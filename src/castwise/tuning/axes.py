@@ -56,6 +56,7 @@ def whole_step_plans(
     has_images: bool,
     goal: str = "time",
     used: Iterable[str] = (),
+    sparse: bool = False,
 ) -> tuple[list[Plan], dict[str, str]]:
     """Every combination of the whole-step axes that the device has.
 
@@ -66,6 +67,7 @@ def whole_step_plans(
         has_images: Whether channels_last means anything: there are convolutions over images.
         goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
         used: Operators that the model runs, as ``parts.operators_used`` names them.
+        sparse: Whether there are sparse gradients, which no fused kernel takes.
 
     Returns:
         The plans, the simplest first, and by format why it is not among them.
@@ -100,7 +102,8 @@ def whole_step_plans(
     if unfused:
         numerics += [dataclasses.replace(p, ops=(*p.ops, *unfused)) for p in numerics if p.autocasts]
     layouts = ("as_is", "channels_last") if has_images else ("as_is",)
-    steps = ("as_given", "fused") if can_fuse(optimizer) and not _is_fused(optimizer) else ("as_given",)
+    fuses = can_fuse(optimizer) and not _is_fused(optimizer) and not sparse
+    steps = ("as_given", "fused") if fuses else ("as_given",)
     plans = [
         dataclasses.replace(plan, memory_format=layout, optimizer=step)
         for plan, layout, step in itertools.product(numerics, layouts, steps)

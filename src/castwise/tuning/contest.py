@@ -18,7 +18,7 @@ from typing import Self
 import torch
 
 from castwise.measure import stats
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap, paired, race, speedup
@@ -125,6 +125,9 @@ class Contest:
 
         Returns:
             Those left, the fastest first, fp32 among them if it is.
+
+        Raises:
+            Exception: As :meth:`run`.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for heat in range(4):
@@ -171,7 +174,8 @@ class Contest:
         With ``admit_late`` plans that have not run yet may still join after the deadline.
 
         Raises:
-            Exception: What fp32 raised: without it there is nothing to compare with.
+            Exception: What fp32 raised, without which there is nothing to compare with; what another plan raised, unless it
+                says that the plan cannot run.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
         for plan in field_:
@@ -257,6 +261,8 @@ class Contest:
             self._lost(plan, error)
 
     def _lost(self, plan: Plan, error: Exception) -> None:
+        if not cannot_run(error):
+            raise error
         self.entries[plan].reason = unfit(error)
         if plan != BASELINE:
             self._close(plan)

@@ -28,7 +28,8 @@ class Damage:
     """What a plan does to one update, relative to the expected square of the update itself.
 
     Attributes:
-        verdict: Judged against the lines of the parity test.
+        verdict: Judged against the lines of the parity test; ``decided by training`` of the chosen plan where its gradients
+            did not pass and pairs of training runs spoke for it.
         value: (bias + noise / m) / (signal + data noise / m), with m microbatches per update; infinite where a
             gradient was not finite. ``low`` and ``high`` are its bootstrap interval.
         bias: The part of ``value`` that is the same in every batch.
@@ -36,7 +37,7 @@ class Damage:
         reason: In a clause, what made the verdict.
     """
 
-    verdict: Verdict
+    verdict: Verdict | Literal["decided by training"]
     value: float
     low: float | None
     high: float | None
@@ -142,7 +143,7 @@ class Verification:
     Attributes:
         difference: Mean over pairs of the loss under the plan minus that in fp32, over the last steps.
         upper: Upper 95 % confidence bound of it.
-        margin: What it had to stay below.
+        margin: What it had to stay below: a share of fp32's loss (``tuning/pairs.py::MARGIN``).
         detectable: The smallest difference that these runs would have shown four times out of five.
         verdict: ``not worse``, ``worse`` or ``not shown``.
     """

@@ -25,7 +25,7 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import race_final
-from castwise.tuning.pairs import affordable_steps, is_doubtful, train_pairs
+from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
 from castwise.tuning.repair import VERIFYING
@@ -46,11 +46,12 @@ TRAINING_SHARE = 0.35
 
 def find_fastest(search: SearchState) -> None:
     """Find the plan and settle it."""
-    settings, model = search.settings, search.model
+    settings, model, test = search.settings, search.model, search.test
     assert model is not None
+    assert test is not None
     plans, dropped = search.ranks.at("the candidates").same(whole_step_plans(
         settings.formats, search.device, search.workload.optimizer(model.parameters()),
-        has_images=search.images, goal=settings.goal, used=search.used,
+        has_images=search.images, goal=settings.goal, used=search.used, sparse=test.prober.sparse,
     ))  # fmt: skip
     for name, reason in dropped.items():
         if name != "tf32" or settings.formats != FORMATS:  # nobody who allows all formats asks for that one
@@ -279,10 +280,9 @@ def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list
         if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
             continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
         repaired = search.repaired(plan, found)
-        if 2 * len(search.kept) > len(search.parts):
-            search.reasons[plan] += (
-                f"; {len(search.kept)} of {len(search.parts)} regions would have to stay in fp32"
-            )
+        kept = sum(part.pattern in search.kept for part in search.parts)
+        if 2 * kept > len(search.parts):
+            search.reasons[plan] += f"; {kept} of {len(search.parts)} regions would have to stay in fp32"
             search.kept = {}
         elif (share := low_share(search, repaired)) < BY_NAME:
             search.reasons[plan] += (
@@ -316,7 +316,9 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
         if result.verdict != "pass":
             trained = _trained(search, plan) if _may_train(search, result) else None
             if trained is None or trained.verdict != "not worse":
-                search.reasons[plan] = why if trained is None else f"{why}, and in training {_said(trained)}"
+                search.reasons[plan] = (
+                    why if trained is None else f"{why}, and in training {in_training(trained)}"
+                )
                 continue
             search.verification = trained
             search.reasons.pop(plan, None)
@@ -346,13 +348,6 @@ def _trained(search: SearchState, plan: Plan) -> Verification | None:
             ranks=search.ranks,
             on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
         )  # fmt: skip
-
-
-def _said(trained: Verification) -> str:
-    return (
-        f"its loss after {trained.steps} steps differs from fp32's by {trained.difference:.2g} (95 % below {trained.upper:.2g}; "
-        f"allowed {trained.margin:.2g})"
-    )
 
 
 def _lost(search: SearchState, plan: Plan) -> float | None:

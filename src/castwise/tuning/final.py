@@ -12,7 +12,7 @@ from functools import partial
 from castwise.errors import WorkloadError
 from castwise.measure import stats
 from castwise.measure.apart import Timed, race_apart
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import portable
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, name_of
@@ -124,6 +124,9 @@ def race_final(
         doubtful: Those among them whose gradients are in doubt.
         until: Clock time after which nothing new begins.
         beside: Of these, and of fp32, those that cannot be chosen.
+
+    Raises:
+        Exception: What fp32 raised, or another plan, unless it says that the plan cannot run.
     """
     contest, ranks = search.contest, search.ranks
     assert contest is not None
@@ -140,7 +143,7 @@ def race_final(
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():
             if timed.error is not None:
-                if plans[index] == FP32:
+                if plans[index] == FP32 or not cannot_run(timed.error):
                     raise timed.error
                 final.failed[plans[index]] = unfit(timed.error)
             else:

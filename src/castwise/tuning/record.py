@@ -17,6 +17,7 @@ from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
+from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
@@ -97,7 +98,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
         name=name_of(plan), plan=str(plan), status=status, reason=reason, rounds=len(times),
         time=stats.summarise(times) if times else None, speedup=speed(search, plan, FP32),
         versus_autocast=speed(search, plan, AUTOCAST),
-        peak_bytes=search.peaks.get(plan), parity=_parity(found) if found is not None else None,
+        peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),
         loss=statistics.fmean(losses[-LAST:]) if losses else None,
         compile_s=(trial.compile_s or None) if (trial := search.trials.get(plan)) is not None else None,
         pays_after_steps=pays_after(search, plan),
@@ -143,10 +144,15 @@ def _not_asked(search: Search) -> str:
     return "the search ended before it"
 
 
-def _parity(found: ParityResult) -> Damage:
+def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
     """A finding as a record: of the plain damage, with the verdict over all that was asked."""
-    d = found.damage
-    return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
+    if found is None:
+        return None
+    d, trained = found.damage, search.verification if plan == search.chosen else None
+    if found.verdict == "pass" or trained is None or trained.verdict != "not worse":
+        return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
+    reason = f"{found.reason}; {in_training(trained)}"
+    return Damage("decided by training", d.value, d.low, d.high, d.bias, d.noise, reason)
 
 
 def _regions(search: Search) -> tuple[RegionEvidence, ...]:

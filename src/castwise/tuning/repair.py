@@ -4,17 +4,22 @@ Damage adds up over the parts that run low (measured: 0.99 to 1.03 of the joint 
 its source by halving: run one half of the parts low and the rest in fp32, then the other half, and go on inside the
 worse one until what is left unexplained fits under the line. One bad part among n costs about 4 log2(n) passes,
 whatever the depth, since blocks of one structure are one part.
+
+Where parts do not add up to what is seen, it comes from what lies between them: between two that each lose nothing, or
+between two that are kept in fp32, whose outputs are cast to the low format at their borders. The smallest container that
+explains or cures it is then kept whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.ranks import BY_ITSELF, Lockstep
@@ -24,7 +29,7 @@ from castwise.numerics.probes import Probe
 from castwise.numerics.verdicts import LEAST, goes_on, may_pass, passes
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import numerics_of
-from castwise.tuning.parts import Part, exempt, only
+from castwise.tuning.parts import Part, exempt, only, whole
 
 T = TypeVar("T")
 
@@ -38,6 +43,8 @@ VERIFYING = 2 * (LEAST - JOINT)
 """Of all passes so many are left for the plan that is chosen: fresh microbatches in fp32 and under the plan."""
 SPENT = 0.7
 """Share of the line that parts which are not kept may use up together; the rest is for what does not add up."""
+MISFIT = 3.0
+"""Damage that is so many times what its parts add up to is not theirs: probes of few microbatches err by less."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,14 @@ class Blame:
         severity: Damage over the line it must stay below; above 1 it is too much.
         damage: Plain damage.
         reason: Why it is infinite, where it is.
+        whole: They are a container, whose damage is not that of its parts: it is kept whole.
     """
 
     patterns: tuple[str, ...]
     severity: float
     damage: float
     reason: str = ""
+    whole: bool = False
 
 
 @dataclass
@@ -63,7 +72,7 @@ class Repair:
 
     Attributes:
         plan: With its regions.
-        kept: Per part that is kept in fp32, why.
+        kept: Per part that is kept in fp32, why; of a container that is kept whole each part, and itself if that is one.
         result: Finding on the microbatches of the search, None where the passes ran out before.
     """
 
@@ -90,12 +99,14 @@ class NumericsSearch:
     ) -> None:
         self._test = test
         self._parts = list(parts)
+        self._names = {part.pattern for part in parts}
         self._say = on_progress
         self._ranks = ranks
         self._first = len(test.prober.micros)
         self._followed: set[Plan] = set()  # by numerics, what state follows as in fp32
         self._below: dict[Plan, int] = {}  # by numerics, how many microbatches said that a plan passes
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
+        self._joints: dict[Plan, ParityResult | None] = {}
         self.alone: dict[str, Blame] = {}
 
     def left(self) -> int:
@@ -192,56 +203,129 @@ class NumericsSearch:
         Raises:
             Exception: What a part raised in a low format, unless it says that the part cannot run there.
         """
-        patterns = [part.pattern for part in self._parts]
+        patterns = tuple(part.pattern for part in self._parts)
         kept: dict[str, str] = {}
+        together: dict[
+            frozenset[str], float
+        ] = {}  # what is given back as one or not at all, with its severity
         order = itertools.count()
         start = math.inf if found is None else found.severity
-        queue: list[tuple[float, int, tuple[str, ...]]] = [(-start, next(order), tuple(patterns))]
+        queue = [(-start, next(order), Blame(patterns, start, math.nan))]
         result: ParityResult | None = None
+        widened = False
         while queue:
-            while queue and -sum(weight for weight, _, _ in queue) > SPENT:
-                _, _, group = heapq.heappop(queue)
-                if len(group) == 1 or self.left() < reserve + JOINT + 2 * QUICK:
-                    blame = self.alone.get(group[0])
-                    for pattern in group:
-                        kept[pattern] = _because(blame)
+            while queue and _left_over(queue) > SPENT:
+                group = heapq.heappop(queue)[-1]
+                if group.whole or len(group.patterns) == 1 or self.left() < reserve + JOINT + 2 * QUICK:
+                    why = _because(group if group.whole else self.alone.get(group.patterns[0]))
+                    kept |= {pattern: kept.get(pattern, why) for pattern in group.patterns}
+                    together |= {frozenset(group.patterns): group.severity} if group.whole else {}
                     continue
-                for half in (group[: len(group) // 2], group[len(group) // 2 :]):
-                    blame = self._probe(plan, half)
-                    heapq.heappush(queue, (-blame.severity, next(order), half))
-            repaired = exempt(plan, self._parts, kept)
+                for blame in self._traced(plan, group, reserve):
+                    heapq.heappush(queue, (-blame.severity, next(order), blame))
             if self.left() < reserve + JOINT and result is not None:
                 break
-            result = self._joint(repaired)
-            if result is not None and result.severity < 1.0:
-                return self._pruned(plan, kept, result, reserve)
+            result = self._joint(exempt(plan, self._parts, kept))
+            if _is_cured(result):
+                return self._pruned(plan, kept, together, result, reserve)
+            if not widened and (result is None or result.severity > MISFIT * max(_left_over(queue), SPENT)):
+                widened = True
+                wider, cured, added = self._widened(plan, kept, reserve)
+                if _is_cured(cured):
+                    return self._pruned(plan, wider, together | dict.fromkeys(added, 0.0), cured, reserve)
             if not queue:
                 break
             # what is left does not add up to what is seen: keep the worst of it too
-            _, _, group = heapq.heappop(queue)
-            for pattern in group:
-                kept[pattern] = "the rest of the model does not pass without it"
+            for pattern in heapq.heappop(queue)[-1].patterns:
+                kept.setdefault(pattern, "the rest of the model does not pass without it")
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
-    def _pruned(self, plan: Plan, kept: dict[str, str], result: ParityResult, reserve: int) -> Repair:
-        """Give back what need not be kept, the least suspicious first."""
-        for pattern in sorted(kept, key=lambda p: self.alone[p].severity if p in self.alone else 0.0)[:-1]:
-            if self.left() < reserve + JOINT:
+    def _traced(self, plan: Plan, group: Blame, reserve: int) -> list[Blame]:
+        """What each half of a group does, and, where they do not add up to the group, a container that does."""
+        middle = len(group.patterns) // 2
+        halves = [self._probe(plan, half) for half in (group.patterns[:middle], group.patterns[middle:])]
+        if group.severity <= MISFIT * sum(half.severity for half in halves):
+            return halves
+        cut = [  # containers that ran whole with neither half
+            patterns
+            for patterns in self._containers()
+            if not any(
+                {*patterns} <= {*half.patterns} or {*patterns}.isdisjoint(half.patterns) for half in halves
+            )
+            or (len(names := {*patterns} & self._names) == 1 and names <= {*group.patterns})
+        ]
+        for patterns in sorted(cut, key=len):
+            if self.left() < reserve + JOINT + QUICK:
                 break
-            fewer = {p: why for p, why in kept.items() if p != pattern}
+            blame = self._probe(plan, patterns)
+            if MISFIT * blame.severity >= group.severity:
+                return [*halves, dataclasses.replace(blame, whole=True)]
+        return halves
+
+    def _containers(self) -> list[tuple[str, ...]]:
+        """What chooses every container."""
+        containers = dict.fromkeys(container for part in self._parts for container in part.around)
+        return [whole(self._parts, container) for container in containers]
+
+    def _widened(
+        self, plan: Plan, kept: dict[str, str], reserve: int
+    ) -> tuple[dict[str, str], ParityResult | None, list[frozenset[str]]]:
+        """Keep the containers around what is kept, ever wider ones, until that passes or would be all of the model.
+
+        Returns:
+            What is kept then, the finding on it, and what was added by container, the last first.
+        """
+        result: ParityResult | None = None
+        steps: list[frozenset[str]] = []
+        while self.left() >= reserve + JOINT and not _is_cured(result):
+            wider = dict(kept)
+            for pattern in kept:
+                around = [c for c in self._containers() if pattern in c and not kept.keys() >= {*c}]
+                if added := frozenset(p for p in min(around, key=len, default=()) if p not in wider):
+                    steps.insert(0, added)
+                    wider |= dict.fromkeys(
+                        added, "its neighbours alone were no cure: what lies between counts"
+                    )
+            if len(wider) == len(kept) or wider.keys() >= self._names:
+                break
+            kept, result = wider, self._joint(exempt(plan, self._parts, wider))
+        return kept, result, steps
+
+    def _pruned(
+        self,
+        plan: Plan,
+        kept: dict[str, str],
+        together: dict[frozenset[str], float],
+        result: ParityResult,
+        reserve: int,
+    ) -> Repair:
+        """Give back what need not be kept, the least suspicious first; nothing of a container that fails in each part."""
+        for container in self._containers():
+            if all(p in kept and p in self.alone and self.alone[p].severity >= 1.0 for p in container):
+                together = together | {frozenset(container): max(self.alone[p].severity for p in container)}
+        bound = {pattern for patterns in together for pattern in patterns}
+        weights = together | {
+            frozenset({p}): self.alone[p].severity if p in self.alone else 0.0 for p in kept if p not in bound
+        }
+        for patterns in sorted(weights, key=weights.__getitem__):
+            fewer = {p: why for p, why in kept.items() if p not in patterns}
+            if self.left() < reserve + JOINT or not fewer:
+                break
             tried = self._joint(exempt(plan, self._parts, fewer))
             if tried is not None and tried.severity < SPENT:
                 kept, result = fewer, tried
         return Repair(exempt(plan, self._parts, kept), kept, result)
 
     def _joint(self, plan: Plan) -> ParityResult | None:
-        self._say(f"gradients under {plan}")
-        try:
-            return self._judged(plan, 0, min(JOINT, self._first))
-        except Exception as error:
-            if not cannot_run(error):
-                raise
-            return None  # more has to be kept
+        if plan not in self._joints:
+            self._say(f"gradients under {plan}")
+            try:
+                self._joints[plan] = self._judged(plan, 0, min(JOINT, self._first))
+            except Exception as error:
+                if not cannot_run(error):
+                    raise
+                self._joints[plan] = None  # more has to be kept
+        return self._joints[plan]
 
     def _probe(self, plan: Plan, patterns: tuple[str, ...]) -> Blame:
         """Run some parts low and the rest in fp32."""
@@ -273,9 +357,19 @@ class NumericsSearch:
         return Blame(patterns, severity(plain, adam), plain)
 
 
+def _is_cured(result: ParityResult | None) -> TypeGuard[ParityResult]:
+    return result is not None and result.severity < 1.0
+
+
+def _left_over(queue: Sequence[tuple[float, int, Blame]]) -> float:
+    return sum(blame.severity for _, _, blame in queue)
+
+
 def _because(blame: Blame | None) -> str:
     if blame is None:
         return "its neighbourhood fails, and the passes ran out before it was tried alone"
     if blame.reason:
         return blame.reason
+    if blame.whole:
+        return f"with its neighbours in the low format the damage is {blame.damage:.2g}, far more than theirs apart"
     return f"alone in the low format its damage, the relative error of the update, is {blame.damage:.2g}"
