@@ -133,7 +133,7 @@ def one_fails_in_the_race(rank: int, folder: Path) -> dict[str, Any]:
     def low() -> None:
         calls[0] += 1
         if rank == 1 and calls[0] > 14:  # it is timed alone in 8 of them
-            raise NotImplementedError("a kernel\nthat cannot")
+            raise NotImplementedError("a bf16 kernel\nthat cannot")
 
     return said(tune(network(low)))
 
@@ -141,7 +141,7 @@ def one_fails_in_the_race(rank: int, folder: Path) -> dict[str, Any]:
 def one_fails_in_the_numerics(rank: int, folder: Path) -> dict[str, Any]:
     def low() -> None:
         if rank == 1:
-            raise NotImplementedError("no such kernel")
+            raise NotImplementedError("no such bf16 kernel")
 
     return said(tune(network(low), goal="numerics", formats=("bf16",)))
 
@@ -308,7 +308,7 @@ def test_a_candidate_that_fails_on_one_rank_fails_on_both(found: Callable[[Case]
     lost = candidate(first, "bf16-mixed")
     assert lost["status"] == "rejected"
     assert lost["loss"] is None  # ranks do not lose it at the same step
-    assert lost["reason"] == "on rank 1: not supported by this device: a kernel"
+    assert lost["reason"] == "on rank 1: not supported by this device: a bf16 kernel"
     assert Plan.parse(first["plan"]).compute == "fp32"
 
 
@@ -317,7 +317,7 @@ def test_a_region_that_fails_on_one_rank_is_kept_on_both(found: Callable[[Case],
     assert first == second
     region = next(r for r in first["regions"] if r["pattern"] == "2")
     assert region["format"] == "fp32"
-    assert region["reason"] == "on rank 1: not supported by this device: no such kernel"
+    assert region["reason"] == "on rank 1: not supported by this device: no such bf16 kernel"
     assert Plan.parse(first["plan"]).compute == "bf16"
 
 

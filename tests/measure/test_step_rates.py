@@ -31,7 +31,7 @@ class SlowInLow(nn.Linear):
 class BreaksInLow(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
-            raise NotImplementedError("no kernel")
+            raise NotImplementedError("no kernel for bf16")
         return super().forward(x)
 
 
