@@ -64,6 +64,7 @@ def settle(
     start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
     beside: frozenset[int] = frozenset(),
     is_over: Callable[[], bool] = lambda: False,
+    reference: frozenset[int] = frozenset(),
 ) -> tuple[Decision, list[list[Sequence[float]]]]:
     """Start plans again and again until the times decide.
 
@@ -71,8 +72,10 @@ def settle(
         complexity: Of each plan.
         start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. A plan
             that is missing in what it returns has failed and is out.
-        beside: Plans that are timed to be shown, in the first starts, and cannot be chosen; the others are at least one.
+        beside: Plans that are timed to be shown, and cannot be chosen; the others are at least one.
         is_over: Whether no further start fits into the time.
+        reference: Plans that are started to the end though they are out, since others' speeds are told over theirs. Those
+            ``beside`` are, too: the machine moves, and a speed over a plan has to have seen as much of it as the plan.
 
     Returns:
         The decision, and each plan's times by start.
@@ -93,6 +96,6 @@ def settle(
             break
         if starts >= FIRST:
             gone = {left[one] for one in decision.out}
-            racing = [one for one in left if one not in gone]
+            racing = [one for one in racing if one not in gone or one in reference]
     out = frozenset(left[one] for one in decision.out)
     return Decision(left[decision.chosen], decided, out), times

@@ -171,7 +171,8 @@ def race_final(
     def decided(start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]]) -> Final:
         weights = [final.complexity(plan) for plan in plans]
         shown = frozenset(i for i, plan in enumerate(plans) if plan not in choice)
-        final.decision, final.times_s = settle(weights, start, shown, over)
+        reference = frozenset({plans.index(FP32)})
+        final.decision, final.times_s = settle(weights, start, shown, over, reference)
         return final
 
     try:
