@@ -18,7 +18,7 @@ demo: $(STAMP)
 # Two files at a time with one thread each. Files that start processes fork them from one that has imported torch.
 # Bytecode is written even where the environment says not to: tests start processes that would compile all of it again.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 CHECKED := src tests bench scripts examples
 lint: $(STAMP)
@@ -34,7 +34,7 @@ bench: $(STAMP)
 # Every plan on every layout, twenty processes killed at random moments, and all that the tests can generate; an hour or so.
 soak: $(STAMP)
 	$(BIN)/python bench/soak.py
-	CASTWISE_SOAK=1 CASTWISE_LIVES=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600
+	CASTWISE_SOAK=1 CASTWISE_LIVES=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3600
 
 # What only a GPU shows, in three parts of at most eight minutes. Nothing is installed: PYTHON_GPU is an interpreter (3.11 or
 # later) that has torch 2.11 or later for its GPU, beside it pytest for gpu-test and numpy for gpu-bench-tune.
