@@ -80,10 +80,13 @@ def test_a_hopeless_or_broken_format_is_not_timed_any_further(layer: type[nn.Lin
     assert (low.time, low.speedup, low.verdict) == (None, None, "avoid")
 
 
-def test_what_fp32_raises_is_raised() -> None:
+@pytest.mark.parametrize("where", ["fp32", "bf16"])
+def test_a_fault_of_the_code_is_raised(where: str) -> None:
     class Broken(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            raise LookupError("a key is missing")
+            if torch.is_autocast_enabled("cpu") == (where == "bf16"):
+                raise LookupError("a key is missing")
+            return super().forward(x)
 
     with pytest.raises(LookupError, match="a key is missing"):
         measure_steps(workload(Broken), CPU, NO_FP16, starts=1)

@@ -274,6 +274,14 @@ def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
     assert found.reason == "does not compile: the process died without a word (out of memory?)"
 
 
+def test_a_fault_of_the_code_comes_out_of_a_trial(search: Search) -> None:
+    def faulty() -> nn.Module:
+        raise LookupError("no such file of weights")
+
+    with pytest.raises(LookupError, match="no such file of weights"):
+        compiling._tried(search, portable(workload(faulty)), BF16, 60.0)
+
+
 def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv(name, "mine")

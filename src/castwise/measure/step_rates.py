@@ -16,7 +16,7 @@ import torch
 from castwise.errors import WorkloadError
 from castwise.measure import stats
 from castwise.measure.apart import Apart, Timed, race_apart
-from castwise.measure.failures import unfit
+from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.limits import StepProfile
 from castwise.measure.processes import Home, portable
 from castwise.measure.rates import Rate, Verdict, verdict_of
@@ -75,7 +75,7 @@ def measure_steps(
         By plan what was found, fp32's first.
 
     Raises:
-        Exception: What fp32 raised.
+        Exception: What fp32 raised, or another plan, unless it says that the plan cannot run.
     """
     why = dict(out)
     plans = [plan for plan in PLANS if plan not in why]
@@ -120,9 +120,7 @@ def _tried(
                 run.wait()
                 step_s = [run.steps(1) for _ in range(2)][-1]
             except Exception as error:
-                if plan == "fp32":
-                    raise
-                why[plan] = unfit(error)
+                why[plan] = _reason(plan, error)
                 continue
         base_s = base_s or step_s
         if step_s > SLOW * base_s:
@@ -132,16 +130,21 @@ def _tried(
     return left
 
 
+def _reason(plan: str, error: Exception) -> str:
+    """Why a plan is not timed; what fp32 raises, and a fault of the code that ran, is raised."""
+    if plan == "fp32" or not cannot_run(error):
+        raise error
+    return unfit(error)
+
+
 def _booked(
     plans: Sequence[str], found: Sequence[Timed], times: dict[str, list[list[float]]], why: dict[str, str]
 ) -> list[str]:
     for plan, timed in zip(plans, found, strict=True):
         if timed.error is None:
             times[plan].append(timed.times_s)
-        elif plan == "fp32":
-            raise timed.error
         else:
-            why[plan] = unfit(timed.error)
+            why[plan] = _reason(plan, timed.error)
     return [plan for plan in plans if plan not in why]
 
 
@@ -157,19 +160,15 @@ def _in_turns(
             try:
                 run = TrainingRun(workload, PRESETS[plan], device, seed)
             except Exception as error:
-                if plan == "fp32":
-                    raise
-                why[plan] = unfit(error)
+                why[plan] = _reason(plan, error)
                 continue
             stack.callback(run.close)
             runs.append((plan, run))
         laps = race(runs, rounds=ROUNDS, steps=1, device=device, hopeless=SLOW)
         for plan, _ in runs:
             lap = laps[plan]
-            if lap.error is not None and plan == "fp32":
-                raise lap.error
             if lap.error is not None:
-                why[plan] = unfit(lap.error)
+                why[plan] = _reason(plan, lap.error)
             elif lap.slowdown is not None:
                 why[plan] = f"stopped: a step takes {lap.slowdown:.3g} times as long as in fp32"
             else:

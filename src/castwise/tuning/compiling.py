@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from castwise.errors import CastwiseError, WorkloadError
+from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import COMPILED, portable
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of, uncompiled
@@ -113,14 +114,18 @@ def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) ->
         group = process.answer(START_S)
         found: Trial = process.answer(timeout_s)
         return found
+    except WorkloadError:
+        raise
     except CastwiseError as error:
         if time.monotonic() - begin < timeout_s:
             return Trial(f"does not compile: {error}")
         return Trial(
             f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; a longer --budget would do"
         )
-    except Exception as error:  # what building the workload raised there
-        return Trial(f"does not compile: {type(error).__name__}: {error}")
+    except Exception as error:  # raised there before anything was compiled
+        if not cannot_run(error):
+            raise
+        return Trial(unfit(error))
     finally:
         process.close()
         if group:

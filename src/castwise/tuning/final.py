@@ -82,7 +82,7 @@ class Final:
         ratio = self.ratio(chosen, plan)
         if ratio is None:
             return self.failed.get(plan, "")
-        if ratio.low > 1.0:
+        if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
         simpler = self.complexity(chosen) < self.complexity(plan)
         if ratio.value < 1.0 and simpler:
