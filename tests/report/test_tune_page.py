@@ -8,7 +8,6 @@ import io
 import math
 import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
+from tests.report.html import read
 
 from castwise.numerics.gradient_range import ScaleRange
 from castwise.plans.formats import FORMATS
@@ -25,41 +25,7 @@ from castwise.report.plots import draw
 from castwise.report.show import table, write
 from castwise.report.words import pasted
 
-VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
-
-
-class Reader(HTMLParser):
-    """Collects text, and fails on tags that are not closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        self.links += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.text.append(data)
-
-
-def read(page: str) -> str:
-    """The page's words, after checking that its tags nest and that it needs nothing from elsewhere."""
-    reader = Reader()
-    reader.feed(page)
-    assert reader.open == []
-    assert all(link.startswith(("#", "data:")) for link in reader.links)
-    assert "<script" not in page
-    assert not re.search(r"url\((?!#)", page)
-    return " ".join("".join(reader.text).split())
 
 
 def drawn(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""Reads a page as a browser would: its words, and that it is well formed and needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
+
+
+class Reader(HTMLParser):
+    """Collects text, and fails on tags that are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+
+def read(page: str) -> str:
+    """The page's words, after checking that its tags nest and that it needs nothing from elsewhere."""
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert all(link.startswith(("#", "data:")) for link in reader.links)
+    assert "<script" not in page
+    assert not re.search(r"url\((?!#)", page)
+    return " ".join("".join(reader.text).split())
