@@ -1,10 +1,14 @@
-"""The tuned plan against the whole hand grid, on built-in workloads and architectures of transformers.
+"""The tuned plan against the whole hand grid, on built-in workloads and architectures of transformers; and the same answer twice.
 
 Grid: {fp32, autocast bf16, bf16 parameters with fp32 masters} x {contiguous, channels_last where there are images} x
 {optimizer as given, fused}; with --compiled, x {as it is, compiled} too, against ``tune(compile="auto")``, which takes long:
-each of them compiles for up to a minute. Each workload is tuned; then the grid is raced on fresh models to find its best plan, and that
-plan, fp32, one-line torch.autocast (bf16-mixed) and the tuned plan are raced again in further interleaved rounds, from which
-all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
+each of them compiles for up to a minute. Each workload is searched several times: ``same`` says that all searches chose one
+plan, ``alike`` that format, storage of parameters, memory format and regions are the same. The grid is raced to find its best
+plan, and that plan, fp32, one-line torch.autocast (bf16-mixed) and what the searches chose are raced again in further starts,
+from which all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
+``agrees`` says that the speed over fp32 on each search's page and the one of this race meet within their intervals. Built-in
+workloads are searched with ``--budget 30`` too, and ``within`` counts the plans found so that are at most 5 % slower than that
+of the first long search.
 """
 
 from __future__ import annotations
@@ -19,16 +23,17 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 
 import castwise
 from architectures import ARCHITECTURES
 from castwise import Plan, Workload
-from castwise.measure.stats import Ratio, paired_speedup
-from castwise.measure.steps import TrainingRun
-from castwise.measure.timing import Lap, paired, race
+from castwise.measure.apart import race_apart
+from castwise.measure.failures import cannot_run
+from castwise.measure.processes import Home, portable
+from castwise.tuning.final import Final
 from castwise.workload import find_workload
 from common import RESULTS, sentence, show, store
 
@@ -36,9 +41,9 @@ BUILT_IN = {
     "cpu": ("sine?size=128", "gpt", "digits"),
     "cuda": ("sine?size=512", "gpt", "gpt?layers=6&width=768", "digits"),
 }
-AGAIN = ("digits", "convnext")
-"""Tuned twice, to see whether runs repeat."""
-BLOCK_S = 0.08
+SHORT_S, SHORT_WITHIN = 30.0, 1 / 1.05
+"""The budget of a short search, and how fast its plan has to be beside the long search's."""
+ROUNDS, GRID_ROUNDS = 8, 6
 LAST = 10
 """Steps whose mean loss is compared."""
 
@@ -57,114 +62,143 @@ def grid(workload: Workload, compiled: bool = False) -> list[Plan]:
     ]
 
 
-def compete(
-    workload: Workload, plans: Sequence[Plan], rounds: int, device: torch.device
-) -> tuple[dict[Plan, Lap], dict[Plan | str, float]]:
-    """Race plans; return their laps, and the loss that each has come to at the same step of the same batches."""
-    runs: dict[Plan, TrainingRun] = {}
-    state = None
-    try:
-        for plan in plans:
-            runs[plan] = TrainingRun(workload, plan, device, 1, state)
-            state = state or runs[plan].weights()
-        base = runs[plans[0]]
-        first = race([("", base)], rounds=2, steps=1, device=device)[""].times_s
-        steps = max(1, min(16, round(BLOCK_S / min(t for t in first if t is not None))))
-        named = [(str(i), runs[plan]) for i, plan in enumerate(plans)]
-        laps = race(named, rounds=rounds, steps=steps, device=device)
-        found = {plan: laps[str(i)] for i, plan in enumerate(plans)}
-        at_once = same_steps({plan: run.losses for plan, run in runs.items() if not found[plan].done})
-        losses: dict[Plan | str, float] = {plan: statistics.fmean(last) for plan, last in at_once.items()}
-        losses["start"] = base.losses[0]
-        losses["spread"] = statistics.stdev(at_once[plans[0]]) / LAST**0.5
-        return found, losses
-    finally:
-        for run in runs.values():
-            run.close()
+def raced(
+    workload: Workload | str, plans: Sequence[Plan], device: torch.device, starts: int, rounds: int
+) -> Final:
+    """Start plans several times, each in a process of its own, and time them in turns; those that cannot run are left out."""
+    found = []
+    with Home() as home:
+        payload = portable(workload)
+        for _ in range(starts):
+            timed = race_apart(home, payload, plans, device, rounds=rounds)
+            for one in timed:
+                if one.error is not None and not cannot_run(one.error):
+                    raise one.error
+            found.append(timed)
+    well = [i for i, _ in enumerate(plans) if all(start[i].error is None for start in found)]
+    return Final(
+        [plans[i] for i in well],
+        times_s=[[start[i].times_s for start in found] for i in well],
+        losses={plans[i]: found[0][i].losses for i in well},
+    )
 
 
-def same_steps(losses: Mapping[Plan, Sequence[float]]) -> dict[Plan, Sequence[float]]:
-    """The last losses of the steps that every one of some runs has taken."""
-    taken = min(map(len, losses.values()))
-    return {plan: own[max(0, taken - LAST) : taken] for plan, own in losses.items()}
+def speed(race: Final, plan: Plan, over: Plan) -> list[float]:
+    """How many times as fast as another a plan is, with the ends of the interval."""
+    ratio = race.ratio(plan, over)
+    return [1.0, 1.0, 1.0] if ratio is None else [ratio.value, ratio.low, ratio.high]
 
 
-def ratio(laps: dict[Plan, Lap], plan: Plan, over: Plan) -> Ratio:
-    """How many times as fast as ``over`` a plan is."""
-    if plan == over:
-        return Ratio(1.0, 1.0, 1.0, 0.95, len(laps[plan].times_s))
-    before, after = paired(laps[over], laps[plan])
-    return paired_speedup(before, after)
+def search(workload: Workload | str, device: torch.device, budget_s: float, compiles: str) -> dict[str, Any]:
+    """One search, as a user makes it."""
+    start = time.perf_counter()
+    result = castwise.tune(
+        workload, device=device, budget_s=budget_s, memory=False, fresh=True, compile=compiles
+    )
+    took = time.perf_counter() - start
+    evidence = result.evidence
+    chosen = next(row for row in evidence.candidates if row.plan == evidence.plan)
+    page = chosen.speedup
+    return {
+        "plan": str(dataclasses.replace(result.plan, provenance=None)), "tune_s": took, "answer": result.answer,
+        "decided": not any("too noisy to decide" in note for note in evidence.notes),
+        "over_fp32": [1.0, 1.0, 1.0] if page is None else [page.value, page.low, page.high],
+        "gradients": chosen.parity.verdict if chosen.parity is not None else None,
+        "passes": evidence.passes, "commit": evidence.environment.commit,
+    }  # fmt: skip
+
+
+def of_format(plan: Plan) -> Plan:
+    """A plan without what hardly complicates it: the fused optimizer and rules for single operators."""
+    return dataclasses.replace(plan, optimizer="as_given", ops={}, loss_scale=None, provenance=None)
+
+
+def check_losses(name: str, race: Final, tuned: Plan) -> dict[str, float]:
+    """Losses of fp32 and of the tuned plan at the same step of the same batches.
+
+    Raises:
+        SystemExit: They differ, so that speeds say nothing.
+    """
+    fp32 = race.losses[Plan.preset("fp32")]
+    base, mine = (statistics.fmean(losses[-LAST:]) for losses in (fp32, race.losses[tuned]))
+    allowed = 0.05 * max(fp32[0], base) + 3.0 * statistics.stdev(fp32[-LAST:]) / LAST**0.5
+    if not abs(mine - base) <= allowed:
+        raise SystemExit(f"{name}: losses {base:.4g} and {mine:.4g} differ by more than {allowed:.3g}")
+    return {"fp32_loss": base, "tuned_loss": mine}
 
 
 def measure(
-    name: str,
-    workload: Workload,
-    device: torch.device,
-    rounds: int,
-    tune: Callable[[Workload], castwise.TuneResult],
-    found: Callable[[dict[str, object]], None],
-    compiled: bool = False,
-) -> dict[str, object]:
-    """One row of the table; what is known after the search is handed to ``found`` before the races."""
-    start = time.perf_counter()
-    result = tune(workload)
-    took = time.perf_counter() - start
-    tuned = dataclasses.replace(result.plan, provenance=None)
-    known: dict[str, object] = {"workload": name, "plan": str(tuned), "tune_s": took, "answer": result.answer}
+    name: str, device: torch.device, options: argparse.Namespace, found: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """One row of the table; what is known after the searches is handed to ``found`` before the races."""
+    built_in = name in BUILT_IN[device.type]
+    workload = name if built_in else ARCHITECTURES[name]()
+    compiles = "auto" if options.compiled else "never"
+    long = [search(workload, device, options.budget, compiles) for _ in range(options.searches)]
+    short = [
+        search(workload, device, SHORT_S, "never")
+        for _ in range(options.short if built_in and not options.compiled else 0)
+    ]
+    tuned, *_ = plans = [Plan.parse(one["plan"]) for one in long]
+    known = {
+        "workload": name, "plan": str(tuned),
+        "same": len(set(plans)) == 1, "alike": len(set(map(of_format, plans))) == 1, "searches": long, "short": short,
+    }  # fmt: skip
     found(known)
-    again = dataclasses.replace(tune(workload).plan, provenance=None) if name in AGAIN else tuned
     gc.collect()
     fp32, autocast = Plan.preset("fp32"), Plan.preset("bf16-mixed")
-    laps, _ = compete(workload, grid(workload, compiled), max(6, rounds // 3), device)
-    best = min(laps, key=lambda plan: statistics.median(t for t in laps[plan].times_s if t is not None))
-    gc.collect()
-    field = list(dict.fromkeys([fp32, autocast, best, tuned, again]))
-    laps, losses = compete(workload, field, rounds, device)
-    allowed = 0.05 * max(losses["start"], losses[fp32]) + 3.0 * losses["spread"]
-    if tuned not in losses or not abs(losses[tuned] - losses[fp32]) <= allowed:
-        raise SystemExit(
-            f"{name}: the losses differ by more than {allowed:.3g}, so speeds say nothing: {losses}"
-        )
-    chosen = next(c for c in result.evidence.candidates if c.plan == result.evidence.plan)
-    over = {"fp32": fp32, "autocast": autocast, "best_of_grid": best, "second_tune": again}
-    row: dict[str, object] = {"workload": name, "plan": str(tuned), "best_of_grid": str(best)}
-    for key, plan in over.items():
-        speed = ratio(laps, tuned, plan)
-        row |= {f"over_{key}": speed.value, f"over_{key}_low": speed.low, f"over_{key}_high": speed.high}
+    made = workload if isinstance(workload, Workload) else find_workload(workload)
+    tried = raced(workload, grid(made, options.compiled), device, 1, GRID_ROUNDS)
+    best = min(tried.plans, key=lambda plan: statistics.median(tried.seconds(plan)))
+    shorts = [Plan.parse(one["plan"]) for one in short]
+    race = raced(
+        workload, list(dict.fromkeys([fp32, autocast, best, *plans, *shorts])), device, options.starts, ROUNDS
+    )
+    losses = check_losses(name, race, tuned)
+    for one, plan in zip(short, shorts, strict=True):
+        one["over_long"] = speed(race, plan, tuned)
+    agrees = [meet(one["over_fp32"], speed(race, plan, fp32)) for one, plan in zip(long, plans, strict=True)]
     return {
-        **row,
-        "second_plan": str(again) if name in AGAIN else None,
-        "fp32_ms": 1e3 * statistics.median(t for t in laps[fp32].times_s if t is not None),
-        "tuned_ms": 1e3 * statistics.median(t for t in laps[tuned].times_s if t is not None),
-        "fp32_loss": losses[fp32],
-        "tuned_loss": losses[tuned],
-        "best_of_grid_loss": losses.get(best),
-        "tune_s": took,
-        "passes": result.evidence.passes,
-        "gradients": chosen.parity.verdict if chosen.parity is not None else None,
-        "rounds": rounds,
-        "answer": result.answer,
-        "commit": result.evidence.environment.commit,
+        **known,
+        "best_of_grid": str(best),
+        "over_fp32": speed(race, tuned, fp32),
+        "over_autocast": speed(race, tuned, autocast),
+        "over_best_of_grid": speed(race, tuned, best),
+        "agrees": all(agrees),
+        "fp32_ms": 1e3 * statistics.median(race.seconds(fp32)),
+        "tuned_ms": 1e3 * statistics.median(race.seconds(tuned)),
+        **losses,
     }
 
 
-def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Geometric means over one-line autocast, of the workloads that were raced."""
+def meet(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two intervals have a value in common."""
+    return one[1] <= other[2] and one[2] >= other[1]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Geometric means over one-line autocast, and counts, of the workloads that were raced."""
 
     def mean(values: list[float]) -> float | None:
         return math.exp(statistics.fmean(math.log(v) for v in values)) if values else None
 
     rows = [row for row in rows if "over_autocast" in row]
-    over = {str(row["workload"]): float(str(row["over_autocast"])) for row in rows}
-    slower = [row["workload"] for row in rows if float(str(row["over_best_of_grid_high"])) < 1.0]
-    faster = [row["workload"] for row in rows if float(str(row["over_best_of_grid_low"])) > 1.0]
+    over = {str(row["workload"]): row["over_autocast"][0] for row in rows}
+    searches = [one for row in rows for one in row["searches"]]
+    short = [one for row in rows for one in row["short"]]
     return {
         "workload": "all",
         "geometric_mean_over_autocast": mean(list(over.values())),
         "without_sine": mean([value for name, value in over.items() if not name.startswith("sine")]),
-        "slower_than_best_of_grid": slower,
-        "faster_than_best_of_grid": faster,
+        "slower_than_best_of_grid": [row["workload"] for row in rows if row["over_best_of_grid"][2] < 1.0],
+        "faster_than_best_of_grid": [row["workload"] for row in rows if row["over_best_of_grid"][1] > 1.0],
+        **{key: sum(row[key] for row in rows) for key in ("same", "alike", "agrees")},
+        "workloads": len(rows),
+        "decided": sum(one["decided"] for one in searches),
+        "searches": len(searches),
+        "median_tune_s": statistics.median([one["tune_s"] for one in searches] or [math.nan]),
+        "short": len(short),
+        "within": sum(one["over_long"][0] >= SHORT_WITHIN for one in short),
     }
 
 
@@ -173,8 +207,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="names, between commas")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--budget", type=float, default=170.0, help="seconds per search")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds per search")
+    parser.add_argument("--searches", type=int, default=3, help="of each workload")
+    parser.add_argument("--short", type=int, default=5, help="searches of 30 s of each built-in workload")
+    parser.add_argument("--starts", type=int, default=5, help="of each plan in the race")
     parser.add_argument(
         "--compiled", action="store_true", help="compiled plans are in the grid and in the search"
     )
@@ -190,7 +226,7 @@ def main() -> None:
         parser.error(f"--only {options.only}: there are {names}")
     title = "tune-compiled" if options.compiled else "tune"
     path = RESULTS / f"{title}-{device.type}.json"
-    known: dict[str, dict[str, object]] = {}
+    known: dict[str, dict[str, Any]] = {}
     if options.only and path.exists():
         known = {
             r["workload"]: r
@@ -198,7 +234,7 @@ def main() -> None:
             if r["workload"] != "all"
         }
 
-    def keep(row: dict[str, object]) -> None:
+    def keep(row: dict[str, Any]) -> None:
         """Written at once: a long run may be ended."""
         known[str(row["workload"])] = row
         rows = [known[n] for n in names if n in known]
@@ -209,12 +245,7 @@ def main() -> None:
     for name in chosen:
         known.pop(name, None)
         try:
-            workload = find_workload(name) if name in built_in else ARCHITECTURES[name]()
-            compiles = "auto" if options.compiled else "never"
-            search = partial(
-                castwise.tune, device=device, memory=False, budget_s=options.budget, compile=compiles
-            )
-            keep(measure(name, workload, device, options.rounds, search, keep, options.compiled))
+            keep(measure(name, device, options, keep))
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             keep({"workload": name} | known.get(name, {}) | {"error": sentence(error)})

@@ -58,7 +58,19 @@ def jobs(part: str, device: str) -> list[Job]:
         return [
             Job(
                 name,
-                [script, "--device", device, "--only", name, "--rounds", "12"],
+                [
+                    script,
+                    "--device",
+                    device,
+                    "--only",
+                    name,
+                    "--searches",
+                    "1",
+                    "--short",
+                    "0",
+                    "--starts",
+                    "3",
+                ],
                 ("--budget", SEARCH_SHARE),
             )
             for name in TUNED[device]
