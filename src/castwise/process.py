@@ -1,14 +1,16 @@
-"""Process-wide settings of a plan: what fp32 matrix products and convolutions may use inside.
+"""Process-wide settings of torch: the list of them, and what a plan claims, which fp32 products and convolutions may use.
 
-These are global state in PyTorch, so they are claimed for as long as a plan is live and restored after it; two live
-plans that want different values are an error and not a race.
+They are global state in PyTorch, so what a plan wants is claimed for as long as the plan is live and restored after it; two
+live plans that want different values are an error and not a race.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -197,3 +199,116 @@ class Claim:
                     backend.fp32_precision = setting.before
                     del _claimed[name]
             self._held.clear()
+
+
+# --- all settings ---------------------------------------------------------------------------------------------
+
+
+def _attributes(
+    name: str, owner: Any, *attributes: str
+) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    for attribute in attributes:
+
+        def put(value: Any, attribute: str = attribute) -> None:
+            setattr(owner, attribute, value)
+
+        def now(attribute: str = attribute) -> Any:
+            return getattr(owner, attribute)
+
+        yield f"{name}.{attribute}", now, put
+
+
+def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    """Each with its name, what reads it and what puts it; what sets several at once comes before what sets one."""
+    backends: Any = torch.backends
+    yield "threads", torch.get_num_threads, torch.set_num_threads
+    yield "recursion limit", sys.getrecursionlimit, sys.setrecursionlimit
+    yield "default dtype", torch.get_default_dtype, torch.set_default_dtype
+    yield "default device", _default_device, torch.set_default_device
+    yield "current device", _current_device, _put_current_device
+    yield "flush denormal", lambda: sys.float_info.min / 2 == 0.0, torch.set_flush_denormal
+    yield (
+        "deterministic", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode,
+    )  # fmt: skip
+    yield from _attributes("deterministic", torch.utils.deterministic, "fill_uninitialized_memory")
+    yield (
+        "anomalies", lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    )  # fmt: skip
+    for device in DEVICE_TYPES:
+        yield (
+            f"autocast.{device}", lambda device=device: torch.get_autocast_dtype(device),
+            lambda dtype, device=device: torch.set_autocast_dtype(device, dtype),
+        )  # fmt: skip
+    yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    yield from _attributes("fp32", backends, "fp32_precision")
+    yield from _attributes("cudnn", backends.cudnn, "fp32_precision")
+    yield "matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    for name, owner in (("cuda", backends.cuda), ("cudnn", backends.cudnn), ("mkldnn", backends.mkldnn)):
+        for part in ("matmul", "conv", "rnn"):
+            if hasattr(owner, part):
+                yield from _attributes(f"{name}.{part}", getattr(owner, part), "fp32_precision")
+    reduced = (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
+    yield from _attributes("cuda.matmul", backends.cuda.matmul, *reduced)
+    yield from _attributes(
+        "cudnn", backends.cudnn, "enabled", "benchmark", "benchmark_limit", "deterministic"
+    )
+    yield from _attributes("mkldnn", backends.mkldnn, "enabled", "deterministic", "allow_tf32")
+    yield from _attributes("opt_einsum", backends.opt_einsum, "enabled", "strategy")
+    yield from _attributes("quantized", backends.quantized, "engine")
+    yield "fast path", backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled
+    cuda = backends.cuda
+    yield "flash", cuda.flash_sdp_enabled, cuda.enable_flash_sdp
+    yield "memory efficient", cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp
+    yield "math", cuda.math_sdp_enabled, cuda.enable_math_sdp
+    yield "cudnn attention", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp
+    yield (
+        "reduced attention",
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+    )
+    for library in (cuda.preferred_linalg_library, cuda.preferred_blas_library):
+        yield library.__name__, library, library
+
+
+def _default_device() -> torch.device | None:
+    """None for the CPU: naming it would put a mode of torch's around every call."""
+    device = torch.get_default_device()
+    return None if device == torch.device("cpu") else device
+
+
+def _current_device() -> tuple[str, int] | None:
+    """The accelerator that is the current one; None while the process has touched none."""
+    if torch.cuda.is_initialized():
+        return "cuda", torch.cuda.current_device()
+    if torch.xpu.is_initialized():
+        return "xpu", torch.xpu.current_device()
+    return None
+
+
+def _put_current_device(device: tuple[str, int] | None) -> None:
+    if device is not None:
+        torch.get_device_module(device[0]).set_device(device[1])
+
+
+def settings() -> dict[str, Any]:
+    """The settings of this process that torch's results and speed depend on, by name; what torch will not tell is left out."""
+    found = {}
+    for name, now, _ in _all_settings():
+        with contextlib.suppress(RuntimeError, AttributeError):  # old and new names of one setting do not mix
+            found[name] = now()
+    return found
+
+
+def put_settings(values: Mapping[str, Any]) -> None:
+    """Put what :func:`settings` has read in force, here or in another process; what is in force already is left alone."""
+    for name, now, put in _all_settings():
+        if name in values:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                if now() == values[name]:
+                    continue
+            put(values[name])

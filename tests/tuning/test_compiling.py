@@ -282,6 +282,22 @@ def test_a_fault_of_the_code_comes_out_of_a_trial(search: Search) -> None:
         compiling._tried(search, portable(workload(faulty)), BF16, 60.0)
 
 
+def test_a_workload_that_another_process_cannot_run_is_not_compiled_and_that_is_said(search: Search) -> None:
+    here = os.getpid()
+
+    def made_here() -> nn.Module:
+        if os.getpid() != here:
+            raise AttributeError("nothing was set up")
+        return Net()
+
+    search.workload = workload(made_here)
+    assert compile_finalists(search, [AUTOCAST], (), time.monotonic() + 600.0) == []
+    (note,) = search.notes
+    assert note.startswith(
+        "Nothing was compiled: workload 'tiny' does not run in another process (AttributeError: nothing"
+    )
+
+
 def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv(name, "mine")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -118,11 +121,34 @@ def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
         with lock:
             return loss(model, batch)
 
-    search = searching(dataclasses.replace(workload(SlowWhenLow), loss=locked))
+    timed_here(searching(dataclasses.replace(workload(SlowWhenLow), loss=locked)), "cannot be sent")
+
+
+@pytest.mark.parametrize("of", ["loss", "model"])
+def test_a_workload_that_another_process_cannot_run_is_timed_here_and_that_is_said(
+    searching: Callable[[Workload], SearchState], monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """Its module is this process's alone, or lacks there what was set here."""
+    job, here = workload(SlowWhenLow), os.getpid()
+
+    def model() -> nn.Module:
+        if os.getpid() != here:
+            raise AttributeError("nothing was set up")
+        return job.model()
+
+    module = types.ModuleType("only_here")
+    exec("def loss(model, batch): return model(batch[0]).square().mean()", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    made = dataclasses.replace(job, **{of: {"loss": module.loss, "model": model}[of]})
+    timed_here(searching(made), "does not run in another process")
+
+
+def timed_here(search: SearchState, why: str) -> None:
     final = race_final(search, [AUTOCAST], (), time.monotonic() + 60.0)
     assert next(final.in_turn([FP32, AUTOCAST])) == FP32
+    assert final.starts == 1
     (note,) = search.notes
-    assert note.startswith("The finalists were timed once, in one process: workload 'tiny' cannot be sent")
+    assert note.startswith(f"The finalists were timed once, in one process: workload 'tiny' {why}")
     assert "file.py:attribute" in note
 
 

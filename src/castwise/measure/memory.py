@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from castwise.errors import CastwiseError, WorkloadError, sentence
-from castwise.measure.processes import FORKS, Home, Process, keep_compiled_apart, portable, received
+from castwise.measure.processes import FORKS, Home, Process, delivered, keep_compiled_apart, received
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
@@ -63,8 +63,8 @@ def measure_memory(
 ) -> Memory:
     """Measure a plan's memory in a new process, for which at most ``TIMEOUT_S`` seconds are waited.
 
-    A workload that cannot be sent to it (it holds a lock, an open file) is measured in a copy of this process, where the
-    operating system and the device allow it.
+    A workload that cannot be sent to it (it holds a lock, an open file, a module that is nowhere else) is measured in a copy of
+    this process, where the operating system and the device allow it.
 
     Args:
         workload: A workload, or how :func:`castwise.workload.find_workload` finds it there.
@@ -93,7 +93,7 @@ def _start(
     home: Home, workload: Workload | str, plan: Plan, device: torch.device, seed: int, inference: bool
 ) -> Process:
     try:
-        sent = portable(workload)
+        sent = delivered(home, workload)
     except WorkloadError:
         if isinstance(workload, str) or device.type != "cpu" or not FORKS:
             raise

@@ -1,4 +1,4 @@
-"""Processes that measure: each holds nothing but what it measures, and has the threads that a training alone would have.
+"""Processes that measure: each holds nothing but what it measures, under the settings of the process that asks for it.
 
 Starting one is cheap where the system forks safely: one process imports castwise, touches no device and starts no thread, and
 is forked for each that is asked for. Elsewhere each is an interpreter of its own. What it is told and answers goes over a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import importlib
 import os
 import pickle
@@ -17,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Self
 
@@ -25,10 +26,13 @@ import torch
 
 from castwise.errors import CastwiseError, WorkloadError, sentence
 from castwise.plans.plan import Plan
+from castwise.process import put_settings, settings
 from castwise.workload import Workload, find_workload
 
 FORKS = sys.platform.startswith("linux")
 """Whether the system forks safely."""
+_RECEIVED_S = 60.0
+"""A workload that has not been made again after so long never will be."""
 _PATIENCE_S = 5.0
 """What is up when its pipe is closed ends after its current block; it is killed after so long."""
 _ENTRY = """
@@ -56,11 +60,15 @@ def keep_compiled_apart(plan: Plan) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, plan.digest[:16])
 
 
+class NotThereError(WorkloadError):
+    """A workload that cannot leave this process, or does not run in another."""
+
+
 def portable(workload: Workload | str) -> bytes:
     """A workload, or how to find it, as bytes for another process; functions of scripts and lambdas are among what can go.
 
     Raises:
-        WorkloadError: It holds what cannot leave this process, such as a lock or a generator.
+        NotThereError: It holds what cannot leave this process, such as a lock or a generator.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -68,7 +76,7 @@ def portable(workload: Workload | str) -> bytes:
         return bytes(cloudpickle.dumps(workload))
     except Exception as error:  # pickling runs code of whatever is pickled
         name = workload if isinstance(workload, str) else workload.name
-        raise WorkloadError(
+        raise NotThereError(
             f"workload {name!r} cannot be sent to another process ({sentence(error, whole=False)}); put it into a "
             "file and name it file.py:attribute"
         ) from error
@@ -78,6 +86,38 @@ def received(workload: bytes) -> Workload:
     """What :func:`portable` sent, in the other process."""
     found = pickle.loads(workload)
     return find_workload(found) if isinstance(found, str) else found
+
+
+def delivered(home: Home, workload: Workload | str) -> bytes:
+    """What :func:`portable` sends, of which a process of a home has made the workload again.
+
+    Raises:
+        NotThereError: It cannot leave this process, or cannot be made again in another: it needs a module that only this one
+            has, or what was set here after the start.
+    """
+    sent = portable(workload)
+    mark = hashlib.sha256(sent).digest()
+    if mark not in home.delivered:
+        try:
+            with contextlib.closing(home.start(_receive, sent)) as process:
+                process.answer(_RECEIVED_S)
+        except Exception as error:  # receiving runs code of the user's
+            raise not_there(workload, error) from error
+        home.delivered.add(mark)
+    return sent
+
+
+def _receive(_pipe: Connection, sent: bytes) -> None:
+    received(sent)
+
+
+def not_there(workload: Workload | str, error: Exception) -> NotThereError:
+    """What to say of a workload that does not run in another process."""
+    name = workload if isinstance(workload, str) else workload.name
+    return NotThereError(
+        f"workload {name!r} does not run in another process ({sentence(error, whole=False)}); put all that it needs into a "
+        "file and name it file.py:attribute"
+    )
 
 
 class Process:
@@ -118,9 +158,14 @@ class Process:
 
 
 class Home:
-    """Where processes start that have imported castwise and done nothing else; a context manager, left empty at its end."""
+    """Where processes start that have imported castwise and done nothing else; a context manager, left empty at its end.
+
+    Attributes:
+        delivered: Digests of workloads that a process from here has made again.
+    """
 
     def __init__(self) -> None:
+        self.delivered: set[bytes] = set()
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._copies: list[int] = []
         self._line: socket.socket | None = None
@@ -147,18 +192,25 @@ class Home:
             os.waitpid(pid, 0)
 
     def start(self, work: Callable[..., Any], *args: Any) -> Process:
-        """Start ``work(pipe, *args)``, a function of a module, in a process; what it returns or raises is its last answer."""
+        """Start ``work(pipe, *args)``, a function of a module, in a process; what it returns or raises is its last answer.
+
+        Raises:
+            CastwiseError: No process can be started.
+        """
         here, there = Pipe()
-        with there:
-            if FORKS:
-                if self._line is None:
-                    self._line = self.line()
-                socket.send_fds(self._line, [b"."], [there.fileno()])
-            else:
-                self._interpreter("run", there.fileno())
+        try:
+            with there:
+                if FORKS:
+                    if self._line is None:
+                        self._line = self.line()
+                    socket.send_fds(self._line, [b"."], [there.fileno()])
+                else:
+                    self._interpreter("run", there.fileno())
+        except OSError as error:
+            raise CastwiseError(f"no process to measure in could be started ({sentence(error)})") from error
         environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
         process = Process(here)
-        process.send((os.getcwd(), sys.path, environment, torch.get_num_threads(), work, args))
+        process.send((os.getcwd(), _path(), environment, settings(), work, args))
         return process
 
     def line(self) -> socket.socket:
@@ -192,13 +244,18 @@ class Home:
             os._exit(0)
 
     def _interpreter(self, what: str, fd: int) -> None:
-        command = [sys.executable, "-c", _ENTRY, what, str(fd), repr(sys.path)]
+        command = [sys.executable, "-c", _ENTRY, what, str(fd), repr(_path())]
         self._interpreters.append(
             subprocess.Popen(
                 command, pass_fds=(fd,),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         )  # fmt: skip
+
+
+def _path() -> list[str]:
+    """Where modules are looked for; import passes over entries that are no strings."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def serve(what: str, fd: int) -> None:
@@ -229,12 +286,20 @@ def serve(what: str, fd: int) -> None:
 
 def _run(fd: int) -> None:
     with Connection(fd) as pipe, contextlib.suppress(EOFError, ConnectionError):  # whoever asked has gone
-        folder, sys.path[:], environment, threads, work, args = pipe.recv()
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(environment)
-        torch.set_num_threads(threads)
-        pipe.send(_tried(work, pipe, *args))
+        pipe.send(_tried(_as_asked, pipe, *pipe.recv()))
+
+
+def _as_asked(
+    pipe: Connection, folder: str, path: list[str], environment: Mapping[str, str], values: Mapping[str, Any],
+    work: Callable[..., Any], args: Sequence[Any],
+) -> Any:  # fmt: skip
+    """What was asked for, in the surroundings of the process that asked."""
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    put_settings(values)
+    return work(pipe, *args)
 
 
 def _tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from castwise.errors import WorkloadError
 from castwise.measure import stats
 from castwise.measure.apart import Apart, Timed, race_apart
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.limits import StepProfile
-from castwise.measure.processes import Home, portable
+from castwise.measure.processes import Home, NotThereError, delivered, not_there
 from castwise.measure.rates import Rate, Verdict, verdict_of
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import race
@@ -64,7 +63,7 @@ def measure_steps(
     """Time steps under each of ``PLANS``.
 
     Args:
-        workload: What is trained; one that cannot be sent to another process is timed in this one.
+        workload: What is trained; one that cannot run in another process is timed in this one.
         device: Where.
         out: By plan why it is not run.
         seed: Of weights and data.
@@ -75,20 +74,21 @@ def measure_steps(
         By plan what was found, fp32's first.
 
     Raises:
-        Exception: What fp32 raised, or another plan, unless it says that the plan cannot run.
+        Exception: What fp32 raised here, or another plan, unless it says that the plan cannot run.
     """
     why = dict(out)
     plans = [plan for plan in PLANS if plan not in why]
     times: dict[str, list[list[float]]] = {plan: [] for plan in plans}
-    try:
-        payload = portable(workload)
-    except WorkloadError:
-        times, failed = _in_turns(workload, plans, device, seed)
-        why |= failed
-        plans = [plan for plan in plans if plan not in why]
-    else:
-        with Home() as home:
-            plans = _tried(home, payload, plans, device, seed, why)
+    with Home() as home:
+        try:
+            payload = delivered(home, workload)
+            plans = _tried(home, workload, payload, plans, device, seed, why)
+        except NotThereError:
+            why = dict(out)
+            times, failed = _in_turns(workload, plans, device, seed)
+            why |= failed
+            plans = [plan for plan in plans if plan not in why]
+        else:
             end = time.monotonic() + BUDGET_S
             for start in range(starts):
                 on_start(start, starts)
@@ -110,8 +110,9 @@ def measure_steps(
 
 
 def _tried(
-    home: Home, payload: bytes, plans: Sequence[str], device: torch.device, seed: int, why: dict[str, str]
-) -> list[str]:
+    home: Home, workload: Workload, payload: bytes, plans: Sequence[str], device: torch.device, seed: int,
+    why: dict[str, str],
+) -> list[str]:  # fmt: skip
     """The plans whose second step is not hopelessly slow; the first builds kernels."""
     left, base_s = [], 0.0
     for plan in plans:
@@ -120,6 +121,8 @@ def _tried(
                 run.wait()
                 step_s = [run.steps(1) for _ in range(2)][-1]
             except Exception as error:
+                if plan == "fp32":
+                    raise not_there(workload, error) from error
                 why[plan] = _reason(plan, error)
                 continue
         base_s = base_s or step_s

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from castwise.errors import WorkloadError
+from castwise.process import put_settings, settings
 
 
 def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
@@ -46,10 +47,7 @@ def _accelerators() -> list[Any]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Give everything back that an experiment may move: generators, gradient mode, dtype and precision settings.
-
-    What castwise's own plans set (``fp32_precision`` of the backends) is given back by the sessions that set it.
-    """
+    """Give everything back that an experiment may move: generators, gradient mode, and all of :func:`castwise.process.settings`."""
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -58,24 +56,13 @@ def undisturbed() -> Iterator[None]:
             stack.callback(module.set_rng_state_all, module.get_rng_state_all())
         if torch.backends.mps.is_available():
             stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.callback(_set_threads, torch.get_num_threads())
-        stack.callback(
-            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(),
-            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-        )  # fmt: skip
-        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        stack.callback(put_settings, settings())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda", "xpu", "mps"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-def _set_threads(count: int) -> None:
-    if torch.get_num_threads() != count:
-        torch.set_num_threads(count)
 
 
 @contextlib.contextmanager

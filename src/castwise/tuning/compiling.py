@@ -19,8 +19,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from castwise.errors import CastwiseError, WorkloadError
+from castwise.measure.apart import Apart
 from castwise.measure.failures import cannot_run, unfit
-from castwise.measure.processes import COMPILED, portable
+from castwise.measure.processes import COMPILED, NotThereError, delivered, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of, uncompiled
 from castwise.tuning.state import FP32, SearchState
@@ -68,8 +69,8 @@ def compile_finalists(
     assert contest is not None
     order = sorted(contest.order(list(dict.fromkeys([FP32, *plans]))), key=lambda plan: plan in doubtful)
     try:
-        payload = ranks.at("sending the workload").each(lambda: portable(search.spec or search.workload))
-    except WorkloadError as error:
+        payload = ranks.at("sending the workload").each(partial(_delivered, search))
+    except NotThereError as error:
         search.notes.append(f"Nothing was compiled: {error}.")
         return []
     took = 0.0
@@ -101,6 +102,18 @@ def compile_finalists(
     for made in speeds.keys() - set(best):
         search.passed_over[made] = f"not in the final: {MOST} others were faster when compiled"
     return best
+
+
+def _delivered(search: SearchState) -> bytes:
+    """The workload as another process has trained it for a step: after that, what a trial raises is about compiling."""
+    workload = search.spec or search.workload
+    payload = delivered(search.home, workload)
+    with contextlib.closing(Apart(search.home, payload, FP32, search.device, search.settings.seed)) as run:
+        try:
+            run.warm_up(1)
+        except Exception as error:
+            raise not_there(workload, error) from error
+    return payload
 
 
 def _fastest(speeds: Mapping[Plan, float]) -> list[Plan]:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from castwise.errors import WorkloadError
 from castwise.measure import stats
 from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import cannot_run, unfit
-from castwise.measure.processes import portable
+from castwise.measure.processes import NotThereError, delivered, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, name_of
 from castwise.tuning.contest import Contest
@@ -126,7 +125,7 @@ def race_final(
         beside: Of these, and of fp32, those that cannot be chosen.
 
     Raises:
-        Exception: What fp32 raised, or another plan, unless it says that the plan cannot run.
+        Exception: What fp32 raised here, or another plan, unless it says that the plan cannot run.
     """
     contest, ranks = search.contest, search.ranks
     assert contest is not None
@@ -143,7 +142,9 @@ def race_final(
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():
             if timed.error is not None:
-                if plans[index] == FP32 or not cannot_run(timed.error):
+                if plans[index] == FP32:  # it has run here
+                    raise not_there(search.spec or search.workload, timed.error) from timed.error
+                if not cannot_run(timed.error):
                     raise timed.error
                 final.failed[plans[index]] = unfit(timed.error)
             else:
@@ -176,12 +177,15 @@ def race_final(
         return final
 
     try:
-        payload = ranks.at("sending the workload").each(lambda: portable(search.spec or search.workload))
-    except WorkloadError as error:
+        payload = ranks.at("sending the workload").each(
+            lambda: delivered(search.home, search.spec or search.workload)
+        )
+        contest.close()
+        return decided(partial(apart, payload))
+    except NotThereError as error:
         search.notes.append(f"The finalists were timed once, in one process: {error}.")
+        starts = 0
         return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing))
-    contest.close()
-    return decided(partial(apart, payload))
 
 
 def _here(contest: Contest, plans: Sequence[Plan], indices: Sequence[int]) -> dict[int, list[float]]:

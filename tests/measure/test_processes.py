@@ -1,0 +1,180 @@
+"""What a process that measures has of the one that asks for it, and workloads that do not run there."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from tests.measure.test_apart import CPU, workload
+from torch import Tensor, nn
+
+from castwise import Workload
+from castwise.errors import CastwiseError
+from castwise.measure import processes
+from castwise.measure.memory import measure_memory
+from castwise.measure.processes import Home, NotThereError, delivered
+from castwise.measure.step_rates import measure_steps
+from castwise.numerics.isolation import undisturbed
+from castwise.plans.plan import PRESETS
+from castwise.process import put_settings, settings
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "fp32_precision": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "of one operator": lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),  # type: ignore[attr-defined]
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "denormals": lambda: torch.set_flush_denormal(True),
+    "attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "tf32": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "reduced": lambda: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "oneDNN": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "device": lambda: torch.set_default_device("meta"),
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+    "autocast": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "recursion": lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+}
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Home]:
+    with Home() as found:
+        yield found
+
+
+@pytest.fixture
+def own_settings() -> Iterator[dict[str, Any]]:
+    before = settings()
+    yield before
+    put_settings(before)
+    assert settings() == before
+
+
+def there(_pipe: Connection) -> dict[str, Any]:
+    return settings()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_process_has_the_settings_of_the_one_that_asks(
+    home: Home, own_settings: dict[str, Any], change: str
+) -> None:
+    CHANGES[change]()
+    here = settings()
+    assert here != own_settings
+    process = home.start(there)
+    found = process.answer(60.0)
+    process.close()
+    assert {name: value for name, value in found.items() if value != here[name]} == {}
+    put_settings(own_settings)
+    with undisturbed():
+        CHANGES[change]()
+    assert settings() == own_settings
+
+
+def test_every_flag_of_torchs_backends_is_a_setting() -> None:
+    """A flag that a release adds has to be among the settings, or here."""
+    owners = {
+        "cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn, "opt_einsum": torch.backends.opt_einsum,
+        "quantized": torch.backends.quantized,
+    }  # fmt: skip
+    known = {
+        "cudnn.allow_tf32",  # an older name of its fp32_precision
+        "cudnn.depthwise_kernel",  # that torch.backends.cudnn does not promise
+        "mkldnn.fp32_precision",  # reads oneDNN's and sets everyone's
+        *settings(),
+    }
+    flags = {
+        f"{name}.{flag}"
+        for name, owner in owners.items()
+        for flag, kind in vars(type(owner)).items()
+        if type(kind).__name__ == "ContextProp" and flag != "supported_engines"
+    }
+    assert len(flags) >= 10
+    assert {flag for flag in flags if flag not in known and not flag.endswith("_engine")} == set()
+
+
+# --- workloads that do not run there --------------------------------------------------------------------------
+
+
+class Awkward(Exception):
+    """Pickles, and cannot be made again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def of_a_module_that_only_this_process_has(monkeypatch: pytest.MonkeyPatch) -> Workload:
+    module = types.ModuleType("only_here")
+    exec("def loss(model, batch): return model(batch).square().mean()", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    return workload(module.loss)
+
+
+def with_an_object_that_cannot_be_made_again(_monkeypatch: pytest.MonkeyPatch) -> Workload:
+    awkward = Awkward(1, 2)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean() * len(awkward.args)
+
+    return workload(loss)
+
+
+NOWHERE_ELSE = [of_a_module_that_only_this_process_has, with_an_object_that_cannot_be_made_again]
+
+
+@pytest.mark.parametrize("make", NOWHERE_ELSE)
+def test_what_cannot_be_made_again_there_is_measured_here(
+    home: Home, monkeypatch: pytest.MonkeyPatch, make: Callable[[pytest.MonkeyPatch], Workload]
+) -> None:
+    made = make(monkeypatch)
+    with pytest.raises(
+        NotThereError, match=r"workload 'lambdas' does not run in another process .*file\.py:attribute"
+    ):
+        delivered(home, made)
+    if sys.platform.startswith("linux"):
+        assert measure_memory(made, PRESETS["fp32"], CPU, inference=False, home=home).method.endswith(
+            "one thread"
+        )
+    base, *_ = measure_steps(
+        made, CPU, {"bf16-mixed": "not asked for", "fp16-mixed": "not asked for"}, starts=1
+    )
+    assert base.time is not None
+
+
+def test_what_was_set_here_after_the_start_is_missed_by_fp32_there_and_all_is_timed_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
+    base, *_ = measure_steps(
+        workload(scaled), CPU, {"bf16-mixed": "not asked for", "fp16-mixed": "not asked for"}, starts=1
+    )
+    assert base.time is not None
+
+
+SCALE: float | None = None
+
+
+def scaled(model: nn.Module, batch: Tensor) -> Tensor:
+    assert SCALE is not None
+    return model(batch).square().mean() * SCALE
+
+
+def test_import_paths_that_are_no_strings_do_not_end_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "FORKS", False)
+    monkeypatch.setattr(sys, "path", [pathlib.Path("/tmp"), *sys.path])
+    with Home() as home:
+        assert delivered(home, workload())
+
+
+def test_a_process_that_cannot_be_started_is_a_failure_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "FORKS", False)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with Home() as home, pytest.raises(CastwiseError, match="no process to measure in could be started"):
+        home.start(there)
