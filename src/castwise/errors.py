@@ -104,13 +104,18 @@ _OWN = str(Path(__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+def is_users(file: str) -> bool:
+    """Whether a file of Python's is a user's own, and neither castwise's nor an installed library's."""
+    return not file.startswith((_OWN, *_LIBRARIES, "<frozen"))
+
+
 def place(error: BaseException) -> str:
     """The innermost line of a user's own code that an error came through, as ``job.py, line 3, in loss``.
 
     Empty where, since castwise caught it, it has come through none.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_OWN, *_LIBRARIES, "<frozen")):
+        if is_users(frame.filename):
             return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return ""
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -236,10 +237,8 @@ def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], An
         lambda value: torch.autograd.set_detect_anomaly(*value),
     )  # fmt: skip
     for device in DEVICE_TYPES:
-        yield (
-            f"autocast.{device}", lambda device=device: torch.get_autocast_dtype(device),
-            lambda dtype, device=device: torch.set_autocast_dtype(device, dtype),
-        )  # fmt: skip
+        now, put = (partial(one, device) for one in (torch.get_autocast_dtype, torch.set_autocast_dtype))
+        yield f"autocast.{device}", now, put
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     yield from _attributes("fp32", backends, "fp32_precision")
     yield from _attributes("cudnn", backends.cudnn, "fp32_precision")

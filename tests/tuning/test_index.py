@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.report.evidence import make_evidence
+from tests.report.evidence import make_candidate, make_evidence
 from tests.tuning.test_choices import CPU
 from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
 from castwise.jobs import tune as jobs_tune
+from castwise.measure.processes import Home
 from castwise.tuning import index
+from castwise.tuning.decision import Decision
 from castwise.tuning.fastest import with_plans_from_elsewhere
+from castwise.tuning.final import Final
 from castwise.tuning.index import find, job_of, keep, restored
 from castwise.tuning.state import AUTOCAST, FP32, SearchState, Settings
 
@@ -92,7 +98,7 @@ def test_another_job_is_searched(what: str) -> None:
     assert other is not None
     assert other.digest != known.digest or not other.is_like(dataclasses.asdict(known))
     keep(known, CPU, Plan.preset("bf16-mixed"), {})
-    assert find(other, CPU) == (None, [])
+    assert find(other, CPU, SETTINGS) == (None, [])
 
 
 def test_what_was_asked_tells_jobs_apart_but_not_for_how_long() -> None:
@@ -115,24 +121,209 @@ def test_a_plan_from_another_device_is_a_candidate_and_no_answer(cache: Path) ->
     entry["place"]["device"] = "another"
     path.write_text(json.dumps(entry))
     plan = dataclasses.replace(plan, provenance=None)
-    assert find(job, CPU) == (None, [plan])
+    assert find(job, CPU, SETTINGS) == (None, [plan])
     search = SearchState(
         JOB, CPU, Settings(formats=("fp32", "bf16")), elsewhere=[plan, Plan.preset("fp16-mixed")]
     )
     assert with_plans_from_elsewhere(search, [FP32, AUTOCAST]) == [FP32, AUTOCAST, plan]
 
 
-@pytest.mark.parametrize("harm", ["", "{", "[]", '{"job": 1}', None])
+@pytest.mark.parametrize("harm", ["", "{", "[]", '{"job": 1}', "[" * 200_000, None])
 def test_a_file_that_cannot_be_read_is_as_if_it_were_not_there(cache: Path, harm: str | None) -> None:
     job = job_of(JOB, CPU, SETTINGS)
     assert job is not None
-    keep(job, CPU, Plan.preset("bf16-mixed"), make_evidence_record())
+    kept(job, SETTINGS)
     (path,) = cache.glob("*.json")
-    assert find(job, CPU)[0] is not None
+    assert find(job, CPU, SETTINGS)[0] is not None
     entry = json.loads(path.read_text())
-    del entry["evidence"]["environment"]
+    del entry["found"][1]["environment"]
     path.write_text(json.dumps(entry) if harm is None else harm)
-    assert find(job, CPU) == (None, [])
+    assert find(job, CPU, SETTINGS) == (None, [])
+
+
+@pytest.mark.parametrize("what", ["plan", "evidence"])
+def test_an_answer_that_was_edited_is_as_if_it_were_not_there(cache: Path, what: str) -> None:
+    """Its plan and its evidence would name two different plans."""
+    job = job_of(JOB, CPU, SETTINGS)
+    assert job is not None
+    kept(job, SETTINGS)
+    (path,) = cache.glob("*.json")
+    entry = json.loads(path.read_text())
+    if what == "plan":
+        entry["found"][0] = Plan.preset("fp16-mixed").to_json()
+    else:
+        entry["found"][1]["plan"] = "fp16-mixed"
+    path.write_text(json.dumps(entry))
+    assert find(job, CPU, SETTINGS) == (None, [])
+
+
+def kept(job: index.Job, asked: Settings, **found: Any) -> None:
+    """As a search with these settings keeps what it found."""
+    made = make_evidence(settings=dataclasses.asdict(asked), **found)
+    plan = Plan.preset("bf16-mixed")
+    keep(job, CPU, plan, castwise.TuneResult(plan, made).to_dict())
+
+
+PEAKS = (make_candidate("fp32", 0.1, "baseline", peak_bytes=1 << 20),)
+TIMED = Settings(formats=("bf16",), budget_s=30.0)
+SAID = Final(
+    [FP32, AUTOCAST], times_s=[[[1.0, 1.1, 1.2]], [[1.3, 0.9, 0.8]]], decision=Decision(0, decided=False)
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"budget_s": 60.0}, {"notes": (SAID.doubt(FP32),)}),
+        ({"budget_s": 60.0}, {"candidates": (*PEAKS, make_candidate("bf16", 0.1, reason="not tried: the time was spent"))}),
+        ({"budget_s": 60.0}, {"candidates": ()}),
+        ({"memory": True}, {"settings": {"memory": False}}),
+        ({"verify_steps": 50, "verify_seeds": 20}, {"settings": {"verify_steps": 50}}),
+    ],
+    ids=["not decided", "something left out", "no time for peaks", "no peaks", "fewer pairs"],
+)  # fmt: skip
+def test_an_answer_that_knows_less_than_is_asked_now_is_a_candidate_alone(
+    asked: dict[str, Any], found: dict[str, Any]
+) -> None:
+    known = {"candidates": PEAKS, "notes": (), **found}
+    before = dataclasses.replace(TIMED, **known.pop("settings", {}))
+    job = job_of(JOB, CPU, before)
+    assert job is not None
+    kept(job, before, **known)
+    for less in (
+        before,
+        dataclasses.replace(before, budget_s=10.0),
+        dataclasses.replace(before, memory=False),
+    ):
+        assert find(job, CPU, less)[0] is not None
+    assert find(job, CPU, dataclasses.replace(before, **asked)) == (None, [Plan.preset("bf16-mixed")])
+
+
+def test_an_answer_that_lacked_no_time_serves_longer_budgets_too() -> None:
+    job = job_of(JOB, CPU, TIMED)
+    assert job is not None
+    kept(job, TIMED, candidates=PEAKS, notes=())
+    assert find(job, CPU, dataclasses.replace(TIMED, budget_s=600.0))[0] is not None
+
+
+SCALE = 2.0
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(super().forward(x))
+
+
+class Rewritten(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SCALE
+
+
+Rewritten.__qualname__ = Rewritten.__name__ = "Layer"
+
+
+def by_linear(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss(model, batch)
+
+
+def by_switch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Runs what a variable says: the same code."""
+    out = model(batch[0])
+    error = out - batch[1]
+    return (error * error).mean() if os.environ.get("BY_HAND") else error.square().mean()
+
+
+LAYERED = dataclasses.replace(JOB, model=lambda: Layer(WIDE, 2), loss=by_linear)
+EDITS: dict[str, Callable[[pytest.MonkeyPatch], Workload]] = {
+    "forward": lambda _: dataclasses.replace(LAYERED, model=lambda: Rewritten(WIDE, 2)),
+    "loss": lambda _: dataclasses.replace(
+        LAYERED, loss=lambda model, batch: (loss(model, batch) * 4.0) / 4.0
+    ),
+    "helper": lambda patch: patch.setattr(helper, "__code__", (lambda x: SCALE * x).__code__) or LAYERED,
+    "constant": lambda patch: patch.setattr(sys.modules[__name__], "SCALE", 2.0000001) or LAYERED,
+    "optimizer": lambda _: dataclasses.replace(LAYERED, optimizer=Own),
+}
+
+
+class Own(torch.optim.Adam):
+    """As Adam, by another step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-3)
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+Own.__qualname__ = "Adam"
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_other_code_for_the_same_numbers_is_searched_from_the_plan_of_before(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    before = job_of(LAYERED, CPU, SETTINGS)
+    assert before == job_of(LAYERED, CPU, SETTINGS)
+    after = job_of(EDITS[what](monkeypatch), CPU, SETTINGS)
+    assert before is not None
+    assert after is not None
+    assert (after.digest, after.loss) == (before.digest, pytest.approx(before.loss))
+    assert after.code != before.code
+    kept(before, SETTINGS)
+    assert find(after, CPU, SETTINGS) == (None, [Plan.preset("bf16-mixed")])
+    assert find(before, CPU, SETTINGS)[0] is not None
+
+
+def test_what_runs_counts_where_the_code_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataclasses.replace(JOB, loss=by_switch)
+    before = job_of(made, CPU, SETTINGS)
+    monkeypatch.setenv("BY_HAND", "1")
+    after = job_of(made, CPU, SETTINGS)
+    assert before is not None
+    assert after is not None
+    assert after.digest == before.digest
+    assert after.code != before.code
+
+
+def test_a_digest_of_code_is_the_same_in_another_process(tmp_path: Path) -> None:
+    """One compiles the file, the next reads what was compiled; sets have another order there."""
+    (tmp_path / "job.py").write_text(SCRIPT)
+    with Home() as home:
+        found = []
+        for _ in range(2):
+            process = home.start(there, str(tmp_path))
+            found.append(process.answer(60.0))
+            process.close()
+    assert found[0] == found[1]
+
+
+def there(_pipe: Connection, folder: str) -> index.Job | None:
+    sys.path.insert(0, folder)
+    import job  # type: ignore[import-not-found]
+
+    return job_of(job.workload, CPU, SETTINGS)
+
+
+SCRIPT = """
+import torch
+from castwise import Workload
+
+NAMES = {"a", "b", "c", "d"}
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (len(NAMES) if "e" not in {"a", "b", "c"} else 1)
+
+def batches(seed):
+    while True:
+        yield torch.ones(2, 3)
+
+workload = Workload("w", lambda: Net(3, 1), lambda p: torch.optim.SGD(p, lr=0.1), batches, lambda m, b: m(b).mean())
+"""
 
 
 def make_evidence_record() -> dict[str, Any]:
@@ -165,11 +356,11 @@ def test_an_empty_variable_turns_it_off_and_a_folder_that_cannot_be_made_is_no_e
     assert job is not None
     monkeypatch.setenv("CASTWISE_CACHE_DIR", str(tmp_path / "file"))
     keep(job, CPU, AUTOCAST, {})
-    assert find(job, CPU) == (None, [])
+    assert find(job, CPU, SETTINGS) == (None, [])
     monkeypatch.setenv("CASTWISE_CACHE_DIR", "")
     assert index.folder() is None
     keep(job, CPU, AUTOCAST, {})
-    assert find(job, CPU) == (None, [])
+    assert find(job, CPU, SETTINGS) == (None, [])
 
 
 def test_a_job_that_fails_is_left_to_its_search() -> None:

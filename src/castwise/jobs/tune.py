@@ -128,7 +128,7 @@ def tune(
         with _kept(model):
             job = index.job_of(found, where, settings)
         known, search.elsewhere = ranks.at("what was found before").same(
-            (None, []) if job is None or fresh else index.find(job, where)
+            (None, []) if job is None or fresh else index.find(job, where, settings)
         )
         if known is not None:
             return _written(TuneResult(*known), folder)

@@ -3,7 +3,8 @@
 A job is known by what a search is asked, by the structure of its model and optimizer and by the shapes of its first batch; that
 the weights, the data and the loss are those of before is told by the loss and the norm of its gradient on that batch. Where
 device, threads and versions are the same too, the evidence of before is the answer; a plan from elsewhere is a first
-candidate. Only searches that came to their end are kept. Files that cannot be read or written are as if they were not there.
+candidate, and so is one that was found by other code, or with less time or fewer measurements than are asked for now. Only
+searches that came to their end are kept. Files that cannot be read or written are as if they were not there.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting.trees import map_tensors, to_device
-from castwise.errors import CastwiseError
 from castwise.measure.environment import environment
 from castwise.measure.steps import build_model
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.plans.plan import Plan
+from castwise.tuning.code import Operators, code_digest
 from castwise.tuning.evidence import Evidence
 from castwise.tuning.state import Settings
 from castwise.workload import Workload
@@ -40,8 +41,10 @@ ALIKE = 0.01
 """Two losses, and two norms, are of one job where they differ by no more than this share."""
 _FREE = ("budget_s", "memory", "verify_seeds", "seed")
 """Settings that change how well a plan is known, and not which is sought."""
+_MORE_TIME = ("--budget", "the time was spent")
+"""Words by which notes and reasons say that something was left open or out for want of time."""
 _SAID = (
-    "Found on {date} for the same model, optimizer, loss and data, on the same device and with the same versions; nothing was "
+    "Found on {date} for the same model, optimizer, loss, data and code, on the same device and with the same versions; nothing was "
     "measured again. --fresh, or tune(fresh=True), searches anew."
 )
 
@@ -54,11 +57,14 @@ class Job:
         digest: Of the settings, and of the structures of model, optimizer and batch.
         loss: On the first batch in fp32.
         norm: Of its gradient.
+        code: A digest of the code of model, loss, optimizer and batches, and of the operators that a forward runs: what may
+            change how fast a step is and not what it gives.
     """
 
     digest: str
     loss: float
     norm: float
+    code: str
 
     def is_like(self, other: Mapping[str, float]) -> bool:
         """Whether another's loss and norm are this one's but for rounding."""
@@ -75,14 +81,18 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             model = build_model(workload, device, settings.seed)
             optimizer = workload.optimizer(model.parameters())
             batch = next(iter(workload.batches(settings.seed)))
+            batch = to_device(batch, device)
             seed_all(settings.seed)
-            loss = workload.loss(model, to_device(batch, device))
+            with Operators() as seen:
+                loss = workload.loss(model, batch)
             loss.backward()
             gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None]  # fmt: skip
             norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
             said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
             said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory
-            return Job(_digest(said), float(loss.detach()), norm)
+            functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
+            code = _digest(repr([code_digest(model, functions), seen.names]))
+            return Job(_digest(said), float(loss.detach()), norm, code)
     except Exception:
         return None
 
@@ -132,7 +142,8 @@ def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) 
     if where is None:
         return
     path = where / f"{job.digest}-{_digest(repr(sorted(place.items())))}.json"
-    entry = {"job": dataclasses.asdict(job), "place": place, "plan": plan.to_json(), "evidence": record}
+    found = [plan.to_json(), record]
+    entry = {"job": dataclasses.asdict(job), "place": place, "found": found, "seal": _seal(found)}
     with contextlib.suppress(OSError):  # without it the next search takes as long as this one
         where.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -140,25 +151,48 @@ def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) 
         partial.replace(path)
 
 
-def find(job: Job, device: torch.device) -> tuple[tuple[Plan, Evidence] | None, list[Plan]]:
-    """What a search for the same job found here, and the plans that searches for it found elsewhere."""
+def _seal(found: Any) -> str:
+    """Of what an entry says was found, as JSON has it: an answer that somebody edited is none."""
+    return _digest(json.dumps(found, sort_keys=True))
+
+
+def find(
+    job: Job, device: torch.device, settings: Settings
+) -> tuple[tuple[Plan, Evidence] | None, list[Plan]]:
+    """What a search for the same job found here, if it answers what is asked now, and the plans that are candidates if not."""
     here: tuple[Plan, Evidence] | None = None
     elsewhere: list[Plan] = []
     where, place = folder(), _place(device)
     for path in sorted(where.glob(f"{job.digest}-*.json")) if where is not None else ():
-        # of another version, cut off or no longer readable: as if it were not there
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, CastwiseError):
+        with contextlib.suppress(Exception):  # of another version, cut off, edited: as if it were not there
             entry = json.loads(path.read_text(encoding="utf-8"))
-            if not job.is_like(entry["job"]):
+            if not job.is_like(entry["job"]) or _seal(entry["found"]) != entry["seal"]:
                 continue
-            plan = Plan.from_json(entry["plan"])
-            if entry["place"] == place:
-                found = restored(Evidence, entry["evidence"])
-                said = _SAID.format(date=found.environment.date[:10])
-                here = (plan, dataclasses.replace(found, notes=(said, *found.notes)))
-            else:
-                elsewhere.append(dataclasses.replace(plan, provenance=None))
+            plan = Plan.from_json(entry["found"][0])
+            if entry["place"] == place and entry["job"]["code"] == job.code:
+                found = restored(Evidence, entry["found"][1])
+                if _answers(found, settings):
+                    said = _SAID.format(date=found.environment.date[:10])
+                    here = (plan, dataclasses.replace(found, notes=(said, *found.notes)))
+                    continue
+            elsewhere.append(dataclasses.replace(plan, provenance=None))
     return here, elsewhere
+
+
+def _answers(found: Evidence, settings: Settings) -> bool:
+    """Whether a search with other ``_FREE`` settings knows all that one with these would."""
+    asked = found.settings
+    if settings.verify_steps and settings.verify_seeds > asked["verify_seeds"]:
+        return False
+    timed = settings.memory and settings.goal == "time"
+    if timed and not asked["memory"]:
+        return False
+    if settings.budget_s <= asked["budget_s"]:
+        return True
+    said = (*found.notes, *(row.reason for row in found.candidates))
+    if any(word in sentence for sentence in said for word in _MORE_TIME):
+        return False
+    return not timed or any(row.peak_bytes is not None for row in found.candidates)
 
 
 def restored(kind: Any, value: Any) -> Any:
