@@ -158,6 +158,12 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     assert f"{name_of(REGION)} may still be up to 4% faster than the chosen plan" in final.doubt(AUTOCAST)
     assert "--budget" in final.doubt(AUTOCAST)
     assert not final.doubt(REGION)  # nothing is open there
+    wild = Final(
+        list(times),
+        times_s=[[[s], [9.0 * s]] for s in (2.0, 1.0)] + [[[2.0], [0.9]]],
+        decision=final.decision,
+    )
+    assert f"{name_of(REGION)} may still be much faster than" in wild.doubt(AUTOCAST)
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
 
 

@@ -112,11 +112,13 @@ class Final:
         plan = max(ratios, key=ratios.__getitem__, default=chosen)
         if ratios.get(plan, 1.0) < MARGIN:
             return ""
+        more = ratios[plan] - 1.0
+        faster = f"up to {more:.0%} faster" if more < 1.0 else "much faster"
         idle = "a machine with nothing else to do"
         longer = f"A longer --budget, and {idle}," if self.apart and self.starts < MOST else idle.capitalize()
         return (
             f"The machine is too noisy to decide: after {self.starts} start{'s' * (self.starts != 1)} of every finalist "
-            f"{name_of(plan)} may still be up to {ratios[plan] - 1:.0%} faster than the chosen plan, which is the simplest of "
+            f"{name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
             f"those that are not known to be slower. {longer} would tell."
         )
 
