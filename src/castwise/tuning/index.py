@@ -93,7 +93,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
             code = _digest(repr([code_digest(model, functions), seen.names]))
             return Job(_digest(said), float(loss.detach()), norm, code)
-    except Exception:
+    except (Exception, SystemExit):
         return None
 
 
