@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import castwise
 from castwise.cli import app, main
-from tests.processes import Forked
+from tests.processes import Forked, started_by
 
 TINY = str(Path(__file__).with_name("jobs") / "tiny_workloads.py")
 
@@ -303,3 +303,26 @@ def test_tune_refuses_in_one_sentence(words: list[str], text: str, tmp_path: Pat
     assert text in done.stderr
     assert done.stderr.startswith("castwise: ")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_search_that_is_terminated_writes_what_it_knows(tmp_path: Path) -> None:
+    """As by Ctrl-C: ``timeout``, Slurm and Docker send this signal. Its stages are told while it runs, in lines."""
+    words = ("tune", f"{TINY}:mlp", "--budget", "100", "--out", str(tmp_path / "o"))
+    process = Forked(main, words, Path.cwd(), Path("said"), COLUMNS="400", TMPDIR=str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    try:
+        deadline = time.monotonic() + 120
+        said = Path("said.err")
+        while time.monotonic() < deadline and not (said.exists() and " s  race" in said.read_text()):
+            time.sleep(0.02)
+        children = started_by(process.pid)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(120) == 143
+    finally:
+        process.end()
+    assert " s  reference" in process.said("err")
+    assert "castwise: terminated\nWhat was known by then was written to" in process.said("err")
+    assert "Traceback" not in process.said("err")
+    assert json.loads((tmp_path / "o" / "evidence.json").read_text())["complete"] is False
+    assert not list((tmp_path / "tmp").iterdir())
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []

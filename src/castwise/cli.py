@@ -1,7 +1,7 @@
 """The command line: arguments, exit codes, progress. What the commands do is in :mod:`castwise.jobs`.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0; 1 where what was asked for could
-not be done; 2 where the command was not understood; 130 where it was interrupted.
+not be done; 2 where the command was not understood; 130 where it was interrupted, 143 where it was terminated.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -238,7 +239,7 @@ def train(
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
-    with _errors(show_traceback):
+    with _errors(show_traceback, terminable=False):  # torchrun ends ranks, and they have a record to write
         from castwise.jobs import train as job
         from castwise.jobs.processes import started
         from castwise.plans.plan import as_plan
@@ -335,13 +336,28 @@ def _folder(out: Path | None, command: str, workload: str, make: bool = True) ->
         raise
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as ``timeout``, Slurm and Docker send it: whatever sees to an interrupt sees to it."""
+
+
+def _terminate(*_signal: object) -> None:
+    raise _Terminated
+
+
 @contextlib.contextmanager
-def _errors(show_traceback: bool) -> Iterator[None]:
+def _errors(show_traceback: bool, terminable: bool = True) -> Iterator[None]:
     """One sentence on standard error and exit code 1 for whatever goes wrong."""
+    before = None
+    if terminable:
+        with contextlib.suppress(ValueError):  # not the main thread
+            before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except typer.Exit:
         raise
+    except _Terminated as error:
+        _fault(f"terminated{_notes(error)}")
+        raise typer.Exit(143) from None
     except KeyboardInterrupt as error:
         _fault(f"interrupted{_notes(error)}")
         raise typer.Exit(130) from None
@@ -350,6 +366,9 @@ def _errors(show_traceback: bool) -> Iterator[None]:
             traceback.print_exc(file=sys.stderr)
         _fault(f"{_said(error)}{_notes(error)}")
         raise typer.Exit(1) from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _fault(text: str) -> None:

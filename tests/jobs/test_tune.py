@@ -19,6 +19,7 @@ from torch.nn import functional
 import castwise
 from castwise import Plan, Workload
 from castwise.errors import CastwiseError, NonFiniteError, PlanError, StateError, WorkloadError
+from castwise.jobs import Event
 from castwise.tuning import decision, final
 
 
@@ -309,3 +310,44 @@ def test_a_module_is_no_workload() -> None:
         WorkloadError, match=r"^tune\(Sequential\): the workload is a castwise.Workload .* goes to model="
     ):
         call(network())
+
+
+@pytest.mark.parametrize("after", [0, 60])
+def test_a_search_that_fails_writes_what_was_known(after: int, tmp_path: Path) -> None:
+    count = itertools.count()
+
+    def fails(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if next(count) >= after and model.training:
+            raise LookupError("planted")
+        return loss(model, batch)
+
+    with pytest.raises(WorkloadError, match="LookupError: planted") as caught:
+        tune(loss=fails, out=tmp_path)
+    notes = " ".join(getattr(caught.value, "__notes__", []))
+    assert ("What was known by then was written to" in notes) == (after > 0)
+    assert (tmp_path / "evidence.json").exists() == (after > 0)
+    if after:
+        assert json.loads((tmp_path / "evidence.json").read_text())["complete"] is False
+
+
+@pytest.mark.parametrize("stage", ["reference", "race"])
+def test_what_progress_raises_comes_out_as_it_is(stage: str, tmp_path: Path) -> None:
+    def breaks(event: Event) -> None:
+        if event.stage == stage:
+            raise RuntimeError("bar broke")
+
+    with pytest.raises(RuntimeError, match="bar broke") as caught:
+        tune(progress=breaks, out=tmp_path)
+    assert not isinstance(caught.value, CastwiseError)
+    assert caught.traceback[-1].name == "breaks"
+    assert (
+        (tmp_path / "plan.json").exists() == (stage == "race") == bool(getattr(caught.value, "__notes__", []))
+    )
+
+
+@pytest.mark.parametrize("where", ["file", "file/within"])
+def test_a_place_that_is_no_folder_is_refused_in_a_sentence(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PlanError, match=r"tune\(out='.*file.*'\): .*; give a folder"):
+        tune(out=tmp_path / where)
+    assert (tmp_path / "file").read_text() == "mine"

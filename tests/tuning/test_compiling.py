@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,6 +277,21 @@ def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
     assert found.reason == "does not compile: the process died without a word (out of memory?)"
 
 
+def test_what_a_trial_has_started_is_gone_when_it_is_over(search: Search, tmp_path: Path) -> None:
+    """A compiler of its own, say, that would write into a folder that is being removed."""
+    told = tmp_path / "pid"
+
+    def starts_and_sleeps() -> nn.Module:
+        told.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60.0)
+        return Net()
+
+    found = compiling._tried(search, portable(workload(starts_and_sleeps)), BF16, 1.0)
+    assert found.reason.startswith("not tried: compiling took longer")
+    status = Path(f"/proc/{told.read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
 def test_a_fault_of_the_code_comes_out_of_a_trial(search: Search) -> None:
     def faulty() -> nn.Module:
         raise LookupError("no such file of weights")
@@ -301,8 +319,10 @@ def test_a_workload_that_another_process_cannot_run_is_not_compiled_and_that_is_
 def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv(name, "mine")
+    monkeypatch.setenv("TMPDIR", "mine")
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
     keep_compiled_apart(BF16)
-    assert os.environ[name] == "mine"  # nobody searches
+    assert (os.environ[name], os.environ["TMPDIR"]) == ("mine", "mine")  # nobody searches
     with own_cache():
         kept = os.environ[COMPILED]
         assert os.path.isdir(kept)
@@ -312,6 +332,9 @@ def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: p
             folders.append(os.environ[name])
     assert folders[0] == folders[2] != folders[1]
     assert folders[3] == folders[2]  # what compiles nothing changes nothing
+    assert (
+        os.environ["TMPDIR"] == tempfile.gettempdir() == kept
+    )  # where a compiler that is killed leaves its files
     assert all(os.path.dirname(folder) == kept for folder in folders)
     assert COMPILED not in os.environ
     assert not os.path.exists(kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from castwise.errors import PlanError
 
@@ -35,9 +36,22 @@ class Event:
 Progress = Callable[[Event], None]
 
 
+class _Broken(BaseException):
+    """A user's function has failed, as its cause says. No ``Exception``: those of a workload and of a plan are caught."""
+
+
+def _tell(progress: Progress, event: Event) -> None:
+    try:
+        progress(event)
+    except Exception as error:
+        raise _Broken from error
+
+
 @contextlib.contextmanager
 def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Progress]:
     """What a job calls with its events: a user's function; bars on standard error for True; nothing for False or None.
+
+    What a user's function raises leaves the job as it is: nobody takes it for a fault of a workload or a plan.
 
     Raises:
         PlanError: Something else.
@@ -50,6 +64,13 @@ def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Pr
     elif progress is None or progress is False:
         yield lambda _event: None
     elif callable(progress):
-        yield progress
+        try:
+            yield partial(_tell, progress)
+        except _Broken as broken:
+            cause = broken.__cause__
+            assert cause is not None
+            for note in getattr(broken, "__notes__", ()):
+                cause.add_note(note)
+            raise cause from None
     else:
         raise PlanError(f"progress={progress!r}: needs True, False, None or a function of an Event")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting import default_device_type
-from castwise.errors import WorkloadError
+from castwise.errors import PlanError, WorkloadError
 from castwise.jobs import Event, Progress, heard
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
@@ -93,14 +94,15 @@ def tune(
             device or with other versions is a candidate from the start. They are kept in the user's cache folder, or in
             ``CASTWISE_CACHE_DIR``; an empty one turns that off.
         out: Folder for what ``.save(folder)`` writes, as the command line writes it: at the end, or when the search is
-            interrupted. It is made at once.
+            interrupted or fails after its first stage. It is made at once.
         progress: True shows what the command line shows, on standard error; a function is called with events.
 
     Returns:
         The result: ``.plan``, ``.answer``, ``.table()``, ``.save(folder)``, and in ``.files`` what was written to ``out``.
 
     Raises:
-        PlanError: An argument out of its range.
+        PlanError: An argument out of its range, or an ``out`` that cannot be written to.
+        Exception: What ``progress`` raised.
         WorkloadError: A workload that cannot be found or tuned: a loss without a gradient, batches that cannot be used.
         NonFiniteError: fp32 itself gives a loss or gradients that are not finite.
         StateError: A budget too small for anything; ranks that differ, or one that left.
@@ -122,7 +124,7 @@ def tune(
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         folder = None if out is None or ranks.rank else Path(out)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)  # now, and not when there is something to lose
+            _make(folder)  # now, and not when there is something to lose
         search = Search(found, where, settings, spec, ranks)
         search.say = _teller(search, tell)
         with _kept(model):
@@ -135,12 +137,13 @@ def tune(
         try:
             with users_code(f"workload {found.name!r} failed"), _kept(model):
                 search.run()
-        except KeyboardInterrupt as interrupt:
-            if folder is not None:
-                paths = _result(search).save(folder)
-                interrupt.add_note(
-                    "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
-                )
+        except BaseException as error:
+            if folder is not None and (search.numerics is not None or isinstance(error, KeyboardInterrupt)):
+                with contextlib.suppress(Exception):  # what ended the search is told, and not what came of it
+                    paths = _result(search).save(folder)
+                    error.add_note(
+                        "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
+                    )
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
         result = _result(search)
@@ -151,6 +154,17 @@ def tune(
 
 def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if model is None else unspoilt(model)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise PlanError(
+            f"tune(out={str(folder)!r}): {error.strerror}; give a folder that is there, or can be made, and may be written to"
+        ) from error
 
 
 def _written(result: TuneResult, folder: Path | None) -> TuneResult:

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Self
@@ -54,10 +55,14 @@ COMPILED = "CASTWISE_COMPILED"
 
 
 def keep_compiled_apart(plan: Plan) -> None:
-    """Have this process keep what a plan compiles, and look for it, where no other plan does, if a search says so."""
+    """Have this process keep what a plan compiles, and look for it, where no other plan does, if a search says so.
+
+    What the compiler leaves behind when it is killed lies in the same folder, which goes with the search.
+    """
     folder = os.environ.get(COMPILED)
     if folder and plan.compile != "as_given":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, plan.digest[:16])
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 class NotThereError(WorkloadError):

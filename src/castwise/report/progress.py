@@ -1,13 +1,44 @@
-"""How far a job is, as bars or stages on standard error: what the command line shows, and ``progress=True`` from Python."""
+"""How far a job is, on standard error: what the command line shows, and ``progress=True`` from Python.
+
+A terminal gets bars or stages that move; what is no terminal (a log of CI, of nohup) gets lines, each as soon as it is known.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+EVERY_S = 10.0
+"""Of one stage, what is no terminal gets a line as often as this."""
+
+
+class Lines:
+    """A line where a stage begins or ends, and now and then between; of a search, where it begins alone."""
+
+    def __init__(self, console: Console, stages: bool) -> None:
+        self._console = console
+        self._stages = stages
+        self._start = time.monotonic()
+        self._told: dict[tuple[str, str], float] = {}
+
+    def __call__(self, event: Any) -> None:
+        """Show an event, as :class:`Bars` does."""
+        key, now = (event.stage, "" if self._stages else event.subject), time.monotonic()
+        ends = event.done == event.total and not self._stages
+        if not ends and now - self._told.get(key, -EVERY_S) < EVERY_S:
+            return
+        self._told[key] = now
+        count = "" if self._stages else f"{event.done}/{event.total}"
+        said = (" ".join(key).strip(), count, _figures(event) or event.message)
+        line = f"{now - self._start:4.0f} s  {'  '.join(part for part in said if part)}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
 
 
 class Bars:
@@ -86,12 +117,15 @@ class Stages(Bars):
 
 
 @contextlib.contextmanager
-def bars(stages: bool = False) -> Iterator[Bars]:
+def bars(stages: bool = False) -> Iterator[Bars | Lines]:
     """What shows events: a bar per stage and subject, or a line per stage; nothing before the first of them."""
     from rich.console import Console
 
-    kind = Stages if stages else Bars
-    shown = kind(Console(stderr=True))  # made anew, as standard error may have been replaced
+    console = Console(stderr=True)  # made anew, as standard error may have been replaced
+    if not (console.is_terminal or console.is_jupyter):
+        yield Lines(console, stages)
+        return
+    shown = (Stages if stages else Bars)(console)
     try:
         yield shown
     finally:

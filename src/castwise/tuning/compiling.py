@@ -33,6 +33,8 @@ LEAST_S = 12.0
 """With less time than this no trial begins."""
 START_S = 60.0
 """A process that has not begun after so long never will."""
+ENDED_S = 2.0
+"""What is killed is gone after this, or waits for a device and will be."""
 AGAIN = 0.25
 """A start of the final compiles from what is on disk, in about this share of the time; that much is kept for each."""
 STARTS = 3
@@ -142,8 +144,16 @@ def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) ->
     finally:
         process.close()
         if group:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)  # with it go the processes that compile
+            _end(group)
+
+
+def _end(group: int) -> None:
+    """End a trial and the processes that compile for it, and wait until they have: they write into a folder that goes."""
+    until = time.monotonic() + ENDED_S
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < until:
+            os.killpg(group, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def pays_after(search: SearchState, plan: Plan) -> int | None:
