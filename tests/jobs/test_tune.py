@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -351,3 +353,52 @@ def test_a_place_that_is_no_folder_is_refused_in_a_sentence(where: str, tmp_path
     with pytest.raises(PlanError, match=r"tune\(out='.*file.*'\): .*; give a folder"):
         tune(out=tmp_path / where)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+class Loader:
+    """As a DataLoader with workers: its iterators hold something for as long as they live."""
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        Loader.alive.add(self)
+        self._data = iter(data(200))
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        return next(self._data)
+
+
+class Loading:
+    def __iter__(self) -> Loader:
+        return Loader()
+
+
+@pytest.mark.parametrize("end", ["returns", "fails"])
+@pytest.mark.parametrize("given", ["loader", "workload"])
+def test_no_iterator_over_batches_outlives_the_search(given: str, end: str) -> None:
+    """Not until a collector comes by: it may hold processes and files."""
+    count = itertools.count()
+
+    def maybe(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if end == "fails" and next(count) == 40:
+            raise LookupError("planted")
+        return loss(model, batch)
+
+    options: dict[str, Any] = {"goal": "numerics", "formats": ("bf16",), "memory": False}
+    caught = None
+    gc.disable()
+    try:
+        if given == "loader":
+            tune(loss=maybe, batches=Loading(), **options)
+        else:
+            job = Workload("job", network, adamw, lambda _seed: Loader(), maybe)
+            castwise.tune(job, device="cpu", **options)
+    except WorkloadError as error:
+        caught = error  # with the frames that it came through
+    finally:
+        assert len(Loader.alive) == 0
+        gc.enable()
+    assert (caught is not None) == (end == "fails")

@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ def tune(
         folder = None if out is None or ranks.rank else Path(out)
         if folder is not None:
             _make(folder)  # now, and not when there is something to lose
-        search = Search(found, where, settings, spec, ranks)
+        opened = _Opened(found.batches)
+        search = Search(dataclasses.replace(found, batches=opened), where, settings, spec, ranks)
         search.say = _teller(search, tell)
         with _kept(model):
             job = index.job_of(found, where, settings)
@@ -145,6 +147,8 @@ def tune(
                         "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                     )
             raise
+        finally:
+            opened.close()
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
         result = _result(search)
         if job is not None and search.complete and ranks.rank == 0:
@@ -154,6 +158,37 @@ def tune(
 
 def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if model is None else unspoilt(model)
+
+
+class _Opened:
+    """A workload's batches, whose iterators all end with the search: a DataLoader's holds processes for as long as it lives.
+
+    To another process go the batches themselves.
+    """
+
+    def __init__(self, batches: Callable[[int], Iterator[Any]]) -> None:
+        self._batches = batches
+        self._open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
+
+    def __call__(self, seed: int) -> Iterator[Any]:
+        made = _through(self._batches, seed)
+        self._open.add(made)
+        return made
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._batches,)
+
+    def close(self) -> None:
+        for one in list(self._open):
+            one.close()
+
+
+def _through(batches: Callable[[int], Iterator[Any]], seed: int) -> Generator[Any]:
+    yield from batches(seed)
+
+
+def _itself(batches: Any) -> Any:
+    return batches
 
 
 def _make(folder: Path) -> None:
