@@ -10,7 +10,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -359,6 +359,7 @@ class Loader:
     """As a DataLoader with workers: its iterators hold something for as long as they live."""
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    given: ClassVar[list[weakref.ref[Tensor]]] = []
 
     def __init__(self) -> None:
         Loader.alive.add(self)
@@ -368,7 +369,9 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        return next(self._data)
+        batch = next(self._data)
+        Loader.given.append(weakref.ref(batch[0]))
+        return batch
 
 
 class Loading:
@@ -378,7 +381,7 @@ class Loading:
 
 @pytest.mark.parametrize("end", ["returns", "fails"])
 @pytest.mark.parametrize("given", ["loader", "workload"])
-def test_no_iterator_over_batches_outlives_the_search(given: str, end: str) -> None:
+def test_no_batch_and_no_iterator_over_them_outlives_the_search(given: str, end: str) -> None:
     """Not until a collector comes by: it may hold processes and files."""
     count = itertools.count()
 
@@ -400,5 +403,8 @@ def test_no_iterator_over_batches_outlives_the_search(given: str, end: str) -> N
         caught = error  # with the frames that it came through
     finally:
         assert len(Loader.alive) == 0
+        if end == "returns":  # an error's frames hold some
+            assert [batch for batch in Loader.given if batch() is not None] == []
+        Loader.given.clear()
         gc.enable()
     assert (caught is not None) == (end == "fails")

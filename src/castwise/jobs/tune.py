@@ -90,9 +90,10 @@ def tune(
         memory: Measure peak memory too (a process per plan).
         device: By default where the model is, or the accelerator at hand, else the CPU.
         seed: Of weights, data, dither and random draws.
-        fresh: Search even where a plan was found before for the same model, optimizer, loss and data on the same device with
-            the same versions. Otherwise that search's evidence is returned at once, and says so; a plan found on another
-            device or with other versions is a candidate from the start. They are kept in the user's cache folder, or in
+        fresh: Search even where a plan was found before for the same model, optimizer, loss, data and code on the same device
+            with the same versions. Otherwise that search's evidence is returned at once, and says so, unless it had less time
+            and left something open for want of it; a plan found on another device, with other versions, by other code or
+            with less time is a candidate from the start. They are kept in the user's cache folder, or in
             ``CASTWISE_CACHE_DIR``; an empty one turns that off.
         out: Folder for what ``.save(folder)`` writes, as the command line writes it: at the end, or when the search is
             interrupted or fails after its first stage. It is made at once.
@@ -112,7 +113,11 @@ def tune(
 
     Source: docs/tuning.md.
     """
-    with lockstep("tune") as ranks, heard(progress, stages=True) as tell:
+    with (
+        lockstep("tune") as ranks,
+        heard(progress, stages=True) as tell,
+        contextlib.ExitStack() as at_end,
+    ):
         if world_size is None:
             world_size = ranks.size
         if goal == "numerics" and tuple(formats) == FORMATS:
@@ -128,6 +133,8 @@ def tune(
             _make(folder)  # now, and not when there is something to lose
         opened = _Opened(found.batches)
         search = Search(dataclasses.replace(found, batches=opened), where, settings, spec, ranks)
+        at_end.callback(vars(search).clear)  # it is in cycles, and holds models and batches
+        at_end.callback(opened.close)
         search.say = _teller(search, tell)
         with _kept(model):
             job = index.job_of(found, where, settings)
@@ -147,8 +154,6 @@ def tune(
                         "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
                     )
             raise
-        finally:
-            opened.close()
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
         result = _result(search)
         if job is not None and search.complete and ranks.rank == 0:
