@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from castwise.errors import CastwiseError, sentence
+from castwise.errors import CastwiseError, place, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -345,7 +345,7 @@ def _errors(show_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         _fault(f"interrupted{_notes(error)}")
         raise typer.Exit(130) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if show_traceback:
             traceback.print_exc(file=sys.stderr)
         _fault(f"{_said(error)}{_notes(error)}")
@@ -364,10 +364,12 @@ def _fault(text: str) -> None:
     typer.echo(f"castwise: {text}", err=True)
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and not isinstance(error, CastwiseError):
         return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
-    return sentence(error) + ("" if isinstance(error, CastwiseError) else " (--traceback shows where)")
+    if isinstance(error, CastwiseError):
+        return sentence(error)
+    return f"{sentence(error)} ({'; '.join(filter(None, (place(error), '--traceback shows where')))})"
 
 
 def _notes(error: BaseException) -> str:

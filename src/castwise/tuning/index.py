@@ -83,7 +83,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
             said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory
             return Job(_digest(said), float(loss.detach()), norm)
-    except Exception:
+    except (Exception, SystemExit):
         return None
 
 
