@@ -81,7 +81,7 @@ def raises_elsewhere(model: nn.Module, batch: Batch) -> Tensor:
 def scripted() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return cast(nn.Module, torch.jit.script(network()))
+        return cast("nn.Module", torch.jit.script(network()))
 
 
 def goes_backward(model: nn.Module, batch: Batch) -> Tensor:

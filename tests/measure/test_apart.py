@@ -124,15 +124,14 @@ def leaves_there(module: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", ["started", "copied"])
 def test_an_exception_tells_here_where_in_the_users_code_it_was_raised_there(how: str, home: Home) -> None:
     sent = portable(workload(raises_there))
-    with contextlib.closing(
-        home.start(_train, sent, PRESETS["fp32"].to_json(), "cpu", 0)
-        if how == "started" else home.fork(_stepped, workload(raises_there))
-    ) as process:  # fmt: skip
-        with pytest.raises(ValueError, match="cannot open the lock") as caught:
-            if how == "started":
-                process.answer()
-                process.send(1)
-            process.answer()
+    if how == "started":
+        process = home.start(_train, sent, PRESETS["fp32"].to_json(), "cpu", 0)
+        process.answer()
+        process.send(1)
+    else:
+        process = home.fork(_stepped, workload(raises_there))
+    with contextlib.closing(process), pytest.raises(ValueError, match="cannot open the lock") as caught:
+        process.answer()
     line = raises_there.__code__.co_firstlineno + 1
     assert place(caught.value) == f"test_apart.py, line {line}, in raises_there"
     assert f"(test_apart.py, line {line}, in raises_there)" in unfit(caught.value)

@@ -61,7 +61,7 @@ class Stages(Bars):
 
         super().__init__(console)
         self.bars = Progress(
-            SpinnerColumn(finished_text=" "),
+            SpinnerColumn("dots" if console.encoding.startswith("utf") else "line", finished_text=" "),
             TextColumn("{task.description}", markup=False, table_column=Column(min_width=13, no_wrap=True)),
             TimeElapsedColumn(),
             TextColumn(
@@ -90,8 +90,12 @@ def bars(stages: bool = False) -> Iterator[Bars]:
     """What shows events: a bar per stage and subject, or a line per stage; nothing before the first of them."""
     from rich.console import Console
 
+    class Unread(Console):
+        def on_broken_pipe(self) -> None:  # rich's own leaves the process
+            self.quiet = True
+
     kind = Stages if stages else Bars
-    shown = kind(Console(stderr=True))  # made anew, as standard error may have been replaced
+    shown = kind(Unread(stderr=True))  # made anew, as standard error may have been replaced
     try:
         yield shown
     finally:
