@@ -351,8 +351,7 @@ def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
             ratio = _single(1.0 / lap.slowdown)
             times = [stats.quantile(baseline.seconds, 0.5) * lap.slowdown] if baseline.seconds else []
         if ratio is not None:
-            # the few rounds of a hopeless format give no interval at 95 %, and need none
-            verdict = "avoid" if lap.slowdown is not None else verdict_of(ratio)
+            verdict = verdict_of(ratio)
     if not times:
         return Rate(kernel.name, kernel.size, name, None, None, None, ratio, verdict)
     middle, low, high = (kernel.flops / stats.quantile(times, q) / 1e9 for q in (0.5, 0.75, 0.25))
