@@ -128,7 +128,9 @@ def bench(
     steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
     rounds: Annotated[
         int,
-        typer.Option(help="Interleaved rounds the steps are spread over; 6 or more give a 95 % interval."),
+        typer.Option(
+            help="Interleaved rounds the steps are spread over; with fewer than 6 intervals are wide."
+        ),
     ] = 12,
     device: Device = None,
     seed: Seed = 0,

@@ -100,7 +100,7 @@ def bench(
         plans: Presets, plans or plan files; ``fp32`` is put first if it is not among them.
         device: By default the accelerator at hand, else the CPU.
         steps: Training steps per plan, at least 3; the first few are not timed.
-        rounds: Interleaved rounds to spread them over; 6 or more give a 95 % interval.
+        rounds: Interleaved rounds to spread them over; with fewer than 6 the 95 % intervals are wide.
         seed: Of weights and data.
         inference: Measure inference too.
         memory: Measure memory too.

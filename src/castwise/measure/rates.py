@@ -278,7 +278,7 @@ def measure_rates(
 ) -> tuple[Rate, ...]:
     """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
 
-    Six interleaved rounds or more give a 95 % interval; ``small`` measures the probe's sizes alone, quick and rough;
+    With fewer than six interleaved rounds intervals are wide; ``small`` measures the probe's sizes alone, quick and rough;
     ``on_kernel`` is told an operator's name, how many are done and how many there are.
     """
     can, _ = variants(device.type)
