@@ -123,6 +123,10 @@ def test_an_interval_without_1_does_not_look_as_if_it_had_it(low: float, high: f
     assert words.interval({"low": low, "high": high}) == said
 
 
+def test_a_table_says_why_its_times_need_not_give_its_speeds(record: Make, row: Row) -> None:
+    assert "not the ratio of two medians" in bench.interval_note(record(row("bf16-mixed", 0.07, 0.2)))
+
+
 def test_a_slower_plan_is_not_recommended(record: Make, row: Row) -> None:
     said = bench.headline(record(row("fp16-mixed", 0.2, 0.2)))
     assert "measurably faster than fp32. fp16-mixed comes closest: 0.500x as fast" in said
