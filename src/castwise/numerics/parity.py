@@ -181,10 +181,19 @@ class ParityTest:
         return StateTest(self.prober, self.optimizer)
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
-        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself."""
+        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself.
+
+        Raises:
+            WorkloadError: All gradients are zero.
+        """
         if observed:
             self.prober.extend(min(observed, count), self.range.observing)
         self.prober.extend(count - min(observed, count))
+        if not any(bool(g.any()) for micro in self.prober.micros for g in micro.gradients):
+            raise WorkloadError(
+                f"{self.prober.call}: in fp32 every gradient is 0 on all of {count} microbatches, so there is nothing to compare; "
+                "the loss must depend on the parameters that are trained"
+            )
         for micro in self.prober.micros:
             self.range.see_parameters(self.prober.names, micro.gradients)
         self._count = len(self.prober.micros)
@@ -387,7 +396,8 @@ def parity(
         on fresh batches before it is reported.
 
     Raises:
-        WorkloadError: A loss that is not differentiable, batches that cannot be used, or a model not in fp32.
+        WorkloadError: A loss that is not differentiable or whose gradients are all zero, batches that cannot be used, or a
+            model not in fp32.
         NonFiniteError: fp32 itself gives gradients that are not finite.
         PlanError: A plan that does not fit the model, or numbers out of their range.
         DeviceError: The device cannot run the plan.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import seed_all
-from castwise.numerics.probes import REFERENCE, Prober, dithered, state_of
+from castwise.numerics.probes import REFERENCE, Prober, as_real, dithered, state_of
 from castwise.plans.formats import FORMATS, LOW
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
@@ -131,7 +131,7 @@ class StateTest:
         model = copy.deepcopy(prober.model)
         for name, tensor in state_of(model):
             if name in start:
-                tensor.data.copy_(start[name])
+                as_real(tensor.data).copy_(start[name])
         if jitter:
             generator = torch.Generator(prober.device).manual_seed(1)
             for parameter in model.parameters():
@@ -169,7 +169,7 @@ class StateTest:
 
     def _now(self, model: nn.Module) -> dict[str, Tensor]:
         moving = set(self.prober.moving)
-        return {name: t.detach().clone() for name, t in state_of(model) if name in moving}
+        return {name: as_real(t.detach()).clone() for name, t in state_of(model) if name in moving}
 
 
 def _differs(fp32: _Path, ours: _Path) -> str:
