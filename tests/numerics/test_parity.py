@@ -99,7 +99,9 @@ def test_complex_parameters_are_two_real_ones(optimizer: object) -> None:
     if optimizer is not None:
         assert both.adam is not None
         assert real.adam is not None
-        assert both.adam.value == pytest.approx(real.adam.value, rel=0.1)  # each tensor has a floor of its own
+        assert both.adam.value == pytest.approx(
+            real.adam.value, rel=0.1
+        )  # each tensor has a floor of its own
 
 
 def test_a_test_of_nothing_is_refused() -> None:
@@ -107,7 +109,10 @@ def test_a_test_of_nothing_is_refused() -> None:
         castwise.parity(model(), lambda m, b: loss(m, b) * 0, batches, "bf16-mixed")
     with pytest.raises(WorkloadError, match=r"nothing that it trains is fp32 \(0.weight is float64\)"):
         castwise.parity(model().double(), loss, batches, "bf16-mixed")
-    assert castwise.parity(model(), lambda m, b: loss(m, b) * (b[1][0] == 0), batches, "bf16-mixed").microbatches >= 8
+    assert (
+        castwise.parity(model(), lambda m, b: loss(m, b) * (b[1][0] == 0), batches, "bf16-mixed").microbatches
+        >= 8
+    )
 
 
 def test_what_overflows_at_any_scale_fails() -> None:

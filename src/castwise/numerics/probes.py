@@ -102,7 +102,7 @@ class Prober:
         names: Of the trained parameters, in the order of gradients.
         sparse: Whether a gradient came as a sparse tensor.
         positions: What the first forward did with positions.
-        moving: Names of buffers and of parameters that are not trained which the first forward and backward changed.
+        moving: Names of buffers and of parameters that are not trained which a forward and backward of the reference changed.
         model: The prober's own copy, to look at.
     """
 
@@ -192,7 +192,7 @@ class Prober:
                     ) from None
                 micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
                 self._set(model, micro)
-                state = {} if self.micros else {name: t.detach().clone() for name, t in state_of(model)}
+                state = {name: t.detach().clone() for name, t in state_of(model)}
                 with Recorder(micro.tape), contextlib.ExitStack() as watching:
                     if observe:
                         watching.enter_context(observe(model))
@@ -202,7 +202,9 @@ class Prober:
                 self.moving += tuple(
                     n
                     for n, t in state_of(model)
-                    if n in state and not (t.dtype is state[n].dtype and torch.equal(t, state[n]))
+                    if n in state
+                    and n not in self.moving
+                    and not (t.dtype is state[n].dtype and torch.equal(t, state[n]))
                 )
                 micro.gradients = self._gradients(model, 1.0)
                 self._check_reference(model, micro)

@@ -184,16 +184,12 @@ def _difference(
 @contextlib.contextmanager
 def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
     """Weights moved at random by up to a unit in the last place of a format, and put back."""
-    kept = {
-        p: p.detach().clone() for p in model.parameters() if p.is_floating_point() or p.is_complex()
-    }
+    kept = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() or p.is_complex()}
     try:
         with torch.no_grad():
             for p, weight in kept.items():
                 generator = torch.Generator(p.device).manual_seed(seed + 1)
-                p.data.copy_(
-                    dithered(weight if weight.is_complex() else weight.float(), 2 * eps, generator)
-                )
+                p.data.copy_(dithered(weight if weight.is_complex() else weight.float(), 2 * eps, generator))
         yield
     finally:
         for p, weight in kept.items():
