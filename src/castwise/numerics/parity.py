@@ -358,6 +358,19 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
     return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
 
 
+def _made(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    such = "such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+    if not callable(optimizer):
+        raise WorkloadError(f"parity: optimizer must be a function, {such}, got {type(optimizer).__name__}")
+    with users_code("parity: optimizer(params) failed"):
+        made = optimizer(model.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"parity: optimizer(params) returned {type(made).__name__}, not a torch.optim.Optimizer; return the optimizer, {such}"
+        )
+    return made
+
+
 def parity(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
@@ -411,11 +424,12 @@ def parity(
         raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
     where = find_device("parity", device, str(device_of(model)))
     make = endless(batches, "parity")
-    with users_code("parity: the model or its loss failed"), undisturbed(), unspoilt(model):
+    failed = "parity: the model, its loss or its optimizer failed"
+    with users_code(failed), undisturbed(), unspoilt(model, "parity"):
         prober = Prober(
             model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
         )
-        adam = optimizer is not None and is_adam(optimizer(prober.model.parameters()))
+        adam = optimizer is not None and is_adam(_made(optimizer, prober.model))
         test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)

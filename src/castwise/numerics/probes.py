@@ -32,7 +32,7 @@ from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
-from castwise.workload import about_data, check_loss, check_no_backward
+from castwise.workload import about_data, check_loss, check_no_backward, users_code
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
@@ -44,6 +44,7 @@ RESCALE = 2.0**-6
 """Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
 RESCALES = 3
 _CHUNK = 1 << 18
+_NO_MORE = object()
 
 
 @dataclass
@@ -183,13 +184,14 @@ class Prober:
         needed = len(self.micros) + count
         with self._under(REFERENCE) as (model, amp):
             for _ in range(count):
-                try:
-                    batch = to_device(next(self._batches), self.device)
-                except StopIteration:
+                with users_code(f"{self.call}: batches failed"):
+                    batch = next(self._batches, _NO_MORE)
+                if batch is _NO_MORE:
                     raise WorkloadError(
                         f"{self.call}: batches ended after {len(self.micros)}; the test needs {needed}. "
                         "Give more, or an iterator without end"
-                    ) from None
+                    )
+                batch = to_device(batch, self.device)
                 micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
                 self._set(model, micro)
                 state = {name: t.detach().clone() for name, t in state_of(model)}
