@@ -104,6 +104,29 @@ def test_complex_parameters_are_two_real_ones(optimizer: object) -> None:
         )  # each tensor has a floor of its own
 
 
+class Rare(nn.Module):
+    """Has numbers whose gradient is not zero in few batches alone, as those behind a ReLU that is almost dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.w = nn.Linear(8, 4), nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + functional.relu(x - 2.3) @ self.w.T
+
+
+def test_a_gradient_that_the_first_batches_lack_does_not_outweigh_the_rest() -> None:
+    torch.manual_seed(0)
+    made = Rare()
+    few, many = (
+        castwise.parity(made, loss, batches, "bf16-mixed", optimizer=adam, microbatches=n) for n in (4, 32)
+    )
+    assert few.adam is not None
+    assert many.adam is not None
+    assert (few.verdict, few.microbatches, many.microbatches) == ("pass", 29, 32)
+    assert few.adam.value == pytest.approx(many.adam.value, rel=0.3)
+
+
 def test_a_test_of_nothing_is_refused() -> None:
     with pytest.raises(WorkloadError, match=r"parity: in fp32 every gradient is 0 on all of 8 micro"):
         castwise.parity(model(), lambda m, b: loss(m, b) * 0, batches, "bf16-mixed")

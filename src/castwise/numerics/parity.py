@@ -173,7 +173,8 @@ class ParityTest:
     floor: float = 0.0
     repeat: float = 0.0
     _dead: frozenset[str] = frozenset()
-    _weights: list[Tensor] | None = None
+    _weights: tuple[int, list[Tensor]] = (0, [])  # of so many microbatches
+    _whole: tuple[int, tuple[float, float | None]] | None = None
     _count: int = 0
 
     @functools.cached_property
@@ -197,8 +198,6 @@ class ParityTest:
         for micro in self.prober.micros:
             self.range.see_parameters(self.prober.names, micro.gradients)
         self._count = len(self.prober.micros)
-        if self.adam:
-            self._weights = self.prober.preconditioner()
         grams = self.prober.grams(self.prober.floor(range(min(FLOOR, count))))
         whole = Grams.total(grams.values())
         self._dead = frozenset(
@@ -216,7 +215,7 @@ class ParityTest:
 
         Plain, and in the units of Adam's steps or None.
         """
-        whole, adam_whole = self._denominators
+        whole, adam_whole = self._denominators()
         plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
         if adam_whole is None:
             return plain, None
@@ -224,21 +223,30 @@ class ParityTest:
 
     def _in_steps(self, probe: Probe) -> dict[str, Grams]:
         """Inner products in the units of Adam's steps, without parameters that have no gradient; else nothing."""
-        if self._weights is None:
+        if not self.adam:
             return {}
-        grams = self.prober.grams(probe, self._weights)
+        drawn = len(self.prober.micros)
+        if (
+            self._weights[0] != drawn
+        ):  # from few of them, what is 0 in those by chance would outweigh the rest
+            self._weights = drawn, self.prober.preconditioner()
+        grams = self.prober.grams(probe, self._weights[1])
         return {name: g for name, g in grams.items() if name not in self._dead}
 
-    @functools.cached_property
     def _denominators(self) -> tuple[float, float | None]:
         """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
+        drawn = len(self.prober.micros)
+        if self._whole is not None and self._whole[0] == drawn:
+            return self._whole[1]
         count = range(self._count)
         everything = Probe(
             REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
         )
         plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
         live = self._in_steps(everything).values()
-        return plain, estimate(Grams.total(live), self.per_update).denominator if live else None
+        whole = plain, estimate(Grams.total(live), self.per_update).denominator if live else None
+        self._whole = drawn, whole
+        return whole
 
     def least(self) -> int:
         """Microbatches that it takes to pass: all there are, where the batches come round again before that."""

@@ -389,7 +389,9 @@ class Prober:
         """
         out = []
         for at in range(len(self.names)):
-            square = torch.stack([micro.gradients[at] for micro in self.micros]).square().mean(0)
+            square = torch.zeros_like(self.micros[0].gradients[at])
+            for micro in self.micros:
+                square.addcmul_(micro.gradients[at], micro.gradients[at], value=1.0 / len(self.micros))
             floor = 1e-8 + (1e-2 * float(square.mean().sqrt()) if square.numel() else 0.0)
             out.append(1.0 / (square.sqrt() + floor))
         return out
