@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.html import read
+from tests.report.pages import read
 
 from castwise.jobs.bench_result import PlanResult
 from castwise.report.bench import PICTURES, headline

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
-from tests.report.html import read
+from tests.report.pages import read
 
 from castwise.numerics.gradient_range import ScaleRange
 from castwise.plans.formats import FORMATS
@@ -195,7 +195,7 @@ def test_when_fp32_is_best_its_numbers_are_shown() -> None:
         make_candidate("bf16-mixed", 0.2, "rejected", reason="not faster"),
     )
     record = make_record(make_evidence(plan="fp32", candidates=rows, answer="fp32 is best"))
-    assert ("a training step", "100 ms", "12 rounds") in tune.facts(record)
+    assert ("a training step", "100 ms", "12 rounds in 12 starts") in tune.facts(record)
 
 
 # --- words --------------------------------------------------------------------------------------------------

@@ -109,6 +109,11 @@ def test_a_plan_that_fails_in_a_later_start_is_not_chosen() -> None:
     assert decision.chosen == 1
 
 
+def test_where_all_that_can_be_chosen_fail_one_of_the_others_is() -> None:
+    decision, _ = settle([0, 1, 2], Machine([1.0, 2.0, 0.5], 0.001, fails={2: 1}), beside=frozenset({0, 1}))
+    assert (decision.chosen, decision.decided) == (0, True)
+
+
 def test_no_start_begins_after_the_time_is_over() -> None:
     machine = Machine([1.02, 1.0], 0.1)
     decision, _ = settle([0, 1], machine, is_over=lambda: len(machine.started) >= 2)
@@ -132,6 +137,14 @@ def test_an_interval_from_one_start_rests_on_the_luck_of_starts_in_general() -> 
     assert found.value == 2.0
     assert found.low == pytest.approx(2.0 * math.exp(-2.776 * math.sqrt(2.0) * LUCK))
     assert found.n == 1
+
+
+def test_an_interval_from_one_start_is_as_wide_as_its_rounds() -> None:
+    def width(rounds: list[float]) -> float:
+        found = restarts([[[1.0] * 4], [rounds]])[1, 0]
+        return found.high / found.low
+
+    assert width([2.0, 1.0, 2.0, 4.0]) > 2.0 * width([2.0, 2.0, 2.1, 2.0])
 
 
 def test_an_interval_without_a_start_of_both_reaches_everywhere() -> None:

@@ -19,9 +19,16 @@ from castwise.numerics.probes import Prober
 from castwise.tuning import decision
 from castwise.tuning import final as final_
 from castwise.tuning.axes import name_of
-from castwise.tuning.contest import Contest, Entry
+from castwise.tuning.contest import LATE, Contest, Entry
 from castwise.tuning.decision import Decision
-from castwise.tuning.fastest import FINALISTS, likeliest, low_share
+from castwise.tuning.fastest import (
+    FINALISTS,
+    each_numerics_first,
+    formats_not_reached,
+    likeliest,
+    low_share,
+    room_in_final,
+)
 from castwise.tuning.final import Final, race_final
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import find_parts
@@ -151,7 +158,42 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     assert f"{name_of(REGION)} may still be up to 4% faster than the chosen plan" in final.doubt(AUTOCAST)
     assert "--budget" in final.doubt(AUTOCAST)
     assert not final.doubt(REGION)  # nothing is open there
+    wild = Final(
+        list(times),
+        times_s=[[[s], [9.0 * s]] for s in (2.0, 1.0)] + [[[2.0], [0.9]]],
+        decision=final.decision,
+    )
+    assert f"{name_of(REGION)} may still be much faster than" in wild.doubt(AUTOCAST)
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
+
+
+def test_a_longer_budget_is_advised_only_where_it_would_help() -> None:
+    times = {FP32: 2.0, AUTOCAST: 1.0, REGION: 0.96}
+    open_ = Decision(1, decided=False)
+    assert "to do would tell" in timed(times, decision=open_, apart=False).doubt(AUTOCAST)
+    starts = [[[s * (1 + 0.1 * (i % 2))] for i in range(decision.MOST)] for s in times.values()]
+    starts[2].reverse()
+    said = Final(list(times), times_s=starts, decision=open_).doubt(AUTOCAST)
+    assert "--budget" not in said
+    assert "A machine with nothing else to do would tell." in said
+
+
+def test_a_simpler_plan_that_is_known_to_be_slower_than_another_says_so() -> None:
+    """It may be as fast as the chosen one, as far as can be told."""
+    rounds = {FP32: [1.0, 1.0, 1.0], FUSED: [1.0, 0.9, 1.02], REGION: [0.8, 0.81, 0.8]}
+    final = Final(list(rounds), times_s=[[[time] * 3 for time in times] for times in rounds.values()])
+    ratio = final.ratio(FUSED, FP32)
+    assert ratio is not None
+    assert ratio.low < 1.0
+    assert final.reason(FP32, FUSED).startswith(f"not faster: {name_of(REGION)} is 1.2")
+
+
+def test_the_finalists_are_started_twice_whatever_the_time(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    final = race_final(searching(workload()), [AUTOCAST], (), time.monotonic())
+    assert final.starts == 2
+    assert final.decision is not None
 
 
 def raced(search: SearchState, times_s: dict[Plan, float]) -> Contest:
@@ -186,6 +228,39 @@ def test_what_is_far_behind_stays_out_unless_a_doubtful_plan_alone_is_ahead(
     assert search.passed_over == {
         REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"
     }
+
+
+def test_as_many_come_to_the_final_as_there_is_time_to_start(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
+    search = searching(workload(SlowWhenLow))
+    contest = raced(search, {FP32: 2.0, **dict.fromkeys([AUTOCAST, *others], 1.0)})
+    assert room_in_final(search, contest) == 1  # a step takes two of sixty seconds
+    assert likeliest(search, contest, [FP32, AUTOCAST, *others], most=1) == [FP32, AUTOCAST]
+    assert search.passed_over[others[0]] == "not in the final: 1 other was faster in the race"
+    contest.entries[FP32].times_s = [0.01] * 4
+    assert room_in_final(search, contest) == FINALISTS
+
+
+def test_a_race_that_ends_early_has_seen_something_of_all_numerics() -> None:
+    fused, low, low_fused = map(
+        Plan.parse, ("fp32+optimizer=fused", "bf16-master", "bf16-master+optimizer=fused")
+    )
+    order = each_numerics_first([FP32, fused, low, low_fused, FUSED, AUTOCAST])
+    assert order == [AUTOCAST, FP32, low, fused, FUSED, low_fused]
+
+
+def test_a_format_that_there_was_no_time_for_leaves_the_search_incomplete(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    search = searching(workload())
+    contest = raced(search, {FP32: 2.0})
+    for plan in (AUTOCAST, FUSED):
+        contest.entries[plan] = Entry(plan, reason=LATE)
+    assert formats_not_reached(search) == ["bf16"]
+    raced(search, {AUTOCAST: 1.0})
+    assert formats_not_reached(search) == []
 
 
 def test_how_much_of_a_model_runs_low() -> None:

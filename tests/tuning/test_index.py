@@ -119,7 +119,7 @@ def test_a_plan_from_another_device_is_a_candidate_and_no_answer(cache: Path) ->
     search = SearchState(
         JOB, CPU, Settings(formats=("fp32", "bf16")), elsewhere=[plan, Plan.preset("fp16-mixed")]
     )
-    assert with_plans_from_elsewhere(search, [FP32, AUTOCAST]) == [FP32, AUTOCAST, plan]
+    assert with_plans_from_elsewhere(search, [FP32, AUTOCAST]) == [plan, FP32, AUTOCAST]
 
 
 @pytest.mark.parametrize("harm", ["", "{", "[]", '{"job": 1}', None])

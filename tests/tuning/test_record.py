@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,11 +13,12 @@ from castwise.numerics.parity import ParityResult
 from castwise.plans.plan import Plan
 from castwise.tuning.answer import why
 from castwise.tuning.evidence import Verification
+from castwise.tuning.final import Final
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.workload import find_workload
 
-PLAN = Plan.preset("bf16-mixed")
+PLAN, FP32 = Plan.preset("bf16-mixed"), Plan.preset("fp32")
 
 
 def finding(value: float, verdict: str) -> ParityResult:
@@ -44,7 +46,40 @@ def test_a_plan_that_training_decided_on_is_shown_as_fresh_batches_found_it() ->
         "what it fell in fp32)"
     )
     assert chosen.parity.reason == f"damage 0.3; {said}"
-    assert any(line.endswith(f"update, 0.3), so training decided: {said}.") for line in why(search))
+    assert any(
+        line.endswith(f"relative error of an update), so training decided: {said}.") for line in why(search)
+    )
+    assert any("in doubt (damage 0.3; " in line for line in why(search))
+
+
+def test_a_compiled_plan_that_was_refused_is_not_called_sound() -> None:
+    search = searched()
+    search.findings[PLAN] = finding(0.001, "pass")
+    search.settle(PLAN, finding(0.001, "pass"))
+    for mode, why_not in (
+        ("default", "not compiled: its gradient differs"),
+        ("max-autotune", "not tried: 3 s are left"),
+    ):
+        search.passed_over[dataclasses.replace(PLAN, compile=mode)] = why_not
+    rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
+    assert rows[f"{PLAN}+compile=default"] == ("rejected", "not compiled: its gradient differs")
+    assert rows[f"{PLAN}+compile=max-autotune"] == ("not tried", "not tried: 3 s are left")
+
+
+def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
+    """A plan that left early was timed while the machine was fast."""
+    search = searched()
+    early, late = [0.5, 0.52, 0.54], [1.0, 1.04, 1.08]
+    search.final = Final(
+        [FP32, PLAN], times_s=[[[2 * t for t in early], *[[2 * t for t in late]] * 3], [early]]
+    )
+    rows = {row.plan: row for row in evidence(search).candidates}
+    mine, base = rows[str(PLAN)], rows[str(FP32)]
+    assert mine.speedup is not None
+    assert mine.time is not None
+    assert base.time is not None
+    assert base.time.median_s / mine.time.median_s == pytest.approx(mine.speedup.value)
+    assert mine.time.q1_s / mine.time.median_s == pytest.approx(0.51 / 0.52)
 
 
 @pytest.mark.parametrize("verdict", ["pass", "fail"])

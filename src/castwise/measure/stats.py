@@ -137,7 +137,7 @@ def restarts(
     Per start, the median over its rounds of the logarithm of the ratio; over starts, their mean and Student's interval. The
     variance of a pair is drawn towards the mean variance of all pairs, as if that were known with four degrees of freedom:
     with three starts a pair of its own has two, and its interval would be half as long again for nothing. Where nothing was
-    started twice, what ``LUCK`` says of starts in general stands in for it.
+    started twice, what ``LUCK`` says of starts in general, and what a pair's rounds differ by, stand in for it.
 
     Args:
         times_s: Per program, per start, per round seconds > 0. Rounds are shared: those of the shorter of two count.
@@ -151,17 +151,19 @@ def restarts(
     """
     indices = range(len(times_s))
     logs = {(i, j): _log_ratios(times_s[i], times_s[j]) for i in indices for j in indices if i < j}
-    spread = {pair: statistics.variance(found) for pair, found in logs.items() if len(found) > 1}
+    medians = {pair: [statistics.median(start) for start in starts] for pair, starts in logs.items()}
+    spread = {pair: statistics.variance(found) for pair, found in medians.items() if len(found) > 1}
     shared = statistics.fmean(spread.values()) if spread else 2.0 * LUCK**2
     out: dict[tuple[int, int], Ratio] = {}
-    for (i, j), found in logs.items():
+    for (i, j), found in medians.items():
         n = len(found)
         mean, half = 0.0, math.inf
         if n:
             mean = statistics.fmean(found)
             freedom = (n - 1) + (_SHARED if len(spread) != 1 else 0)
             own = (n - 1) * spread.get((i, j), 0.0)
-            variance = (freedom - (n - 1)) * shared + own
+            within = 0.0 if spread else _of_median(logs[i, j][0])
+            variance = (freedom - (n - 1)) * (shared + within) + own
             half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / freedom / n)
         out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
         out[j, i] = Ratio(math.exp(-mean), math.exp(-mean - half), _exp(half - mean), level, n)
@@ -172,10 +174,15 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700.0 else math.inf
 
 
-def _log_ratios(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
-    """Per start, which both had, the median over the rounds, which both ran, of the logarithm of one / other."""
+def _of_median(values: Sequence[float]) -> float:
+    """The variance of the median of normal values, by their own; 0 for one."""
+    return math.pi / 2.0 * statistics.variance(values) / len(values) if len(values) > 1 else 0.0
+
+
+def _log_ratios(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Per start, which both had, the logarithms of one / other in the rounds, which both ran."""
     return [
-        statistics.median(math.log(a / b) for a, b in zip(mine, others, strict=False))
+        [math.log(a / b) for a, b in zip(mine, others, strict=False)]
         for mine, others in zip(one, other, strict=False)
         if mine and others
     ]

@@ -267,7 +267,12 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
         if ratio is not None:
             out.append((f"speed {label}", words.factor(ratio["value"]), words.interval(ratio)))
     if row["time"] is not None:
-        out.append(("a training step", words.time(row["time"]["median_s"]), f"{row['rounds']} rounds"))
+        firm = (
+            f"{row['rounds']} rounds in {_starts(record)} starts"
+            if _starts(record) > 1
+            else f"{row['rounds']} rounds"
+        )
+        out.append(("a training step", words.time(row["time"]["median_s"]), firm))
     if row["peak_bytes"] is not None:
         base = _baseline(record)
         said = ""
@@ -282,14 +287,23 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
     return out
 
 
+def _starts(record: Record) -> int:
+    """How often finalists were started, those that came to the end."""
+    return max((row["speedup"]["n"] for row in record["candidates"] if row["speedup"]), default=1)
+
+
 def interval_note(record: Record) -> str:
     """What the numbers in the tables are."""
-    lines = record["lines"]
+    lines, starts = record["lines"], _starts(record)
+    how = (
+        f"they were started up to {starts} times, each in a process of its own, and trained in turns"
+        if starts > 1
+        else "they trained in turns, started once"
+    )
     return (
-        "Plans with a time came to the final: they were started several times, each in a process of its own, and trained in "
-        "turns. Times are medians ± half the interquartile range; brackets hold 95 % intervals, of "
-        f"speeds over starts (Student's t), of damage over batches. Damage is {words.MEANING}: below {lines['pass']:g} passes, "
-        f"above {lines['fail']:g} fails, between the two is undecided."
+        f"Plans with a time came to the final: {how}. fp32's time is a median ± half the interquartile range, another plan's that "
+        "over its speed; brackets hold 95 % intervals, of speeds over starts (Student's t), of damage over batches. Damage is "
+        f"{words.MEANING}: below {lines['pass']:g} passes, above {lines['fail']:g} fails, between the two is undecided."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from castwise.measure import stats
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import name_of
+from castwise.tuning.axes import complexity, name_of
 from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
@@ -129,7 +129,8 @@ def tied(search: Search) -> list[Plan]:
     out = []
     for plan in _timed(search):
         ratio = speed(search, search.chosen, plan)
-        if not search.reasons.get(plan) and ratio is not None and ratio.low <= 1.0:
+        simpler = complexity(plan) < complexity(search.chosen)  # it was passed over since another is faster
+        if not simpler and not search.reasons.get(plan) and ratio is not None and ratio.low <= 1.0:
             out.append(plan)
     return out
 
@@ -173,8 +174,8 @@ def _soundness(search: Search) -> str:
         return "It computes in fp32 throughout, so there is nothing to lose."
     if verified is not None and verified.verdict != "pass" and trained is not None:
         return (
-            f"Its gradients differ from fp32's (damage, the relative error of an update, {verified.damage.value:.2g}), so training "
-            f"decided: {in_training(trained)}."
+            f"Its gradients left it in doubt ({verified.reason}; damage is the relative error of an update), so training decided: "
+            f"{in_training(trained)}."
         )
     if verified is not None and verified.verdict == "pass":
         return "Its gradients cannot be told from fp32's within the noise of the data, on fresh batches too."

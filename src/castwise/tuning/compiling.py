@@ -139,8 +139,10 @@ def pays_after(search: SearchState, plan: Plan) -> int | None:
     if trial is None or trial.reason:
         return None
     eager_s, step_s = trial.eager_s, trial.step_s
-    if final is not None and final.seconds(plan) and final.seconds(uncompiled(plan)):
-        eager_s, step_s = (statistics.median(final.seconds(one)) for one in (uncompiled(plan), plan))
+    ratio = final.ratio(plan, uncompiled(plan)) if final is not None else None
+    if final is not None and ratio is not None:
+        eager_s = statistics.median(final.seconds(uncompiled(plan)))
+        step_s = eager_s / ratio.value
     return math.ceil(trial.compile_s / (eager_s - step_s)) if step_s < eager_s else None
 
 

@@ -33,6 +33,7 @@ TOGETHER_BYTES = 4 << 30
 LEAVES, LEAVES_EARLY = 1.04, 1.2
 """A candidate whose best round is this many times the leader's median leaves; the second before it had so many rounds:"""
 EARLY = 6
+LATE = "not tried: the time was spent"
 
 
 @dataclass
@@ -210,7 +211,7 @@ class Contest:
         entry = self.entries[plan]
         late = not admit_late and plan != BASELINE and not entry.rounds and self._ranks.now() > self._deadline
         if late:
-            entry.reason = "not tried: the time was spent"
+            entry.reason = LATE
             self._close(plan)
         return late
 

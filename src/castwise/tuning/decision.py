@@ -72,7 +72,7 @@ def settle(
         complexity: Of each plan.
         start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. A plan
             that is missing in what it returns has failed and is out.
-        beside: Plans that are timed to be shown, and cannot be chosen; the others are at least one.
+        beside: Plans that are timed to be shown, and cannot be chosen unless all others fail.
         is_over: Whether no further start fits into the time.
         reference: Plans that are started to the end though they are out, since others' speeds are told over theirs. Those
             ``beside`` are, too: the machine moves, and a speed over a plan has to have seen as much of it as the plan.
@@ -88,7 +88,7 @@ def settle(
             if one in found:
                 times[one].append(found[one])
         racing = [one for one in racing if one in found]
-        left = [one for one in racing if one not in beside]
+        left = [one for one in racing if one not in beside] or racing
         decision = decide([complexity[one] for one in left], [times[one] for one in left])
         starts = max(map(len, times))
         decided = decision.decided and (starts >= FIRST or len(left) == 1)

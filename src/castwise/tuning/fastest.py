@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 
+from castwise.measure.apart import BLOCK_S, LEAST_ROUNDS
+from castwise.measure.timing import WARMUP
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
@@ -21,8 +24,8 @@ from castwise.tuning.axes import (
     with_operators_as_is,
 )
 from castwise.tuning.compiling import compile_finalists, said
-from castwise.tuning.contest import Contest
-from castwise.tuning.decision import MARGIN
+from castwise.tuning.contest import LATE, Contest
+from castwise.tuning.decision import FIRST, MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import race_final
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
@@ -36,8 +39,11 @@ FAR = 1.1
 """What takes this many times as long as the fastest in the race does not come to the final."""
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
-RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.4, 0.6, 0.85
-"""After these shares of the budget no round of a race begins, nothing is compiled, and no start of the final begins."""
+RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.35, 0.6, 0.85
+"""After this share of what is left no round of the race begins; after these of the budget nothing is compiled, and no further
+start of the final begins."""
+START_S = 1.0
+"""What starting a process and building a model in it takes, about."""
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 TRAINING_SHARE = 0.35
@@ -58,7 +64,8 @@ def find_fastest(search: SearchState) -> None:
             search.notes.append(f"{name}: {reason}")
     with search.stage("costs"):
         plans = with_plans_from_elsewhere(search, _by_costs(search, plans))
-    deadline = search.start + (RACE_SHARE if settings.goal == "time" else 1.2) * settings.budget_s
+    left_s = search.left_s()
+    deadline = search.ranks.now() + (RACE_SHARE * left_s if settings.goal == "time" else left_s)
     contest = Contest(
         search.workload, search.device, seed=settings.seed, deadline=deadline,
         on_progress=lambda what, done, total: search.say(search.now, what, done, total), ranks=search.ranks,
@@ -74,14 +81,17 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = _with_operators(search, contest, left)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-    running = _with_lossless(contest, likeliest(search, contest, sound, doubtful))
+    running = _with_lossless(
+        contest, likeliest(search, contest, sound, doubtful, room_in_final(search, contest))
+    )
     compiled = _compiled(search, running, doubtful)
     always = bool(compiled) and search.settings.compile == "always"
-    choice = compiled if always else [FP32, *running, *compiled]
     in_doubt = [plan for plan in [*running, *compiled] if uncompiled(plan) in doubtful]
     _final(search, [*running, *compiled], in_doubt, FINAL_SHARE, [FP32, *running] if always else ())
     assert search.final is not None
-    _choose(search, search.final.in_turn(choice))
+    eager = [FP32, *running]
+    choices = [compiled, eager] if always else [[*eager, *compiled]]
+    _choose(search, itertools.chain.from_iterable(map(search.final.in_turn, choices)))
     search.notes += [
         note for note in (search.final.doubt(search.chosen), said(search, search.chosen)) if note
     ]
@@ -170,14 +180,24 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     if settings.goal == "memory" and any(plan.optimizer == "fused" for plan in out):
         # the fused kernel never holds more than the loop it replaces
         out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
-    return [search.scaled(plan) for plan in sorted(out, key=complexity)]
+    return [search.scaled(plan) for plan in each_numerics_first(out)]
+
+
+def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
+    """The simplest plan of each numerics, then the next of each: a race that ends early has seen something of all."""
+    seen: dict[Plan, int] = {}
+    order = []
+    for plan in sorted(plans, key=complexity):
+        turn = seen[numerics_of(plan)] = seen.get(numerics_of(plan), -1) + 1
+        order.append((turn, plan != AUTOCAST, plan))
+    return [plan for _, _, plan in sorted(order, key=lambda one: one[:2])]
 
 
 def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
-    """Candidates, and what was chosen for the same job elsewhere, where its formats are raced here."""
+    """What was chosen for the same job elsewhere, where its formats are raced here, and candidates."""
     raced = {plan.compute for plan in plans}
     elsewhere = (uncompiled(plan) for plan in search.elsewhere if plan.formats <= raced)
-    return list(dict.fromkeys([*plans, *elsewhere]))
+    return list(dict.fromkeys([*elsewhere, *plans]))
 
 
 def low_share(search: SearchState, plan: Plan) -> float:
@@ -219,8 +239,28 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
 
 
+def formats_not_reached(search: SearchState) -> list[str]:
+    """Low formats of which there were candidates, and no time for any."""
+    entries = search.contest.entries if search.contest is not None else {}
+    timed = {plan.compute for plan, entry in entries.items() if entry.rounds}
+    late = {plan.compute for plan, entry in entries.items() if entry.reason == LATE}
+    return sorted(late - timed)
+
+
+def room_in_final(search: SearchState, contest: Contest) -> int:
+    """As many plans as can be started as often as a first decision takes, with fp32 and autocast, in the time for the final."""
+    step_s = statistics.median(contest.entries[FP32].lap.seconds)
+    a_start_s = START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
+    until = search.start + FINAL_SHARE * search.settings.budget_s
+    return max(1, min(FINALISTS, int((until - search.ranks.now()) / FIRST / a_start_s) - 2))
+
+
 def likeliest(
-    search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan] = ()
+    search: SearchState,
+    contest: Contest,
+    sound: Sequence[Plan],
+    doubtful: Sequence[Plan] = (),
+    most: int = FINALISTS,
 ) -> list[Plan]:
     """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them.
 
@@ -234,8 +274,8 @@ def likeliest(
     slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
     near = [plan for plan in order if plan not in slow]
     alike = [plan for plan in near if (ratio := over[plan]) is None or ratio.value <= MARGIN]
-    left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), *near]))[:FINALISTS]}
-    many = f"{FINALISTS} others were faster in the race"
+    left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), *near]))[:most]}
+    many = f"{most} other{'s were' if most > 1 else ' was'} faster in the race"
     for plan in order:
         if plan not in left:
             ratio = slow.get(plan)

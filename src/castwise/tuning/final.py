@@ -17,10 +17,12 @@ from castwise.measure.processes import portable
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, name_of
 from castwise.tuning.contest import Contest
-from castwise.tuning.decision import FIRST, MARGIN, Decision, decide, settle
+from castwise.tuning.decision import FIRST, MARGIN, MOST, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 ROUNDS = 8
+LEAST = 2
+"""Starts that there are whatever the time: of one nobody knows what another would have shown."""
 _DOUBT = 1000.0
 """What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
@@ -35,6 +37,7 @@ class Final:
         losses: Of each plan's steps in the first start, all over the same batches.
         failed: Why a plan did not come to its end.
         decision: Between those that may be chosen.
+        apart: Whether each had a process of its own.
     """
 
     plans: Sequence[Plan]
@@ -43,6 +46,7 @@ class Final:
     losses: dict[Plan, list[float]] = field(default_factory=dict)
     failed: dict[Plan, str] = field(default_factory=dict)
     decision: Decision | None = None
+    apart: bool = True
 
     def __post_init__(self) -> None:
         """Nobody has been timed yet."""
@@ -84,11 +88,21 @@ class Final:
             return self.failed.get(plan, "")
         if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
+        if self.complexity(plan) < self.complexity(chosen) and (ahead := self._ahead(plan)):
+            return f"not faster: {ahead}"
         simpler = self.complexity(chosen) < self.complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
             return f"{sure} than the chosen plan, which is simpler"
         return "as fast as the chosen plan" + (", which is simpler" if simpler else "")
+
+    def _ahead(self, plan: Plan) -> str:
+        """A plan that this one is known to be slower than, and by how much; empty if there is none."""
+        for other in self.plans:
+            ratio = self.ratio(other, plan)
+            if ratio is not None and round(ratio.low, 2) > 1.0:
+                return f"{name_of(other)} is {_interval(ratio)} times as fast"
+        return ""
 
     def doubt(self, chosen: Plan) -> str:
         """What to tell where the machine was too noisy to decide; empty where it was not."""
@@ -98,10 +112,14 @@ class Final:
         plan = max(ratios, key=ratios.__getitem__, default=chosen)
         if ratios.get(plan, 1.0) < MARGIN:
             return ""
+        more = ratios[plan] - 1.0
+        faster = f"up to {more:.0%} faster" if more < 1.0 else "much faster"
+        idle = "a machine with nothing else to do"
+        longer = f"A longer --budget, and {idle}," if self.apart and self.starts < MOST else idle.capitalize()
         return (
             f"The machine is too noisy to decide: after {self.starts} start{'s' * (self.starts != 1)} of every finalist "
-            f"{name_of(plan)} may still be up to {ratios[plan] - 1:.0%} faster than the chosen plan, which is the simplest of "
-            "those that are not known to be slower. A longer --budget, and a machine with nothing else to do, would tell."
+            f"{name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
+            f"those that are not known to be slower. {longer} would tell."
         )
 
 
@@ -138,7 +156,7 @@ def race_final(
     taken_s = 0.0
 
     def over() -> bool:
-        return not starts or ranks.now() + taken_s > until
+        return starts >= LEAST and ranks.now() + taken_s > until
 
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():
@@ -168,20 +186,23 @@ def race_final(
         taken_s = ranks.now() - begin
         return note(dict(zip(racing, found, strict=True)))
 
-    def decided(start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]]) -> Final:
+    def decided(
+        start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]], is_over: Callable[[], bool]
+    ) -> Final:
         weights = [final.complexity(plan) for plan in plans]
         shown = frozenset(i for i, plan in enumerate(plans) if plan not in choice)
         reference = frozenset({plans.index(FP32)})
-        final.decision, final.times_s = settle(weights, start, shown, over, reference)
+        final.decision, final.times_s = settle(weights, start, shown, is_over, reference)
         return final
 
     try:
         payload = ranks.at("sending the workload").each(lambda: portable(search.spec or search.workload))
     except WorkloadError as error:
         search.notes.append(f"The finalists were timed once, in one process: {error}.")
-        return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing))
+        final.apart = False
+        return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing), lambda: True)
     contest.close()
-    return decided(partial(apart, payload))
+    return decided(partial(apart, payload), over)
 
 
 def _here(contest: Contest, plans: Sequence[Plan], indices: Sequence[int]) -> dict[int, list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from castwise.measure import stats
 from castwise.measure.environment import environment
@@ -94,15 +94,27 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
     times, losses = (
         (final.seconds(plan), final.losses.get(plan, [])) if final is not None else (entry.lap.seconds, [])
     )
+    over_fp32 = speed(search, plan, FP32)
     return Candidate(
         name=name_of(plan), plan=str(plan), status=status, reason=reason, rounds=len(times),
-        time=stats.summarise(times) if times else None, speedup=speed(search, plan, FP32),
+        time=_time(search, times, over_fp32), speedup=over_fp32,
         versus_autocast=speed(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),
         loss=statistics.fmean(losses[-LAST:]) if losses else None,
         compile_s=(trial.compile_s or None) if (trial := search.trials.get(plan)) is not None else None,
         pays_after_steps=pays_after(search, plan),
     )  # fmt: skip
+
+
+def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None) -> stats.Summary | None:
+    """Seconds per step: fp32's median over a plan's speed, since not all were timed in the same starts."""
+    if not times:
+        return None
+    own, final = stats.summarise(times), search.final
+    if over_fp32 is None or final is None:
+        return own
+    drift = statistics.median(final.seconds(FP32)) / over_fp32.value / own.median_s
+    return stats.Summary(own.median_s * drift, own.q1_s * drift, own.q3_s * drift, own.n)
 
 
 def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, str]:
@@ -117,7 +129,9 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
     if plan in tied(search):
         return "tie", why
     in_final = final is not None and bool(final.seconds(plan))
-    ran = bool(entry.rounds or entry.reason or in_final) and not why.startswith(("not tried", "not tested"))
+    if not unsound and why.startswith(("not tried", "not tested")):
+        return "not tried", why
+    ran = bool(entry.rounds or entry.reason or in_final) or plan.compile != "as_given"
     if unsound or (why and ran):
         return "rejected", why
     if found is not None:

@@ -35,7 +35,7 @@ from castwise.numerics.probes import Prober
 from castwise.tuning.axes import name_of, numerics_of, uncompiled
 from castwise.tuning.compiling import own_cache
 from castwise.tuning.exemptions import find_exemptions
-from castwise.tuning.fastest import find_fastest
+from castwise.tuning.fastest import find_fastest, formats_not_reached
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
 from castwise.tuning.repair import VERIFYING, NumericsSearch
@@ -95,7 +95,13 @@ class Search(SearchState):
         assert self.test is not None
         if (note := self.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
             self.notes.append(note)
-        self.complete = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
+        if missed := formats_not_reached(self):
+            self.notes.append(
+                f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time was spent before. A longer "
+                "--budget would tell whether it is faster."
+            )
+        ended = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
+        self.complete = ended and not missed
 
     def _refer(self) -> None:
         """Run fp32 on a few batches, and look at the model."""
