@@ -230,6 +230,13 @@ def test_code_that_takes_no_later_count_is_not_asked_for_it() -> None:
 
     assert stopped(Scheduled(0.0, low=True), "bf16-mixed") == {}
 
+    class Counted(Late):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.arange(100)[int(self.steps)]
+            return super().forward(x)
+
+    assert "1.mean" in stopped(Counted(bool, "buffer", first=True), "bf16-mixed")
+
 
 def test_state_that_changes_its_format_or_shape_or_is_complex_stops_nobody() -> None:
     class Odd(nn.Module):
