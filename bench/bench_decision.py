@@ -1,7 +1,7 @@
 """How often the rule that chooses a plan is wrong: simulated searches among plans of known speed.
 
 Five plans, the simplest first, race by the rule of ``castwise.tuning.decision``: ``slow`` counts choices that are more than
-3 % slower than the best, ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
+3 % slower than the best, ``sure_slow`` those of them that were called decided and not "too noisy to decide", ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
 ``decided`` searches that did not run out of starts. The noise is of three kinds drawn from formulas (a process is lucky for
 its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
 in a process of its own, started anew and run in turns, whose times differ by nothing but noise.
@@ -99,19 +99,20 @@ def spread(generator: random.Random) -> list[float]:
 def simulate(noise: Noise, speeds: Callable[[random.Random], list[float]]) -> dict[str, float]:
     """Pairs of searches; shares of all searches, and of all pairs for ``alike``."""
     generator = random.Random(0)
-    slow, complicated, decided, alike, starts = 0, 0, 0, 0, []
+    slow, sure_slow, complicated, decided, alike, starts = 0, 0, 0, 0, 0, []
     for _ in range(SEARCHES):
         known = speeds(generator)
         found = [search(generator, known, noise) for _ in range(2)]
         alike += found[0][0] == found[1][0]
         for chosen, sure, taken in found:
             slow += known[chosen] > MARGIN * min(known)
+            sure_slow += sure and known[chosen] > MARGIN * min(known)
             complicated += any(time <= known[chosen] for time in known[:chosen])
             decided += sure
             starts.append(taken)
     both = 2 * SEARCHES
     return {
-        "slow": slow / both, "complicated": complicated / both, "alike": alike / SEARCHES, "decided": decided / both,
+        "slow": slow / both, "sure_slow": sure_slow / both, "complicated": complicated / both, "alike": alike / SEARCHES, "decided": decided / both,
         "starts": statistics.fmean(starts),
     }  # fmt: skip
 
