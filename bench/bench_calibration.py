@@ -75,8 +75,8 @@ class Coarse(OperatorMode):
 
 def run(
     workload: Workload, seed: int, steps: int, mode: contextlib.AbstractContextManager[Any]
-) -> tuple[float, nn.Module]:
-    """Train; return the mean loss of the last fifth, and the model."""
+) -> tuple[float, float, nn.Module]:
+    """Train; return the loss before the first step, the mean of the last fifth, and the model."""
     torch.manual_seed(seed)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
@@ -88,7 +88,7 @@ def run(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-    return statistics.fmean(losses[-steps // 5 :]), model
+    return losses[0], statistics.fmean(losses[-steps // 5 :]), model
 
 
 def damage(workload: Workload, model: nn.Module, bits: int, towards_zero: bool) -> tuple[float, float]:
@@ -121,23 +121,23 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for name, steps in WORKLOADS.items():
         workload = find_workload(name)
-        reference: list[float] = []
+        reference: list[tuple[float, float]] = []
         models: dict[int, nn.Module] = {}
 
-        def fp32(seeds: int, workload: Workload = workload, steps: int = steps, known: list[float] = reference,
-                 models: dict[int, nn.Module] = models) -> list[float]:  # fmt: skip
+        def fp32(seeds: int, workload: Workload = workload, steps: int = steps, known: list[tuple[float, float]] = reference,
+                 models: dict[int, nn.Module] = models) -> list[tuple[float, float]]:  # fmt: skip
             for seed in range(len(known), seeds):
-                loss, models[seed] = run(workload, seed, steps, contextlib.nullcontext())
-                known.append(loss)
+                start, end, models[seed] = run(workload, seed, steps, contextlib.nullcontext())
+                known.append((start, end))
             return known[:seeds]
 
         for bits, towards_zero in itertools.product(BITS, (False, True)):
             ends: list[float] = []
             for seeds in (options.few, options.many):
                 for seed in range(len(ends), seeds):
-                    end = run(workload, seed, steps, Coarse(bits, towards_zero))[0]
+                    end = run(workload, seed, steps, Coarse(bits, towards_zero))[1]
                     ends.append(end if math.isfinite(end) else 1e3)
-                base = fp32(seeds)
+                starts, base = zip(*fp32(seeds), strict=True)
                 margin = max(statistics.stdev(base), RELATIVE * abs(statistics.fmean(base)))
                 found = judge_losses(base, ends, steps, margin)
                 if found.verdict != "not shown":
@@ -148,7 +148,7 @@ def main() -> None:
             rows.append({
                 "workload": name, "mantissa_bits": bits, "rounding": "towards zero" if towards_zero else "nearest",
                 "damage_fresh": fresh, "damage_trained": warm, "adam_fresh": fresh_adam, "adam_trained": warm_adam,
-                "fp32_loss": statistics.fmean(base), "loss_difference": found.difference,
+                "fp32_start": statistics.fmean(starts), "fp32_loss": statistics.fmean(base), "loss_difference": found.difference,
                 "difference_in_margins": found.difference / found.margin, "margin": found.margin,
                 "detectable_in_margins": found.detectable / found.margin, "seeds": len(ends),
                 "verdict": {"not worse": "harmless", "worse": "harmful"}.get(found.verdict, "not shown"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -16,8 +18,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import castwise
+from castwise import cli
 from castwise.cli import app, main
+from castwise.jobs import Event
+from castwise.report.progress import bars
+from castwise.report.show import table
 from tests.processes import Forked, started_by
+from tests.report.evidence import make_record
 
 TINY = str(Path(__file__).with_name("jobs") / "tiny_workloads.py")
 
@@ -111,6 +118,81 @@ def test_names_in_brackets_are_no_markup(own_folder: Path) -> None:
     assert "[/x] under bf16-mixed: loss 0." in result.stdout
 
 
+class Terminal:
+    """Standard output and error as a terminal of some encoding has them."""
+
+    def __init__(self, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._streams = {}
+        for name in ("stdout", "stderr"):
+            self._streams[name] = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+            monkeypatch.setattr(sys, name, self._streams[name])
+
+    def said(self, name: str) -> str:
+        stream = self._streams[name]
+        stream.flush()
+        return stream.buffer.getvalue().decode(stream.encoding)  # type: ignore[attr-defined, no-any-return]
+
+
+STRANGE = f"""import sys
+sys.path.insert(0, {str(Path(TINY).parent)!r})
+from tiny_workloads import mlp, replace
+def loss(model, batch):
+    raise KeyError("ü層")
+named = replace(mlp, name="ü層±\\udcff")
+raises = replace(named, loss=loss)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("bench", "strange.py:named", "--steps", "8", "--rounds", "2", "--no-memory", "--out", "o"), 0, "o/bench.html"),
+        (("train", "strange.py:named", "--steps", "2", "--out", "o"), 0, "under bf16-mixed: loss"),
+        (("train", "strange.py:raises", "--out", "o"), 1, "(strange.py, line 5, in loss)"),
+        (("doctor", "層.py:named"), 1, "there is no such file: ?.py"),
+        (("bench", "--help"), 0, "Usage"),
+    ],
+)  # fmt: skip
+def test_what_a_terminal_cannot_show_ends_no_command(
+    encoding: str, words: tuple[str, ...], code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("strange.py").write_text(STRANGE)
+    terminal = Terminal(encoding, monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert (end.value.code or 0) == code, terminal.said("stderr")
+    assert said in terminal.said("stderr" if code else "stdout")
+
+
+def test_every_answer_and_its_progress_can_be_shown_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record()
+    terminal = Terminal("ascii", monkeypatch)
+    cli._show_plainly()
+    cli._answer(table(record), lambda: [Path("o/é")])
+    with bars(stages=True) as shown:
+        shown(Event("parity", "", 0, 1, "± …"))
+    assert "+-" in terminal.said("stdout")
+    assert "  o/?\n" in terminal.said("stdout")
+    assert "+- ..." in terminal.said("stderr")
+
+
+@pytest.mark.parametrize("command", ["bench", "train"])
+def test_a_reader_that_leaves_hears_nothing_and_loses_no_file(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stderr", errors := io.StringIO())
+    gone = open(writer, "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", gone)
+    with contextlib.closing(gone), pytest.raises(SystemExit) as end:
+        main((command, f"{TINY}:mlp", "--steps", "4", "--out", "o"))
+    assert end.value.code == 1
+    assert "castwise:" not in errors.getvalue()
+    assert Path("o/bench.json" if command == "bench" else "o/result.json").exists()
+
+
 # --- bad input --------------------------------------------------------------------------------------------------
 
 RAISES = f"""import sys
@@ -145,7 +227,11 @@ NOT_DONE = [
     (("train", f"{TINY}:three"), "ended after 3 batches"),
     (("train", f"{TINY}:mlp", "--steps", "0"), "train(steps=0): needs a whole number >= 1"),
     (("bench", f"{TINY}:mlp", "--steps", "1"), "needs steps >="),
-    (("train", f"{TINY}:mlp", "--out", "broken.py"), "File exists: 'broken.py'"),
+    (("train", f"{TINY}:mlp", "--out", "broken.py"), "--out: File exists: 'broken.py'; results need a folder that"),
+    (("bench", f"{TINY}:mlp", "--out", "broken.py/here"), "--out: Not a directory: 'broken.py/here'; results need a folder"),
+    (("bench", f"{TINY}:mlp", "--plans", " , "), "--plans ' , ' names no plan; give one or more"),
+    (("bench", "leaves.py:job"), "SystemExit: done (leaves.py, line 5, in loss)"),
+    (("tune", "leaves.py:job"), "SystemExit: done (leaves.py, line 5, in loss)"),
     (("doctor", "snie"), "workload 'snie' not found"),
     (("train", "raises.py:job"), "loss(model, batch) failed: KeyError: 'target' (raises.py, line 5, in loss)"),
     (("bench", "raises.py:job"), "fails in fp32: KeyError: 'target' (raises.py, line 5, in loss)"),
@@ -162,6 +248,7 @@ def test_what_cannot_be_done_is_one_sentence_and_code_1(
 ) -> None:
     Path("broken.py").write_text("\nx = 1 / 0\n")
     Path("raises.py").write_text(RAISES)
+    Path("leaves.py").write_text(RAISES.replace('raise KeyError("target")', 'sys.exit("done")'))
     Path("bad.json").write_text('{"compute": "bf17"}')
     Path("not.json").write_text("plan: bf16")
     result = _run(*words)
@@ -191,6 +278,11 @@ def test_a_device_that_is_not_there() -> None:
         ("train", "sine", "--steps", "three"),
         ("train", "sine", "--device", "gpu"),
         ("doctor", "--device", "cuda:x"),
+        ("train", "sine", "--out", ""),
+        ("tune", "sine", "--out", " "),
+        ("bench", "sine", "--out", ""),
+        ("doctor", "--json", ""),
+        ("migrate", "--write", ""),
     ],
 )
 def test_what_is_not_understood_is_code_2(words: tuple[str, ...]) -> None:

@@ -83,10 +83,19 @@ class Complex(nn.Module):
         return (self.wave * x).abs().sum() + (self.real * x).sum()
 
 
+class Conjugated(Complex):
+    """Its complex gradient comes as one that torch has yet to conjugate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (self.wave.conj() * torch.complex(x, x)).real.sum()
+        return found + (self.real * x).sum()
+
+
+@pytest.mark.parametrize("kind", [Complex, Conjugated])
 @pytest.mark.parametrize("factor", [1.0, NAN])
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=4.0"])
-def test_complex_gradients(plan: str, factor: float) -> None:
-    model, alone = Complex(), Complex()
+def test_complex_gradients(plan: str, factor: float, kind: type[Complex]) -> None:
+    model, alone = kind(), kind()
     optimizer, plain = (torch.optim.SGD(m.parameters(), 0.5) for m in (model, alone))
     amp = castwise.Amp(plan, device="cpu")
     amp.prepare(model, optimizer)

@@ -6,22 +6,25 @@ not be done; 2 where the command was not understood; 130 where it was interrupte
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
+import io
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from castwise.errors import CastwiseError, sentence
+from castwise.errors import CastwiseError, place, sentence
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 
 app = typer.Typer(
@@ -48,6 +51,12 @@ def _is_device(name: str | None) -> str | None:
     return name
 
 
+def _path(given: str) -> Path:
+    if not given.strip():
+        raise typer.BadParameter("'' is no path; name one, or leave the option out")
+    return Path(given)
+
+
 Device = Annotated[
     str | None,
     typer.Option(
@@ -64,7 +73,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Words after the command's name; by default the process's own.
     """
+    _show_plainly()
     app(args=None if arguments is None else list(arguments), prog_name="castwise")
+
+
+def _show_plainly() -> None:
+    """Have outputs whose encoding lacks a character show another: nothing that cannot be shown ends a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_PLAINLY)
+
+
+_PLAINLY = "castwise.plainly"
+_PLAIN = {"±": "+-", "…": "...", "·": "-", "─": "-", "━": "-", "╺": "-", "╸": "-", "—": "-"}
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    """What stands for characters that an output's encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in lacking), error.end
+
+
+codecs.register_error(_PLAINLY, _plainly)
 
 
 def _version(wanted: bool) -> None:
@@ -97,7 +129,9 @@ def bench(
     steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
     rounds: Annotated[
         int,
-        typer.Option(help="Interleaved rounds the steps are spread over; 6 or more give a 95 % interval."),
+        typer.Option(
+            help="Interleaved rounds the steps are spread over; with fewer than 6 intervals are wide."
+        ),
     ] = 12,
     device: Device = None,
     seed: Seed = 0,
@@ -105,7 +139,12 @@ def bench(
     inference: Annotated[bool, typer.Option(help="Measure inference too.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the page and the record.", show_default="runs/bench-WORKLOAD"),
+        typer.Option(
+            help="Folder for the page and the record.",
+            parser=_path,
+            metavar="PATH",
+            show_default="runs/bench-WORKLOAD",
+        ),
     ] = None,
     show_traceback: Traceback = False,
 ) -> None:
@@ -115,6 +154,8 @@ def bench(
         from castwise.plans.plan import as_plan
 
         chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
+        if not chosen:
+            raise CastwiseError(f"--plans {plans!r} names no plan; give one or more, such as fp32,bf16-mixed")
         for plan in chosen:
             as_plan(plan)  # before anything is made or measured
         with _folder(out, "bench", workload) as folder:
@@ -122,8 +163,7 @@ def bench(
                 workload, chosen, device=device, steps=steps, rounds=rounds, seed=seed, inference=inference,
                 memory=memory, progress=True,
             )  # fmt: skip
-        _console().print(result.table())
-        _wrote(result.save(folder))
+            _answer(result.table(), lambda: result.save(folder))
 
 
 @app.command()
@@ -177,7 +217,10 @@ def tune(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the plan, the evidence and the page.", show_default="runs/tune-WORKLOAD"
+            help="Folder for the plan, the evidence and the page.",
+            parser=_path,
+            metavar="PATH",
+            show_default="runs/tune-WORKLOAD",
         ),
     ] = None,
     show_traceback: Traceback = False,
@@ -201,8 +244,7 @@ def tune(
                     compile=compile_, memory=memory, fresh=fresh, device=where, seed=seed, out=folder, progress=True,
                 )  # fmt: skip
         if first:
-            _console().print(result.table())
-            _wrote(result.files)
+            _answer(result.table(), lambda: result.files)
 
 
 @app.command()
@@ -213,7 +255,10 @@ def train(
     ] = "bf16-mixed",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the results.", show_default="runs/train-WORKLOAD")
+        Path | None,
+        typer.Option(
+            help="Folder for the results.", parser=_path, metavar="PATH", show_default="runs/train-WORKLOAD"
+        ),
     ] = None,
     device: Device = None,
     seed: Seed = 0,
@@ -240,6 +285,8 @@ def train(
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
     with _errors(show_traceback, terminable=False):  # torchrun ends ranks, and they have a record to write
+        from rich.text import Text
+
         from castwise.jobs import train as job
         from castwise.jobs.processes import started
         from castwise.plans.plan import as_plan
@@ -252,8 +299,8 @@ def train(
                 microbatches=microbatches, schedule=schedule, save_every=save_every, resume=resume, progress=True,
             )  # fmt: skip
         if leads:
-            _console().print(result.summary(), highlight=False, markup=False)
-            _wrote([folder / "result.json", *(folder / name for name in result.files)])
+            files = [folder / "result.json", *(folder / name for name in result.files)]
+            _answer(Text(result.summary()), lambda: files)
 
 
 @app.command()
@@ -263,7 +310,8 @@ def doctor(
     ] = None,
     device: Device = None,
     json: Annotated[
-        Path | None, typer.Option(help="Write the record to this file.", show_default=False)
+        Path | None,
+        typer.Option(help="Write the record to this file.", parser=_path, metavar="PATH", show_default=False),
     ] = None,
     show_traceback: Traceback = False,
 ) -> None:
@@ -275,17 +323,24 @@ def doctor(
         from castwise.jobs import doctor as job
 
         result = job.doctor(found, device=device, progress=True)
-        _console().print(result.table())
-        if json is not None:
+
+        def save() -> Sequence[Path]:
+            if json is None:
+                return ()
             json.parent.mkdir(parents=True, exist_ok=True)
             json.write_text(result.to_json() + "\n", encoding="utf-8")
-            _wrote([json])
+            return (json,)
+
+        _answer(result.table(), save)
 
 
 @app.command()
 def migrate(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A script, or a folder of them.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="PATH", help="A script, or a folder of them.", parser=_path, show_default=False
+        ),
     ],
     write: Annotated[
         bool, typer.Option("--write", help="Write the files; without it they are shown and left alone.")
@@ -297,7 +352,8 @@ def migrate(
         from castwise import migrate as room
 
         result = room.migrate(path, write=write)
-        result.show(_console())
+        with _reader():
+            result.show(_console())
         result.check()
 
 
@@ -311,10 +367,27 @@ def _console(stderr: bool = False) -> Console:
     return Console(stderr=stderr)
 
 
-def _wrote(paths: Sequence[Path]) -> None:
-    typer.echo("Wrote")
-    for path in paths:
-        typer.echo(f"  {path}")
+def _answer(shown: RenderableType, save: Callable[[], Sequence[Path]]) -> None:
+    """Write the files, then print the answer and their names: one that cannot be written, or printed, loses not the other."""
+    paths: Sequence[Path] = ()
+    try:
+        paths = save()
+    finally:
+        with _reader():  # click's own echo takes no notice of what an ASCII terminal can show
+            _console().print(shown)
+            for line in ("Wrote", *(f"  {path}" for path in paths)) if paths else ():
+                print(line)
+
+
+@contextlib.contextmanager
+def _reader() -> Iterator[None]:
+    """Print for a reader who may have left, as ``head`` does: the command then ends without a word."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit):  # rich makes the one of the other
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
 
 
 @contextlib.contextmanager
@@ -326,7 +399,14 @@ def _folder(out: Path | None, command: str, workload: str, make: bool = True) ->
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
     if make:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise CastwiseError(
+                f"--out: {error.strerror}: {str(folder)!r}; results need a folder that is there, or can be made, and may be written to"
+            ) from error
     try:
         yield folder
     except BaseException:
@@ -361,7 +441,7 @@ def _errors(show_traceback: bool, terminable: bool = True) -> Iterator[None]:
     except KeyboardInterrupt as error:
         _fault(f"interrupted{_notes(error)}")
         raise typer.Exit(130) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if show_traceback:
             traceback.print_exc(file=sys.stderr)
         _fault(f"{_said(error)}{_notes(error)}")
@@ -380,13 +460,15 @@ def _fault(text: str) -> None:
         if not first_fault(text).startswith(rank):
             return
         text = rank + text
-    typer.echo(f"castwise: {text}", err=True)
+    print(f"castwise: {text}", file=sys.stderr)
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and not isinstance(error, CastwiseError):
         return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
-    return sentence(error) + ("" if isinstance(error, CastwiseError) else " (--traceback shows where)")
+    if isinstance(error, CastwiseError):
+        return sentence(error)
+    return f"{sentence(error)} ({'; '.join(filter(None, (place(error), '--traceback shows where')))})"
 
 
 def _notes(error: BaseException) -> str:

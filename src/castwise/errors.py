@@ -109,15 +109,35 @@ def is_users(file: str) -> bool:
     return not file.startswith((_OWN, *_LIBRARIES, "<frozen"))
 
 
+class Elsewhere(Exception):
+    """The cause of an error that another process raised: its traceback there.
+
+    Attributes:
+        place: What :func:`place` said there.
+    """
+
+    def __init__(self, trace: str, place: str) -> None:
+        super().__init__(f"in another process:\n{trace}")
+        self.place = place
+
+
 def place(error: BaseException) -> str:
     """The innermost line of a user's own code that an error came through, as ``job.py, line 3, in loss``.
 
-    Empty where, since castwise caught it, it has come through none.
+    Empty where, since castwise caught it, it has come through none; in a process that castwise started counts too.
     """
+    if isinstance(error.__cause__, Elsewhere):
+        return error.__cause__.place
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users(frame.filename):
             return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return ""
+
+
+def told(error: BaseException, whole: bool = True) -> str:
+    """:func:`sentence`, with the :func:`place` in parentheses where there is one and castwise did not raise it."""
+    where = "" if isinstance(error, CastwiseError) else place(error)
+    return sentence(error, whole) + (f" ({where})" if where else "")
 
 
 def check_count(call: str, name: str, value: object, least: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise.errors import CastwiseError, NonFiniteError, WorkloadError, place, sentence
+from castwise.errors import CastwiseError, NonFiniteError, WorkloadError, place, told
 from castwise.plans.text import close_matches
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def _workload_in(spec: str, module: types.ModuleType, attribute: str) -> Workloa
     if callable(value) and not isinstance(value, nn.Module):
         try:
             value = value()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = " ".join(f"{type(error).__name__}: {error}".split())
             raise WorkloadError(
                 f"workload {spec!r}: {attribute}() failed with {what}; it must be a Workload or a function that returns "
@@ -376,10 +376,10 @@ def users_code(call: str) -> Iterator[None]:
         yield
     except CastwiseError:
         raise
-    except Exception as error:
-        if not (where := place(error)):
+    except (Exception, SystemExit) as error:  # sys.exit in a loss does not end the caller
+        if not place(error):
             raise
-        raise WorkloadError(f"{call}: {sentence(error)} ({where})") from error
+        raise WorkloadError(f"{call}: {told(error)}") from error
 
 
 def make_optimizer(workload: Workload, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -139,7 +139,8 @@ def all_or_none(rank: int, size: int) -> None:
     for run in (ranks.every, ranks.each):
         with pytest.raises(RankError) as some:
             run(lambda: fail(1, 2, 3))
-        text = "on ranks 1, 2: ValueError: broken; on rank 3: ValueError: otherwise"
+        place = f"(test_agreement.py, line {all_or_none.__code__.co_firstlineno + 5}, in fail)"
+        text = f"on ranks 1, 2: ValueError: broken {place}; on rank 3: ValueError: otherwise {place}"
         assert (str(some.value), some.value.reason) == (text, text)
         assert isinstance(some.value.__cause__, ValueError) == (rank > 0)
     same = ArithmeticError("no")

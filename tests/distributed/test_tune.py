@@ -270,9 +270,12 @@ def test_ranks_agree(found: Callable[[Case], Found]) -> None:
         assert one["same"] == {"from": 0}
         assert one["worst"] == {"from": 1}
         assert one["clocks"] == 1
-        assert one["one"] == {"kind": "RankError", "text": "on rank 1: ValueError: broken", "notes": []}
+        place = f"(test_tune.py, line {exchanges.__code__.co_firstlineno + 5}, in fail)"
+        said = f"on rank 1: ValueError: broken {place}"
+        assert one["one"] == {"kind": "RankError", "text": said, "notes": []}
         assert one["all"] == {"kind": "ValueError", "text": "broken", "notes": []}
-        assert one["unlike"]["text"] == "on rank 0: ValueError: broken 0; on rank 1: ValueError: broken 1"
+        each = [f"on rank {rank}: ValueError: broken {rank} {place}" for rank in range(WORLD)]
+        assert one["unlike"]["text"] == "; ".join(each)
         assert one["plans"]["kind"] == "StateError"
         assert one["plans"]["text"] == (
             "tune: plan differs between ranks: bf16-mixed on rank 0, fp32 on rank 1; give every rank the same "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,6 +68,22 @@ def raises(model: nn.Module, batch: Batch) -> Tensor:
     raise KeyError("target")
 
 
+def leaves(model: nn.Module, batch: Batch) -> Tensor:
+    sys.exit("done")
+
+
+def raises_elsewhere(model: nn.Module, batch: Batch) -> Tensor:
+    if str(os.getpid()) != os.environ["CASTWISE_TEST_CALLER"]:
+        raise KeyError("target")
+    return loss(model, batch)
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return cast("nn.Module", torch.jit.script(network()))
+
+
 def goes_backward(model: nn.Module, batch: Batch) -> Tensor:
     found = loss(model, batch)
     found.backward()
@@ -106,6 +125,13 @@ JOBS: dict[str, tuple[Workload, str, tuple[str, ...]]] = {
     "a loss that raises": (
         Workload("job", network, sgd, batches, raises),
         "KeyError: 'target' (test_bad_input.py, line {raises:2}, in raises)", tuple(CALLS),
+    ),
+    "a loss that leaves": (
+        Workload("job", network, sgd, batches, leaves),
+        "SystemExit: done (test_bad_input.py, line {leaves:1}, in leaves)", tuple(CALLS),
+    ),
+    "a scripted model": (
+        Workload("job", scripted, sgd, batches, loss), "a scripted or traced model", TIMES,
     ),
     "a model that raises": (
         Workload("job", Broken, sgd, batches, loss),
@@ -157,6 +183,24 @@ def test_one_sentence_says_what_is_wrong_and_where(job: str, call: str, tmp_path
     assert expected(text) in said
     assert "\n" not in said
     assert said.startswith(("workload 'job'", "tune('job')", "parity:"))
+
+
+@pytest.mark.parametrize("call", ["tune", "doctor", "bench"])
+def test_what_fails_in_a_process_that_castwise_started_is_said_with_its_place(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASTWISE_TEST_CALLER", str(os.getpid()))
+    job = Workload("job", network, sgd, batches, raises_elsewhere)
+    text = expected("KeyError: 'target' (test_bad_input.py, line {raises_elsewhere:2}, in raises_elsewhere)")
+    if call == "bench":  # which trains here, and measures memory elsewhere
+        found = castwise.bench(job, device="cpu", steps=4, rounds=1, inference=False)
+        assert [row.notes for row in found.plans] == [(f"memory was not measured: {text}",)] * 2
+        return
+    with pytest.raises(WorkloadError) as caught:
+        castwise.tune(job, device="cpu", budget_s=5, memory=False) if call == "tune" else CALLS[call](
+            job, tmp_path
+        )
+    assert str(caught.value) == f"workload 'job' failed: {text}"
 
 
 def test_parity_asks_nothing_of_an_optimizer_that_needs_a_closure() -> None:

@@ -207,7 +207,10 @@ def test_an_exception_in_one_plan_does_not_lose_the_others(tiny: str) -> None:
         memory=False,
     )
     row = _row(result, "bf16-mixed")
-    assert (row.status, row.reason) == ("failed", "FloatingPointError: a kernel")
+    assert (row.status, row.reason) == (
+        "failed",
+        "FloatingPointError: a kernel (tiny_workloads.py, line 69, in forward)",
+    )
     assert len(row.losses) == 2
     assert _row(result, "bf16-true").status == "ok"
     assert _row(result, "fp32").status == "ok"
@@ -291,7 +294,7 @@ def test_short_runs_have_fewer_rounds(tiny: str) -> None:
     )
     assert result.rounds == 3
     assert result.plans[1].training.step.n == 3
-    assert result.plans[1].training.speedup.level == 0.75
+    assert (result.plans[1].training.speedup.n, result.plans[1].training.speedup.level) == (3, 0.95)
     assert all(map(math.isfinite, result.plans[1].losses))
 
 

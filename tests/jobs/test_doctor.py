@@ -165,6 +165,7 @@ def test_a_doctor_with_a_workload_prints_it():
     console.print(result.table())
     text = console.export_text()
     assert "What limits" in text
+    assert "Profiled by itself, with nothing beside it, a" in text
     assert "Matrix units:" in text
     for finding in result.workload.findings:
         assert finding.sentence[:30] in text

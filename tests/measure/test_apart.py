@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -13,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from castwise import Workload
-from castwise.errors import CastwiseError, WorkloadError
-from castwise.measure.apart import Apart, race_apart
+from castwise.errors import CastwiseError, WorkloadError, place
+from castwise.measure.apart import Apart, _train, race_apart
+from castwise.measure.failures import unfit
 from castwise.measure.processes import Home, portable
+from castwise.measure.steps import TrainingRun
 from castwise.plans.plan import PRESETS
 
 CPU = torch.device("cpu")
@@ -46,8 +51,6 @@ def home() -> Iterator[Home]:
 
 
 def test_a_run_takes_the_steps_that_a_run_here_takes(home: Home) -> None:
-    from castwise.measure.steps import TrainingRun
-
     here = TrainingRun(workload(), PRESETS["bf16-mixed"], CPU, 3)
     here.block(4)
     apart = Apart(home, portable(workload()), PRESETS["bf16-mixed"], CPU, 3)
@@ -105,9 +108,56 @@ def test_an_exception_that_cannot_travel_comes_in_words(home: Home) -> None:
         raise Awkward(1, 2)
 
     apart = Apart(home, portable(workload(model=model)), PRESETS["fp32"], CPU, 0)
-    with pytest.raises(CastwiseError, match="Awkward: 1 and 2"):
+    with pytest.raises(WorkloadError, match=r"^Awkward: 1 and 2 \(test_apart\.py, line \d+, in model\)$"):
         apart.warm_up()
     apart.close()
+
+
+def raises_there(module: nn.Module, batch: Tensor) -> Tensor:
+    raise ValueError("cannot open the lock")
+
+
+def leaves_there(module: nn.Module, batch: Tensor) -> Tensor:
+    sys.exit("done")
+
+
+@pytest.mark.parametrize("how", ["started", "copied"])
+def test_an_exception_tells_here_where_in_the_users_code_it_was_raised_there(how: str, home: Home) -> None:
+    sent = portable(workload(raises_there))
+    if how == "started":
+        process = home.start(_train, sent, PRESETS["fp32"].to_json(), "cpu", 0)
+        process.answer()
+        process.send(1)
+    else:
+        process = home.fork(_stepped, workload(raises_there))
+    with contextlib.closing(process), pytest.raises(ValueError, match="cannot open the lock") as caught:
+        process.answer()
+    line = raises_there.__code__.co_firstlineno + 1
+    assert place(caught.value) == f"test_apart.py, line {line}, in raises_there"
+    assert f"(test_apart.py, line {line}, in raises_there)" in unfit(caught.value)
+    assert 'raise ValueError("cannot open the lock")' in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_lack_of_a_kernel_is_told_without_a_place(home: Home) -> None:
+    def fails(module: nn.Module, batch: Tensor) -> Tensor:
+        raise NotImplementedError("no kernel for bf16")
+
+    found = race_apart(home, portable(workload(fails)), [PRESETS["fp32"]], CPU, rounds=1)
+    assert found[0].error is not None
+    assert unfit(found[0].error) == "not supported by this device: no kernel for bf16"
+
+
+def test_sys_exit_there_ends_nobody_here(home: Home) -> None:
+    apart = Apart(home, portable(workload(leaves_there)), PRESETS["fp32"], CPU, 0)
+    with pytest.raises(
+        WorkloadError, match=r"^SystemExit: done \(test_apart\.py, line \d+, in leaves_there\)$"
+    ):
+        apart.warm_up()
+    apart.close()
+
+
+def _stepped(job: Workload) -> None:
+    TrainingRun(job, PRESETS["fp32"], CPU, 0).block(1)
 
 
 def test_a_process_that_dies_is_a_failure_in_words(home: Home) -> None:

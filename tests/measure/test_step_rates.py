@@ -80,6 +80,23 @@ def test_a_hopeless_or_broken_format_is_not_timed_any_further(layer: type[nn.Lin
     assert (low.time, low.speedup, low.verdict) == (None, None, "avoid")
 
 
+class StallsOnceInLow(nn.Linear):
+    """As on a machine whose neighbour takes the cores for a moment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 2:
+                time.sleep(0.05)
+        return super().forward(x)
+
+
+def test_one_long_step_makes_no_format_hopeless() -> None:
+    _, low, _ = measure_steps(workload(StallsOnceInLow), CPU, NO_FP16, starts=1)
+    assert low.reason == ""
+    assert low.time is not None
+
+
 @pytest.mark.parametrize("where", ["fp32", "bf16"])
 def test_a_fault_of_the_code_is_raised(where: str) -> None:
     class Broken(nn.Linear):

@@ -61,6 +61,26 @@ def test_zero_stays_zero() -> None:
     assert (dithered(torch.zeros(10), 2.0**-7, torch.Generator().manual_seed(0)) == 0).all()
 
 
+def test_complex_weights_are_dithered_and_sampled_in_both_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Phase(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w * torch.view_as_complex(x.reshape(64, 2))).real
+
+    monkeypatch.setattr("castwise.numerics.probes.MOST_ELEMENTS", 50)
+    torch.manual_seed(0)
+    found = Prober(Phase(), lambda m, b: m(b[0]).square().sum(), batches(), CPU)
+    found.extend(2)
+    weights = found.model.w.detach()
+    moved = dithered(weights, 2.0**-7, torch.Generator().manual_seed(0))
+    assert bool((moved.real != weights.real).all())
+    assert bool((moved.imag != weights.imag).all())
+    assert [len(micro.gradients[0]) for micro in found.micros] == [50, 50]
+
+
 # --- isolation --------------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,61 @@ class Average(nn.Module):
         return x
 
 
+class Loads(nn.Module):
+    """Counts what goes to each of its experts; ``low`` does so in the format of its input."""
+
+    def __init__(self, low: bool, is_complex: bool = False) -> None:
+        super().__init__()
+        self.low = low
+        self.register_buffer("loads", torch.zeros(4, dtype=torch.cfloat if is_complex else torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.bincount(x[:, :4].argmax(1), minlength=4)
+        old = torch.view_as_real(self.loads)[:, 1] if self.loads.is_complex() else self.loads
+        old.copy_(old.to(x.dtype) + chosen.to(x.dtype) if self.low else old + chosen)
+        return x
+
+
+class Late(nn.Module):
+    """A slow average that begins ``when`` some steps are over, or every so many; ``kept`` says what counts them."""
+
+    def __init__(self, when: Callable[[int], bool], kept: str, first: bool = False, low: bool = True) -> None:
+        super().__init__()
+        self.when, self.first, self.low = when, first, low
+        self.register_buffer("mean", torch.ones(32))
+        if kept == "buffer":
+            self.register_buffer("steps", torch.tensor(0))
+        else:
+            self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x if self.low else x.float()
+            if self.first and self.steps == 0:
+                self.mean.copy_(x.abs().mean(0))
+            elif self.when(int(self.steps)):
+                self.mean.copy_(0.999 * self.mean.to(x.dtype) + 0.001 * x.abs().mean(0))
+            self.steps += 1
+        return x
+
+
+class Largest(nn.Module):
+    """The largest input so far, and a queue of the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(0.0))
+        self.register_buffer("queue", torch.zeros(64, 32))
+        self.register_buffer("at", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest.to(x.dtype), x.max()))
+            self.queue[int(self.at) : int(self.at) + 16] = x.to(self.queue.dtype)
+            self.at.copy_((self.at + 16) % 64)
+        return x
+
+
 class Teacher(nn.Module):
     """A slow copy of a layer in parameters that are not trained."""
 
@@ -107,6 +162,14 @@ STOPS: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("a young counter in fp16", lambda: Counter(0.0, low=True), "fp16-mixed", "1.steps"),
     ("a slow average stored low", lambda: Average(0.999), "bf16-mixed+regions.1=params:bf16", "1.mean"),
     ("a slow average computed low", lambda: Average(0.999, low=True), "bf16-mixed", "1.mean"),
+    ("several counters", lambda: Loads(low=True), "bf16-mixed", "1.loads"),
+    ("one part of a complex counter", lambda: Loads(low=True, is_complex=True), "bf16-mixed", "1.loads"),
+    ("an average after a warm-up", lambda: Late(lambda t: t > 0, "buffer"), "bf16-mixed", "1.mean"),
+    ("one after a longer warm-up", lambda: Late(lambda t: t > 100, "buffer"), "bf16-mixed", "1.mean"),
+    ("one every second step", lambda: Late(lambda t: t % 2 == 1, "buffer"), "bf16-mixed", "1.mean"),
+    ("one whose steps no buffer counts", lambda: Late(lambda t: t % 2 == 1, ""), "bf16-mixed", "1.mean"),
+    ("one from the first batch", lambda: Late(bool, "buffer", first=True), "bf16-mixed", "1.mean"),
+    ("one from the first batch, no buffer", lambda: Late(bool, "", first=True), "bf16-mixed", "1.mean"),
     ("a teacher without masters", Teacher, "bf16-master", "1.slow.weight"),
 ]
 
@@ -128,6 +191,12 @@ def test_state_that_stops_is_named(place: Callable[[], nn.Module], plan: str, na
         (lambda: Average(0.9, low=True), "bf16-mixed"),
         (lambda: Average(0.999, low=True), "fp16-mixed"),
         (Teacher, "bf16-mixed"),
+        (lambda: Loads(low=False), "bf16-mixed"),
+        (lambda: Late(lambda t: t > 0, "buffer", low=False), "bf16-mixed"),
+        (lambda: Late(bool, "buffer", first=True, low=False), "bf16-mixed"),
+        (lambda: Late(bool, "buffer", first=True), "fp32"),
+        (Largest, "bf16-mixed"),
+        (Largest, "fp16-mixed"),
         (Balanced, "bf16-mixed"),
         (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)), "bf16-true"),
     ],
@@ -160,6 +229,13 @@ def test_code_that_takes_no_later_count_is_not_asked_for_it() -> None:
             return super().forward(x)
 
     assert stopped(Scheduled(0.0, low=True), "bf16-mixed") == {}
+
+    class Counted(Late):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.arange(100)[int(self.steps)]
+            return super().forward(x)
+
+    assert "1.mean" in stopped(Counted(bool, "buffer", first=True), "bf16-mixed")
 
 
 def test_state_that_changes_its_format_or_shape_or_is_complex_stops_nobody() -> None:

@@ -103,3 +103,12 @@ def test_the_model_is_not_trained() -> None:
     lost_updates(model, _push, _batches(torch.ones(3)), _sgd, TRUE, CPU)
     assert torch.equal(model.w, torch.ones(3))
     assert model.w.grad is None
+
+
+def test_only_what_a_plan_stores_low_can_lose_updates() -> None:
+    small = 1e-3 * torch.ones(4)
+    exact = Weights(torch.ones(4, dtype=torch.complex64))
+    found = lost_updates(exact, lambda m, b: (m.w * b).sum().imag, _batches(small), _sgd, TRUE, CPU)
+    assert found == 0.0
+    assert lost_updates(Weights(torch.ones(4).double()), _push, _batches(small), _sgd, TRUE, CPU) == 0.0
+    assert lost_updates(Weights(torch.ones(4)), _push, _batches(small), _sgd, TRUE, CPU) == 1.0

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from castwise.jobs.bench_result import PlanResult
+from castwise.jobs.bench_result import PlanResult, Timing
+from castwise.measure.rates import verdict_of
+from castwise.measure.stats import paired_speedup, summarise
 from castwise.report import bench, plots, words
 from castwise.report.show import table, write
 
@@ -84,6 +86,45 @@ def test_a_tie_with_the_baseline_is_said_as_a_tie(record: Make, row: Row) -> Non
         "On this machine no plan that learns as well trains sine measurably faster than fp32."
     )
     assert "bf16-mixed and fp32 are a tie: 1.02x as fast (95 % interval 0.969 to 1.07)" in said
+
+
+@pytest.mark.parametrize(
+    ("times_s", "said", "cell"),
+    [
+        ([(0.10, 0.07)], "One round does not tell bf16-mixed from fp32, and 6 or more may: 1.43x as fast (no interval)", "1.43x (no interval)"),
+        ([(0.10, 0.07), (0.10, 0.065)], "2 rounds do not tell bf16-mixed from fp32, and 6 or more may: 1.48x as fast (95 % interval 0.926 to", ""),
+        ([(0.10, 0.09), (0.10, 0.08), (0.10, 0.1)], "3 rounds do not tell bf16-mixed from fp32", ""),
+    ],
+)  # fmt: skip
+def test_few_rounds_give_no_direction_unless_they_agree_closely(
+    times_s: list[tuple[float, float]], said: str, cell: str, record: Make, row: Row
+) -> None:
+    before, after = zip(*times_s, strict=True)
+    ratio = paired_speedup(before, after)
+    timing = Timing(summarise(after), ratio, after)
+    made = record(row("bf16-mixed", 0.07, 0.2, training=timing))
+    assert made["best"] is None
+    assert said in bench.headline(made)
+    assert cell in str(bench.grids(made)[0].rows[1].cells)
+    assert verdict_of(ratio) == "no gain"
+    agreed = Timing(
+        summarise([0.07] * 3), paired_speedup([0.1, 0.1, 0.1], [0.0701, 0.07, 0.0699]), (0.07,) * 3
+    )
+    assert "bf16-mixed trains sine 1.43x as fast as fp32 (95 % interval 1.4" in bench.headline(
+        record(row("bf16-mixed", 0.07, 0.2, training=agreed))
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(1.0001, 1.2, "1.0001 to 1.20"), (0.8, 0.9999, "0.800 to 0.9999"), (1.0, 1.2, "1.00 to 1.20"), (0.97, 1.05, "0.970 to 1.05")],
+)  # fmt: skip
+def test_an_interval_without_1_does_not_look_as_if_it_had_it(low: float, high: float, said: str) -> None:
+    assert words.interval({"low": low, "high": high}) == said
+
+
+def test_a_table_says_why_its_times_need_not_give_its_speeds(record: Make, row: Row) -> None:
+    assert "not the ratio of two medians" in bench.interval_note(record(row("bf16-mixed", 0.07, 0.2)))
 
 
 def test_a_slower_plan_is_not_recommended(record: Make, row: Row) -> None:

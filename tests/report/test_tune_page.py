@@ -32,6 +32,23 @@ def drawn(record: dict[str, Any]) -> dict[str, Any]:
     return draw(tune.PICTURES, record)
 
 
+def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
+    untimed = [make_candidate(f"fp32+ops.exp{i}=fp32", None, parity=make_damage(0.0)) for i in range(2)]
+    why = "not faster: it is no faster than fp32, by regions alone"
+    passed = make_candidate("fp16-mixed", None, "not tried", reason=why)
+    record = make_record(make_evidence(candidates=(*make_evidence().candidates, *untimed, passed)))
+    speeds, *others = (part for part in tune.lines(record) if isinstance(part, Grid))
+    assert speeds.title == "Speed"
+    bare = [row.cells[0] for row in speeds.rows if row.cells[1] == "-"]
+    assert all(name.startswith(("fp32, as it is", "bf16-mixed, one-line autocast")) for name in bare)
+    assert not any(one.name in str(tune.plan_grid(record).rows) for one in untimed)
+    (sound,) = (grid for grid in others if grid.title.endswith("2 sound but not timed"))
+    assert "and 1 other" in sound.rows[0].cells[0]
+    (grid,) = (grid for grid in others if grid.title.endswith(" not tried"))
+    assert "it is no faster than fp32, by regions alone" in [row.cells[1] for row in grid.rows]
+    assert "sound but not timed" in read(show.page(record))
+
+
 def test_opens_with_the_answer_and_holds_what_decides() -> None:
     record = make_record()
     page = show.page(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan, Workload
 from castwise.measure.processes import COMPILED, keep_compiled_apart, portable
+from castwise.measure.steps import TrainingRun
 from castwise.report.tune import plan_grid
 from castwise.tuning import compiling, decision, final
 from castwise.tuning.compiling import MOST, compile_finalists, own_cache, pays_after, said
@@ -27,7 +29,7 @@ from castwise.tuning.final import Final
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.tuning.state import AUTOCAST, FP32
-from castwise.tuning.trial import Trial, try_compiled
+from castwise.tuning.trial import Trial, _gradients, _moved, try_compiled
 
 CPU = torch.device("cpu")
 BF16, FP32_COMPILED = (Plan.parse(f"{name}+compile=default") for name in ("bf16-mixed", "fp32"))
@@ -140,6 +142,29 @@ def test_wrong_gradients_are_seen(plan: Plan) -> None:
 def test_what_a_format_leaves_open_is_no_fault_in_it_alone() -> None:
     assert tried(WithinRounding, BF16).reason == ""
     assert "the gradient of a.weight differs" in tried(WithinRounding, FP32_COMPILED).reason
+
+
+def test_complex_weights_are_moved_and_compared_in_both_parts() -> None:
+    class Phase(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w * torch.complex(x, x)).real
+
+    job = Workload("complex", Phase, sgd, batches, lambda m, b: m(torch.ones(8)).square().sum())
+    with contextlib.closing(TrainingRun(job, Plan.preset("fp32"), CPU, 0)) as run:
+        weight = run.model.get_parameter("w").detach().clone()
+        found = _gradients(run, job, next(batches(0)), 0)["w"]
+        assert found.shape == (8, 2)
+        torch.testing.assert_close(found[:, 0], -found[:, 1])
+        assert found.any()
+        with _moved(run.model, 2.0**-7, 0):
+            moved = run.model.get_parameter("w").detach()
+            assert bool((moved.real != weight.real).all())
+            assert bool((moved.imag != weight.imag).all())
+        assert torch.equal(run.model.get_parameter("w"), weight)
 
 
 @needs_backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import castwise
 from castwise import Plan
 from castwise.numerics.parity import ParityTest
 from castwise.numerics.probes import Prober
@@ -177,6 +179,35 @@ def test_the_smallest_container_is_kept_where_its_parts_are_no_cure(
     assert all(repair.kept.values())
     assert found.verify(repair.plan).verdict == "pass"
     assert found.left() >= 0
+
+
+def test_alike_containers_behind_relus_are_one_set_and_need_no_more() -> None:
+    class Up(Shift):
+        extra_repr = nn.Module.extra_repr
+
+    torch.manual_seed(0)
+    data = [(torch.randn(16, 32), torch.randint(10, (16,))) for _ in range(40)]
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(32, 32))
+    for _ in range(3):
+        made.append(nn.Sequential(nn.Linear(32, 32), nn.Sequential(Up(1e3), Up(-1e3)), nn.ReLU()))
+    result = castwise.tune(
+        model=made.append(nn.Linear(32, 10)), loss=loss, batches=data, goal="numerics", memory=False,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+    )  # fmt: skip
+    assert [region.pattern for region in result.plan.regions] == ["*.*.*"]
+    assert sum(stage.passes for stage in result.evidence.stages) <= 120
+
+
+def test_what_stays_undecided_is_not_said_to_have_failed() -> None:
+    calls = itertools.count()
+    result = castwise.tune(
+        model=nn.Linear(16, 4), loss=lambda m, b: loss(m, b) * (1 + next(calls) % 7), batches=batches,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1), goal="numerics", memory=False,
+    )  # fmt: skip
+    assert str(result.plan) == "fp32"
+    assert any("none was shown to be sound in bf16, nor the last to be unsound: the loss is not dete" in note
+               for note in result.evidence.notes)  # fmt: skip
 
 
 def test_a_function_with_a_backward_of_its_own_is_found() -> None:

@@ -20,8 +20,8 @@ from castwise.errors import (
     NonFiniteError,
     PlanError,
     WorkloadError,
-    place,
     sentence,
+    told,
 )
 from castwise.jobs import Event, Progress, heard
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
@@ -34,7 +34,7 @@ from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
 from castwise.plans.plan import PRESETS, Plan, as_plan
 from castwise.process import find_device
 from castwise.tuning.axes import name_of
-from castwise.workload import Workload, about_data, find_workload
+from castwise.workload import Workload, about_data, find_workload, users_code
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
@@ -100,7 +100,7 @@ def bench(
         plans: Presets, plans or plan files; ``fp32`` is put first if it is not among them.
         device: By default the accelerator at hand, else the CPU.
         steps: Training steps per plan, at least 3; the first few are not timed.
-        rounds: Interleaved rounds to spread them over; 6 or more give a 95 % interval.
+        rounds: Interleaved rounds to spread them over; with fewer than 6 the 95 % intervals are wide.
         seed: Of weights and data.
         inference: Measure inference too.
         memory: Measure memory too.
@@ -131,11 +131,12 @@ def bench(
     with heard(progress) as tell:
         work = _Work(found, spec, where, seed, steps, rounds, per_round, hopeless, tell, rows)
         try:
-            work.train()
-            if inference:
-                work.infer()
-            if memory:
-                work.measure_memory()
+            with users_code(f"workload {found.name!r} failed"):
+                work.train()
+                if inference:
+                    work.infer()
+                if memory:
+                    work.measure_memory()
         finally:
             work.close()
             torch.set_rng_state(outer)
@@ -265,7 +266,7 @@ class _Work:
             try:
                 runs.append((row, InferenceRun(self.workload, row.plan, self.device, self.seed, row.state)))
             except Exception as error:
-                row.note(f"inference: {sentence(error, whole=False)}")
+                row.note(f"inference: {told(error, whole=False)}")
         if not runs:
             return
         total = WARMUP + self.rounds * self.per_round
@@ -279,7 +280,7 @@ class _Work:
             if row.inference.slowdown is not None:
                 row.note(f"inference {_stopped(row.inference.slowdown)}")
             elif row.inference.error is not None:
-                row.note(f"inference: {sentence(row.inference.error, whole=False)}")
+                row.note(f"inference: {told(row.inference.error, whole=False)}")
             self.progress(Event("inference", row.name, total, total))
 
     def measure_memory(self) -> None:
@@ -305,12 +306,11 @@ class _Work:
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
                 raise error
-            where = f" ({said})" if (said := place(error)) else ""
             raise WorkloadError(
-                f"workload {self.workload.name!r} fails in fp32: {sentence(error, whole=False)}{where}"
+                f"workload {self.workload.name!r} fails in fp32: {told(error, whole=False)}"
             ) from error
         status = "unsupported" if isinstance(error, (DeviceError, PlanError)) else "failed"
-        row.found(status=status, reason=sentence(error, whole=False))
+        row.found(status=status, reason=told(error, whole=False))
 
     def close(self) -> None:
         for row in self.rows:

@@ -90,10 +90,11 @@ def doctor(
                 profile, units, rates, lambda product: padding_gain(product, units.multiples, where, dtype)
             )
             tell(Event("sizes", found.name, 1, 1))
-            steps = measure_steps(
-                found, where, _not_run(profile, rates, where.type), seed=seed, starts=1 if small else STARTS,
-                on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
-            )  # fmt: skip
+            with users_code(f"workload {found.name!r} failed"):
+                steps = measure_steps(
+                    found, where, _not_run(profile, rates, where.type), seed=seed, starts=1 if small else STARTS,
+                    on_start=lambda done, total: tell(Event("steps", found.name, done, total)),
+                )  # fmt: skip
             report = WorkloadReport(found.name, found.description, steps, profile, limits)
     return DoctorResult(environment(where), units, rates, band, said, report, notes)
 

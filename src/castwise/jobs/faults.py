@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from castwise.errors import CastwiseError, WorkloadError, place, sentence
+from castwise.errors import CastwiseError, WorkloadError, told
 from castwise.plans.plan import Plan
 from castwise.workload import Workload
 
@@ -21,9 +21,8 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
         yield
     except CastwiseError:
         raise
-    except Exception as error:
-        where = f" ({said})" if (said := place(error)) else ""
-        raise WorkloadError(f"workload {workload.name!r}: {what} failed: {sentence(error)}{where}") from error
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(f"workload {workload.name!r}: {what} failed: {told(error)}") from error
 
 
 def remedy(plan: Plan) -> str:

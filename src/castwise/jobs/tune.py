@@ -162,7 +162,7 @@ def tune(
 
 
 def _kept(model: nn.Module | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if model is None else unspoilt(model)
+    return contextlib.nullcontext() if model is None else unspoilt(model, "tune")
 
 
 class _Opened:

@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from castwise.errors import CastwiseError, RankError, WorkloadError
+from castwise.errors import CastwiseError, RankError, WorkloadError, place
 from castwise.ranks.group import first_line
 
 _DTYPE = re.compile(
@@ -74,5 +74,7 @@ def unfit(error: BaseException) -> str:
         return first_line(error)
     if _is_memory(error):
         return "out of memory"
-    what = "not supported by this device" if _is_lacking(error) else type(error).__name__
-    return f"{what}: {first_line(error)}"
+    if _is_lacking(error):
+        return f"not supported by this device: {first_line(error)}"
+    where = place(error)
+    return f"{type(error).__name__}: {first_line(error)}" + (f" ({where})" if where else "")

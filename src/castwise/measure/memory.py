@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise.errors import CastwiseError, WorkloadError, sentence
+from castwise.errors import CastwiseError, WorkloadError, told
 from castwise.measure.processes import FORKS, Home, Process, delivered, keep_compiled_apart, received
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
@@ -85,7 +85,7 @@ def measure_memory(
             finally:
                 process.close()
     except Exception as error:
-        raise CastwiseError(f"memory was not measured: {sentence(error, whole=False)}") from error
+        raise CastwiseError(f"memory was not measured: {told(error, whole=False)}") from error
     return found
 
 

@@ -19,13 +19,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Self
 
 import torch
 
-from castwise.errors import CastwiseError, WorkloadError, sentence
+from castwise.errors import CastwiseError, Elsewhere, WorkloadError, place, sentence, told
 from castwise.plans.plan import Plan
 from castwise.process import put_settings, settings
 from castwise.workload import Workload, find_workload
@@ -144,7 +145,8 @@ class Process:
         """Wait for what it returns.
 
         Raises:
-            Exception: What was raised there, in words where that exception cannot travel.
+            Exception: What was raised there, in words where that exception cannot travel; :func:`castwise.errors.place` says
+                where in the user's code.
             CastwiseError: It ended without a word, or said nothing in time.
         """
         try:
@@ -154,7 +156,8 @@ class Process:
         except (EOFError, ConnectionError):
             raise CastwiseError("the process died without a word (out of memory?)") from None
         if failed:
-            raise pickle.loads(value)
+            error, trace, where = value
+            raise pickle.loads(error) from Elsewhere(trace, where)
         return value
 
     def close(self) -> None:
@@ -313,15 +316,17 @@ def _tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
         return False, work(*args)
     except (EOFError, ConnectionError):  # the pipe's
         raise
-    except Exception as error:
-        return True, _pickled(error)
+    except (Exception, SystemExit) as error:
+        return True, (_pickled(error), "".join(traceback.format_exception(error)), place(error))
 
 
-def _pickled(error: Exception) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     """An exception as bytes that become one again; in words where it would not."""
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # exceptions with arguments of their own pickle, and fail when they are made again
-        data = pickle.dumps(WorkloadError(sentence(error)))  # torch's own travel
-    return data
+    if not isinstance(error, SystemExit):  # which would end who asked
+        with contextlib.suppress(
+            Exception
+        ):  # one with arguments of its own pickles, and fails when it is made again
+            data = pickle.dumps(error)
+            if isinstance(pickle.loads(data), Exception):
+                return data
+    return pickle.dumps(WorkloadError(told(error)))  # torch's own travel

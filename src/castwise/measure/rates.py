@@ -278,7 +278,7 @@ def measure_rates(
 ) -> tuple[Rate, ...]:
     """Measure every operator in every variant that the device can run, fp32 first, while nothing else runs on it.
 
-    Six interleaved rounds or more give a 95 % interval; ``small`` measures the probe's sizes alone, quick and rough;
+    With fewer than six interleaved rounds intervals are wide; ``small`` measures the probe's sizes alone, quick and rough;
     ``on_kernel`` is told an operator's name, how many are done and how many there are.
     """
     can, _ = variants(device.type)
@@ -351,8 +351,7 @@ def _rate(kernel: Kernel, name: str, baseline: Lap, lap: Lap) -> Rate:
             ratio = _single(1.0 / lap.slowdown)
             times = [stats.quantile(baseline.seconds, 0.5) * lap.slowdown] if baseline.seconds else []
         if ratio is not None:
-            # the few rounds of a hopeless format give no interval at 95 %, and need none
-            verdict = "avoid" if lap.slowdown is not None else verdict_of(ratio)
+            verdict = verdict_of(ratio)
     if not times:
         return Rate(kernel.name, kernel.size, name, None, None, None, ratio, verdict)
     middle, low, high = (kernel.flops / stats.quantile(times, q) / 1e9 for q in (0.5, 0.75, 0.25))

@@ -38,6 +38,11 @@ def build_model(
             f"workload {workload.name!r}: model() returned {type(model).__name__}, not a torch.nn.Module; "
             "return the module"
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise WorkloadError(
+            f"workload {workload.name!r}: model() returned a scripted or traced model, which runs code of its own that a plan's "
+            "casts do not reach; return the module that it was made from"
+        )
     model = model.to(device)
     if state is not None:
         model.load_state_dict(state)

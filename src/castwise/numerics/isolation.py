@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import random
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from castwise.errors import WorkloadError
 from castwise.process import put_settings, settings
@@ -19,8 +21,9 @@ def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
     """A copy of a model to experiment on.
 
     Raises:
-        WorkloadError: The model cannot be copied; it names the caller.
+        WorkloadError: The model cannot be copied, or has parameters that are lazy still; it names the caller.
     """
+    _refuse_lazy(model, call)
     try:
         return copy.deepcopy(model)
     except Exception as error:
@@ -28,6 +31,14 @@ def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
             f"{call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach "
             "tensors that are no parameters or buffers, or give a Workload whose model() builds it"
         ) from error
+
+
+def _refuse_lazy(model: torch.nn.Module, call: str) -> None:
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise WorkloadError(
+            f"{call}: {lazy[0]} has no shape yet, since the model is lazy; run it once on a batch and give it then"
+        )
 
 
 def seed_all(seed: int) -> None:
@@ -66,13 +77,37 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unspoilt(model: torch.nn.Module) -> Iterator[None]:
-    """Give a model its gradients and buffers back, should a loss call it in the place of the copy it is given."""
+def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
+    """Give a model back as it was, should a loss call it in the place of the copy it is given.
+
+    That is its gradients, what its buffers hold, and every attribute of its modules, the training mode among them. Weights
+    are not kept, which would take a copy of every model: with the name of a ``call`` a backward to them is refused.
+
+    Raises:
+        WorkloadError: In that backward, and for a model with parameters that are lazy still.
+    """
+    _refuse_lazy(model, call)
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    kept = [(d, d.copy()) for m in model.modules() for d in (vars(m), *vars(m).values()) if type(d) in _DICTS]
+
+    def refuse(_parameter: torch.Tensor) -> None:
+        raise WorkloadError(
+            f"{call}: a backward reaches the {type(model).__name__} itself, and experiments run on copies; the loss must call the "
+            "model that it is given, and leave backward and the optimizer's step to castwise"
+        )
+
+    leaves = [p for p in model.parameters() if p.requires_grad and p.is_leaf] if call else []
+    hooks = [parameter.register_post_accumulate_grad_hook(refuse) for parameter in leaves]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
+        for now, before in kept:
+            if list(map(id, now.values())) != list(map(id, before.values())) or now.keys() != before.keys():
+                now.clear()
+                now.update(before)
         with torch.no_grad():
             for parameter, gradient, values in gradients:
                 parameter.grad = gradient
@@ -81,6 +116,9 @@ def unspoilt(model: torch.nn.Module) -> Iterator[None]:
             for buffer, values in buffers:
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
+
+
+_DICTS = (dict, collections.OrderedDict)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

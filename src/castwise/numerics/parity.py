@@ -173,7 +173,8 @@ class ParityTest:
     floor: float = 0.0
     repeat: float = 0.0
     _dead: frozenset[str] = frozenset()
-    _weights: list[Tensor] | None = None
+    _weights: tuple[int, list[Tensor]] = (0, [])  # of so many microbatches
+    _whole: tuple[int, tuple[float, float | None]] | None = None
     _count: int = 0
 
     @functools.cached_property
@@ -181,15 +182,22 @@ class ParityTest:
         return StateTest(self.prober, self.optimizer)
 
     def reference(self, count: int = MICROBATCHES, observed: int = 2) -> None:
-        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself."""
+        """Run fp32 on ``count`` microbatches, watching every module on ``observed`` of them, then against itself.
+
+        Raises:
+            WorkloadError: All gradients are zero.
+        """
         if observed:
             self.prober.extend(min(observed, count), self.range.observing)
         self.prober.extend(count - min(observed, count))
+        if not any(bool(g.any()) for micro in self.prober.micros for g in micro.gradients):
+            raise WorkloadError(
+                f"{self.prober.call}: in fp32 every gradient is 0 on all of {count} microbatches, so there is nothing to compare; "
+                "the loss must depend on the parameters that are trained"
+            )
         for micro in self.prober.micros:
             self.range.see_parameters(self.prober.names, micro.gradients)
         self._count = len(self.prober.micros)
-        if self.adam:
-            self._weights = self.prober.preconditioner()
         grams = self.prober.grams(self.prober.floor(range(min(FLOOR, count))))
         whole = Grams.total(grams.values())
         self._dead = frozenset(
@@ -207,7 +215,7 @@ class ParityTest:
 
         Plain, and in the units of Adam's steps or None.
         """
-        whole, adam_whole = self._denominators
+        whole, adam_whole = self._denominators()
         plain = quick_estimate(Grams.total(self.prober.grams(probe).values()), whole, self.per_update)
         if adam_whole is None:
             return plain, None
@@ -215,21 +223,30 @@ class ParityTest:
 
     def _in_steps(self, probe: Probe) -> dict[str, Grams]:
         """Inner products in the units of Adam's steps, without parameters that have no gradient; else nothing."""
-        if self._weights is None:
+        if not self.adam:
             return {}
-        grams = self.prober.grams(probe, self._weights)
+        drawn = len(self.prober.micros)
+        if (
+            self._weights[0] != drawn
+        ):  # from few of them, what is 0 in those by chance would outweigh the rest
+            self._weights = drawn, self.prober.preconditioner()
+        grams = self.prober.grams(probe, self._weights[1])
         return {name: g for name, g in grams.items() if name not in self._dead}
 
-    @functools.cached_property
     def _denominators(self) -> tuple[float, float | None]:
         """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
+        drawn = len(self.prober.micros)
+        if self._whole is not None and self._whole[0] == drawn:
+            return self._whole[1]
         count = range(self._count)
         everything = Probe(
             REFERENCE, indices=list(count), errors=[self.prober.micros[i].gradients for i in count]
         )
         plain = estimate(Grams.total(self.prober.grams(everything).values()), self.per_update).denominator
         live = self._in_steps(everything).values()
-        return plain, estimate(Grams.total(live), self.per_update).denominator if live else None
+        whole = plain, estimate(Grams.total(live), self.per_update).denominator if live else None
+        self._whole = drawn, whole
+        return whole
 
     def least(self) -> int:
         """Microbatches that it takes to pass: all there are, where the batches come round again before that."""
@@ -349,6 +366,19 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
     return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
 
 
+def _made(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    such = "such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+    if not callable(optimizer):
+        raise WorkloadError(f"parity: optimizer must be a function, {such}, got {type(optimizer).__name__}")
+    with users_code("parity: optimizer(params) failed"):
+        made = optimizer(model.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise WorkloadError(
+            f"parity: optimizer(params) returned {type(made).__name__}, not a torch.optim.Optimizer; return the optimizer, {such}"
+        )
+    return made
+
+
 def parity(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
@@ -387,7 +417,8 @@ def parity(
         on fresh batches before it is reported.
 
     Raises:
-        WorkloadError: A loss that is not differentiable, batches that cannot be used, or a model not in fp32.
+        WorkloadError: A loss that is not differentiable or whose gradients are all zero, batches that cannot be used, or a
+            model not in fp32.
         NonFiniteError: fp32 itself gives gradients that are not finite.
         PlanError: A plan that does not fit the model, or numbers out of their range.
         DeviceError: The device cannot run the plan.
@@ -401,11 +432,12 @@ def parity(
         raise WorkloadError(f"parity: model is {type(model).__name__}; give the torch.nn.Module itself")
     where = find_device("parity", device, str(device_of(model)))
     make = endless(batches, "parity")
-    with users_code("parity: the model or its loss failed"), undisturbed(), unspoilt(model):
+    failed = "parity: the model, its loss or its optimizer failed"
+    with users_code(failed), undisturbed(), unspoilt(model, "parity"):
         prober = Prober(
             model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
         )
-        adam = optimizer is not None and is_adam(optimizer(prober.model.parameters()))
+        adam = optimizer is not None and is_adam(_made(optimizer, prober.model))
         test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)

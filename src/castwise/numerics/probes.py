@@ -32,7 +32,7 @@ from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
-from castwise.workload import about_data, check_loss, check_no_backward
+from castwise.workload import about_data, check_loss, check_no_backward, users_code
 
 REFERENCE = Plan(compute="fp32", fp32_matmul="ieee", fp32_conv="ieee")
 """What gradients are held against: fp32 through and through, TF32 ruled out."""
@@ -44,6 +44,7 @@ RESCALE = 2.0**-6
 """Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
 RESCALES = 3
 _CHUNK = 1 << 18
+_NO_MORE = object()
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Micro:
     Attributes:
         batch: On the device.
         seed: Of its dither and its random draws.
-        gradients: fp32, one vector per parameter.
+        gradients: fp32, one vector per parameter; of a complex one the real and the imaginary parts.
     """
 
     batch: Any
@@ -102,7 +103,7 @@ class Prober:
         names: Of the trained parameters, in the order of gradients.
         sparse: Whether a gradient came as a sparse tensor.
         positions: What the first forward did with positions.
-        moving: Names of buffers and of parameters that are not trained which the first forward and backward changed.
+        moving: Names of buffers and of parameters that are not trained which a forward and backward of the reference changed.
         model: The prober's own copy, to look at.
     """
 
@@ -135,21 +136,31 @@ class Prober:
                 f"{call}: the model is the fp32 reference, but {', '.join(low[:3])} "
                 f"{'are' if len(low) > 1 else 'is'} stored in a low format; give it in fp32: model.float()"
             )
-        self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.names = list(trained)
         if not self.names:
             raise WorkloadError(
                 f"{call}: no parameter of {type(model).__name__} requires a gradient; give a model that is trained"
             )
+        if not any(p.dtype in (torch.float32, torch.complex64) for p in trained.values()):
+            first = next(iter(trained))
+            kind = str(trained[first].dtype).removeprefix("torch.")
+            raise WorkloadError(
+                f"{call}: the model is the fp32 reference, but nothing that it trains is fp32 ({first} is {kind}), and no plan "
+                "casts the rest; give it in fp32: model.float()"
+            )
         self._weights = {
-            name: p.detach().clone() for name, p in self.model.named_parameters() if p.is_floating_point()
+            name: p.detach().clone()
+            for name, p in self.model.named_parameters()
+            if p.is_floating_point() or p.is_complex()
         }
         self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
-        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        self._sizes = {name: as_real(p.detach()).numel() for name, p in trained.items()}
         most = MOST_ELEMENTS
-        while most > _CHUNK // 8 and sum(min(size, most) for size in sizes) > MOST_IN_ALL:
+        while most > _CHUNK // 8 and sum(min(size, most) for size in self._sizes.values()) > MOST_IN_ALL:
             most //= 2
         self._picks = {
-            name: self._pick(index, p.numel(), most)
+            name: self._pick(index, self._sizes[name], most)
             for index, (name, p) in enumerate(self.model.named_parameters())
             if p.requires_grad
         }
@@ -173,16 +184,17 @@ class Prober:
         needed = len(self.micros) + count
         with self._under(REFERENCE) as (model, amp):
             for _ in range(count):
-                try:
-                    batch = to_device(next(self._batches), self.device)
-                except StopIteration:
+                with users_code(f"{self.call}: batches failed"):
+                    batch = next(self._batches, _NO_MORE)
+                if batch is _NO_MORE:
                     raise WorkloadError(
                         f"{self.call}: batches ended after {len(self.micros)}; the test needs {needed}. "
                         "Give more, or an iterator without end"
-                    ) from None
+                    )
+                batch = to_device(batch, self.device)
                 micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
                 self._set(model, micro)
-                state = {} if self.micros else {name: t.detach().clone() for name, t in state_of(model)}
+                state = {name: t.detach().clone() for name, t in state_of(model)}
                 with Recorder(micro.tape), contextlib.ExitStack() as watching:
                     if observe:
                         watching.enter_context(observe(model))
@@ -192,7 +204,9 @@ class Prober:
                 self.moving += tuple(
                     n
                     for n, t in state_of(model)
-                    if n in state and not (t.dtype is state[n].dtype and torch.equal(t, state[n]))
+                    if n in state
+                    and n not in self.moving
+                    and not (t.dtype is state[n].dtype and torch.equal(t, state[n]))
                 )
                 micro.gradients = self._gradients(model, 1.0)
                 self._check_reference(model, micro)
@@ -338,10 +352,10 @@ class Prober:
             pick = self._picks[name]
             gradient = parameter.grad
             if gradient is None:
-                size = parameter.numel() if pick is None else pick.numel()
+                size = self._sizes[name] if pick is None else pick.numel()
                 out.append(torch.zeros(size, device=parameter.device))
                 continue
-            flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+            flat = as_real((gradient.to_dense() if gradient.is_sparse else gradient).detach()).reshape(-1)
             flat = flat if pick is None else flat[pick]
             flat = flat.float().mul(1.0 / scale) if scale != 1.0 else flat.float()
             self.sparse |= gradient.is_sparse
@@ -363,7 +377,7 @@ class Prober:
             signal = _gram([self.micros[i].gradients[at] for i in probe.indices], factors)
             error = _gram([errors[at] for errors in probe.errors], factors)
             pick = self._picks[name]
-            stretch = 1.0 if pick is None else self._weights[name].numel() / pick.numel()
+            stretch = 1.0 if pick is None else self._sizes[name] / pick.numel()
             out[name] = Grams(signal * stretch, error * stretch)
         return out
 
@@ -375,22 +389,31 @@ class Prober:
         """
         out = []
         for at in range(len(self.names)):
-            square = torch.stack([micro.gradients[at] for micro in self.micros]).square().mean(0)
+            square = torch.zeros_like(self.micros[0].gradients[at])
+            for micro in self.micros:
+                square.addcmul_(micro.gradients[at], micro.gradients[at], value=1.0 / len(self.micros))
             floor = 1e-8 + (1e-2 * float(square.mean().sqrt()) if square.numel() else 0.0)
             out.append(1.0 / (square.sqrt() + floor))
         return out
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a model keeps beside its trained weights: dense real buffers, and such parameters as are not trained."""
+    """What a model keeps beside its trained weights: dense buffers, and such parameters as are not trained."""
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         untrained = not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
-        if untrained and tensor.layout is torch.strided and not tensor.is_complex():
+        if untrained and tensor.layout is torch.strided:
             yield name, tensor
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, in a last dimension of 2; others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """Move a weight uniformly by up to half a unit in the last place of a format with this eps."""
+    """Move a weight uniformly by up to half a unit in the last place of a format with this eps; complex ones in both parts."""
+    if weight.is_complex():
+        return torch.view_as_complex(dithered(as_real(weight), eps, generator))
     _, exponent = torch.frexp(weight)
     unit = torch.ldexp(torch.full_like(weight, eps / 2), exponent)  # frexp's mantissa is in [1/2, 1)
     unit = torch.where(weight == 0, torch.zeros_like(unit), unit)

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from castwise.errors import CastwiseError, RankError, StateError
+from castwise.errors import CastwiseError, RankError, StateError, place
 from castwise.plans.text import some
 
 _T = TypeVar("_T")
@@ -147,7 +147,8 @@ class Ranks:
     def _say(self, failure: Exception) -> str:
         """A failure as the other ranks hear of it."""
         if self._error is None:
-            return f"{type(failure).__name__}: {first_line(failure)}"
+            where = place(failure)
+            return f"{type(failure).__name__}: {first_line(failure)}" + (f" ({where})" if where else "")
         return str(failure) if isinstance(failure, self._error) else f"{type(failure).__name__}: {failure}"
 
     def _reason(self, failure: Exception) -> str:

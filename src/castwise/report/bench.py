@@ -13,6 +13,8 @@ __all__ = ["PICTURES", "grids", "headline", "interval_note", "lines", "notes", "
 
 Record = Mapping[str, Any]
 
+FEW = 6
+"""From so many rounds on an interval needs nothing of how times are distributed; that of fewer is wide."""
 _MEMORY = {
     "training peak": "training_peak_bytes",
     "inference peak": "inference_peak_bytes",
@@ -66,8 +68,12 @@ def headline(record: Record) -> str:
     else:
         best = max(sound or rows, key=lambda row: float(row["training"]["speedup"]["value"]))
         speed = best["training"]["speedup"]
-        is_tie = speed["low"] <= 1.0 <= speed["high"]
-        near = f"{best['name']} and {name} are a tie" if is_tie else f"{best['name']} comes closest"
+        near = f"{best['name']} comes closest"
+        if speed["high"] is None or speed["low"] <= 1.0 <= speed["high"]:
+            near = f"{best['name']} and {name} are a tie"
+            if speed["n"] < FEW:
+                few = f"{speed['n']} rounds do" if speed["n"] > 1 else "One round does"
+                near = f"{few} not tell {best['name']} from {name}, and {FEW} or more may"
         said = (
             f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. "
             f"{near}: {_times(best)} as fast ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
@@ -82,7 +88,7 @@ def _times(row: Record) -> str:
 
 def _firm(row: Record) -> str:
     speed = row["training"]["speedup"]
-    return f"{words.level([speed])} interval {words.interval(speed)}"
+    return "no interval" if speed["high"] is None else f"95 % interval {words.interval(speed)}"
 
 
 def _lagging(names: str, base: str) -> str:
@@ -105,11 +111,10 @@ def _loss_words(row: Record, base: Record) -> str:
 
 def interval_note(record: Record) -> str:
     """What the numbers in the speed table are."""
-    firm = words.level(row["training"]["speedup"] for row in record["plans"] if row["training"])
     return (
         f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds, "
-        f"{record['steps']} training steps in all; speeds come with their {firm} interval from paired rounds. "
-        "An interval that contains 1 is a tie."
+        f"{record['steps']} training steps in all; speeds come with their 95 % interval from paired rounds. "
+        f"An interval that contains 1 is a tie. {words.PAIRED}"
     )
 
 

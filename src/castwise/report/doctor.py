@@ -95,14 +95,14 @@ def _workload(report: Record) -> list[Grid | Line]:
         Grid.of(f"Steps of {report['name']}", report["steps"], columns, "verdict"),
         Line(
             "Each trained in a process of its own, in turns, and was started again; brackets hold 95 % intervals from paired rounds. "
-            "fast: all of the interval is above 1; avoid: all of it is below 0.9. Whether a format keeps the gradients, and "
-            "which plan is fastest, castwise tune finds.",
+            f"{words.PAIRED} fast: all of the interval is above 1; avoid: all of it is below 0.9. Whether a format keeps the "
+            "gradients, and which plan is fastest, castwise tune finds.",
             "dim",
         ),
         Line(),
         Line(f"What limits {report['name']} in fp32", "bold cyan"),
         Line(
-            f"A training step takes {median} (quartiles {low} to {high}), a batch "
+            f"Profiled by itself, with nothing beside it, a training step takes {median} (quartiles {low} to {high}), a batch "
             f"{words.time(profile['data_s']['median_s'])} to come; {profile['launches']:.0f} operators per step, "
             f"{1 - profile['outside_share']:.0%} of their time in matrix products and convolutions."
         ),

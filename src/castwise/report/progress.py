@@ -92,7 +92,7 @@ class Stages(Bars):
 
         super().__init__(console)
         self.bars = Progress(
-            SpinnerColumn(finished_text=" "),
+            SpinnerColumn("dots" if console.encoding.startswith("utf") else "line", finished_text=" "),
             TextColumn("{task.description}", markup=False, table_column=Column(min_width=13, no_wrap=True)),
             TimeElapsedColumn(),
             TextColumn(
@@ -121,7 +121,11 @@ def bars(stages: bool = False) -> Iterator[Bars | Lines]:
     """What shows events: a bar per stage and subject, or a line per stage; nothing before the first of them."""
     from rich.console import Console
 
-    console = Console(stderr=True)  # made anew, as standard error may have been replaced
+    class Unread(Console):
+        def on_broken_pipe(self) -> None:  # rich's own leaves the process
+            self.quiet = True
+
+    console = Unread(stderr=True)  # made anew, as standard error may have been replaced
     if not (console.is_terminal or console.is_jupyter):
         yield Lines(console, stages)
         return

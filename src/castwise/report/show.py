@@ -48,7 +48,9 @@ def page(record: Mapping[str, Any]) -> str:
 
 def write(record: Mapping[str, Any], path: Path) -> list[Path]:
     """Write the page to ``path`` and its pictures as PNG files beside it; returns their paths, the page's first."""
-    path.write_text(page(record), encoding="utf-8")
+    path.write_text(
+        page(record), encoding="utf-8", errors="backslashreplace"
+    )  # parts of a path that are no text
     figures = plots.draw(_KINDS[record["kind"]].PICTURES, record)
     return [
         path,

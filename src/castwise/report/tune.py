@@ -17,6 +17,8 @@ __all__ = [
 
 Record = Mapping[str, Any]
 
+_LEFT = {"sound": "sound but not timed", "rejected": "rejected", "not tried": "not tried"}
+"""Statuses of plans that have no row of their own among those compared, and what they are called."""
 _MOST = 12
 """Rows of a list in the terminal."""
 
@@ -46,7 +48,7 @@ def lines(record: Record) -> list[Grid | Line]:
             for row in plans.where("tie").rows
             if "\n" in row.why
         ),
-        *(part for status in ("rejected", "not tried") for part in _left(record, status)),
+        *(part for status in _LEFT for part in _left(record, status)),
         *([Line(said)] if said else ()),
         *(Line(small, "dim") for small in (interval_note(record), words.where(record))),
     ]
@@ -69,7 +71,7 @@ def values(record: Record) -> dict[str, Any]:
     return {
         "answer": record["answer"], "why": record["why"], "remarks": remarks(record), "facts": facts(record),
         "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
-        "left": [left_grid(record, "rejected"), untried.only(untried.title, "plan")],
+        "left": [left_grid(record, "sound"), left_grid(record, "rejected"), untried.only(untried.title, "plan")],
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
         "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
     }  # fmt: skip
@@ -90,14 +92,14 @@ def plan_grid(record: Record) -> Grid:
 
 
 def left_grid(record: Record, status: str) -> Grid:
-    """The plans of a status (``rejected``, ``not tried``) that :func:`plan_grid` does not show, one row per reason."""
+    """The plans of a status (a key of ``_LEFT``) that :func:`plan_grid` does not show, one row per reason."""
     rows = [row for row in record["candidates"] if row["status"] == status and not _is_shown(record, row)]
     alike: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         alike.setdefault(_why(row), []).append(dict(row))
     columns = _columns(record)
     firsts = [same[0] | {"name": _and_others(same)} for same in alike.values()]
-    return replace(Grid.of("", firsts, columns, "status", _why), title=f"{len(rows)} {status}")
+    return replace(Grid.of("", firsts, columns, "status", _why), title=f"{len(rows)} {_LEFT[status]}")
 
 
 def _and_others(same: Sequence[Record]) -> str:
@@ -107,7 +109,8 @@ def _and_others(same: Sequence[Record]) -> str:
 
 def _is_shown(record: Record, row: Record) -> bool:
     return (
-        row["status"] not in ("rejected", "not tried")
+        row["status"] not in _LEFT
+        or (row["status"] == "sound" and row["time"] is not None)
         or bool(_name_beside(row))
         or row["plan"] == record["plan"]
     )
@@ -123,7 +126,11 @@ def _status(record: Record) -> Callable[[Record], str]:
 
 
 def _why(row: Record) -> Any:
-    return row["reason"] or (row["parity"] or row)["reason"]
+    why = row["reason"] or (row["parity"] or row)["reason"]
+    if row["status"] == "sound" and row["time"] is None:
+        return why or "there was no time for it in the final"
+    # what was passed over was not seen to be slower: that is why it was not tried
+    return why.removeprefix("not faster: ") if row["status"] == "not tried" else why
 
 
 def _columns(record: Record) -> Columns:

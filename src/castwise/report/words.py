@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -13,6 +13,11 @@ MEANING = (
     "expected square"
 )
 """What damage is, for whoever prints one."""
+PAIRED = (
+    "A speed is the middle of ratios of times that were taken side by side, not the ratio of two medians: where the machine's own "
+    "speed moved meanwhile, the two differ."
+)
+"""Why the times of a table need not give its speeds."""
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
@@ -54,20 +59,21 @@ def factor(value: float) -> str:
 
 
 def speed(ratio: Record | None) -> str | None:
-    """A ratio with its interval, as ``1.96x (1.81-2.02)``."""
+    """A ratio with its interval, as ``1.96x (1.81-2.02)``; one without an upper end says nothing."""
     if ratio is None:
         return None
-    return f"{factor(ratio['value'])} ({interval(ratio).replace(' to ', '-')})"
+    said = "no interval" if ratio["high"] is None else interval(ratio).replace(" to ", "-")
+    return f"{factor(ratio['value'])} ({said})"
 
 
 def interval(ratio: Record) -> str:
-    """A ratio's interval, as ``1.81 to 2.02``."""
-    return " to ".join("?" if ratio[end] is None else _digits(ratio[end]) for end in ("low", "high"))
-
-
-def level(ratios: Iterable[Record | None]) -> str:
-    """How often intervals cover the truth at least, as ``95 %``, which is also said where there are none."""
-    return f"{min((ratio['level'] for ratio in ratios if ratio), default=0.95) * 100:.3g} %"
+    """A ratio's interval, as ``1.81 to 2.02``; an end that is not 1 does not look like it."""
+    ends = [ratio[end] for end in ("low", "high")]
+    said = ["?" if end is None else _digits(end) for end in ends]
+    return " to ".join(
+        f"{end:.4f}" if text in ("1.00", "1.000") and end != 1 else text
+        for end, text in zip(ends, said, strict=True)
+    )
 
 
 def loss(value: float | None) -> str:

@@ -49,11 +49,14 @@ def lie_on(optimizer: Optimizer) -> bool:
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a gradient as dense real numbers: of a DTensor its shard, of a sparse one its values."""
+    """What this process holds of a gradient as dense real numbers: of a DTensor its shard, of a sparse one its values.
+
+    Of one that torch has yet to conjugate the numbers as they lie in memory, where they can be multiplied in place.
+    """
     grad = _torch.dense_values(
         _torch.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
     )
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad) if grad.is_complex() else grad
 
 
 def mesh_groups(optimizer: Optimizer) -> list[Any]:

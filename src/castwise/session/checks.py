@@ -38,11 +38,16 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
     """The module that a session is to prepare: that inside ``torch.compile``'s.
 
     Raises:
-        StateError: No module, wrapped or compiled too early, or on another device.
+        StateError: No module, a scripted one, wrapped or compiled too early, or on another device.
     """
     if not isinstance(model, nn.Module):
         raise StateError(
             f"prepare({type(model).__name__}): not an nn.Module; prepare each model by a call of its own"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise StateError(
+            f"prepare({type(model).__name__}): a scripted or traced model runs code of its own, which a plan's casts do not reach; "
+            "prepare the module that it was made from"
         )
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise StateError(

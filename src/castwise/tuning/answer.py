@@ -108,7 +108,7 @@ def _memory_words(search: Search) -> str:
 def _numerics(search: Search) -> str:
     low = search.settings.formats[0]
     if search.chosen == FP32:
-        return f"No set of regions made {low} pass: stay in fp32."
+        return f"No set of regions that was tried was shown to be sound in {low}: stay in fp32."
     kept = [region.pattern for region in search.chosen.regions if region.compute == "fp32"]
     if not kept:
         return f"{low} needs no exemption: its gradients cannot be told from fp32's within the noise of the data."

@@ -35,7 +35,12 @@ def find_exemptions(search: SearchState) -> None:
         if attempt < ATTEMPTS - 1:
             with search.stage("regions"):
                 sound = _widened(search, plan, result)
-    search.notes.append(f"No set of regions made {low} pass; the plan is fp32.")
+    search.notes.append(
+        f"No set of regions made {low} pass; the plan is fp32."
+        if result.verdict == "fail"
+        else f"Of the sets of regions that were tried none was shown to be sound in {low}, nor the last to be unsound: {result.reason}. "
+        "The plan is fp32."
+    )
     search.settle(FP32, None)
 
 

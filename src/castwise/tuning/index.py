@@ -31,6 +31,7 @@ from castwise.casting.trees import map_tensors, to_device
 from castwise.measure.environment import environment
 from castwise.measure.steps import build_model
 from castwise.numerics.isolation import seed_all, undisturbed
+from castwise.numerics.probes import as_real
 from castwise.plans.plan import Plan
 from castwise.tuning.code import Operators, code_digest
 from castwise.tuning.evidence import Evidence
@@ -87,7 +88,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
                 loss = workload.loss(model, batch)
             loss.backward()
             gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None]  # fmt: skip
-            norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+            norm = math.sqrt(sum(float(as_real(gradient).double().square().sum()) for gradient in gradients))
             said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
             said = re.sub(r" at 0x[0-9a-f]+", "", said)  # where an object lies in memory
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)

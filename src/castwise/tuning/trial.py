@@ -31,7 +31,7 @@ from castwise.measure.processes import keep_compiled_apart, received
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.numerics.isolation import seed_all
-from castwise.numerics.probes import dithered
+from castwise.numerics.probes import as_real, dithered
 from castwise.plans.formats import FORMATS
 from castwise.plans.plan import Plan
 from castwise.workload import Workload, check_loss
@@ -137,7 +137,7 @@ def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> d
         run.amp.backward(check_loss(workload.loss(run.model, batch), workload))
         scale = run.amp.get_scale()
         found = {
-            name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().float() / scale
+            name: as_real((p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()).float() / scale
             for name, p in run.model.named_parameters()
             if p.grad is not None
         }
@@ -184,12 +184,12 @@ def _difference(
 @contextlib.contextmanager
 def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
     """Weights moved at random by up to a unit in the last place of a format, and put back."""
-    kept = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point()}
+    kept = {p: p.detach().clone() for p in model.parameters() if p.is_floating_point() or p.is_complex()}
     try:
         with torch.no_grad():
             for p, weight in kept.items():
                 generator = torch.Generator(p.device).manual_seed(seed + 1)
-                p.data.copy_(dithered(weight.float(), 2 * eps, generator))
+                p.data.copy_(dithered(weight if weight.is_complex() else weight.float(), 2 * eps, generator))
         yield
     finally:
         for p, weight in kept.items():
