@@ -196,11 +196,13 @@ def test_what_fails_in_a_process_that_castwise_started_is_said_with_its_place(
         found = castwise.bench(job, device="cpu", steps=4, rounds=1, inference=False)
         assert [row.notes for row in found.plans] == [(f"memory was not measured: {text}",)] * 2
         return
-    with pytest.raises(WorkloadError) as caught:
-        castwise.tune(job, device="cpu", budget_s=5, memory=False) if call == "tune" else CALLS[call](
-            job, tmp_path
-        )
-    assert str(caught.value) == f"workload 'job' failed: {text}"
+    if call == "doctor":  # which times it here in that case
+        CALLS[call](job, tmp_path)
+        return
+    notes = castwise.tune(job, device="cpu", budget_s=5, memory=False).evidence.notes
+    assert any(
+        text in note and note.startswith("The finalists were timed once, in one process") for note in notes
+    )
 
 
 def test_parity_asks_nothing_of_an_optimizer_that_needs_a_closure() -> None:

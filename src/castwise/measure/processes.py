@@ -121,7 +121,7 @@ def not_there(workload: Workload | str, error: Exception) -> NotThereError:
     """What to say of a workload that does not run in another process."""
     name = workload if isinstance(workload, str) else workload.name
     return NotThereError(
-        f"workload {name!r} does not run in another process ({sentence(error, whole=False)}); put all that it needs into a "
+        f"workload {name!r} does not run in another process ({told(error, whole=False)}); put all that it needs into a "
         "file and name it file.py:attribute"
     )
 
