@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from castwise.measure.processes import Home, serve
 
 
 def forks() -> ForkServerContext:
@@ -24,6 +27,22 @@ def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.imports"])
     return context
+
+
+def fork_home() -> None:
+    """Have searches of this process, which has no threads yet, measure in forks of a copy of it: it has imported torch."""
+    line, there = socket.socketpair()
+    if os.fork() == 0:
+        line.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)
+        try:
+            serve("fork", there.detach())
+        finally:
+            os._exit(0)
+    there.close()
+    Home.line = lambda _: line.dup()  # type: ignore[method-assign]
 
 
 def _enter(

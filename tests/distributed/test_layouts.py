@@ -80,10 +80,10 @@ def check(world: World, layout: str, plan: str, options: Options, share: float =
 ONE = ["ddp", "fsdp", "tp", "hand", "pp"]
 FOUR = ["dp.tp", "ddp.hand", "fsdp.tp", "ddp.pp", "fsdp.pp", "tp.pp", "hand.pp"]
 PLANS = ["fp32", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", REGIONS]
-"""Five of them on each layout, dealt out in turn; every preset, for fifty steps, is in ``make soak``."""
+"""Four of them on each layout, dealt out in turn; every preset, for fifty steps, is in ``make soak``."""
 
 
-@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, PLANS, 5))
+@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, PLANS, 4))
 def test_two_processes_train_like_one(two: World, layout: str, plan: str) -> None:
     long = plan == "fp16-master"
     check(two, layout, plan, Options(steps=50 if long else 12), 1.0 if long else SHORT)
@@ -174,7 +174,6 @@ def oracle(skipped: int, steps: int, fused: bool) -> dict[str, Tensor]:
         for where, how in pairs(
             list(itertools.product(ONE, ["fp16-mixed", "fp16-master"])),
             list(itertools.product(["step", "unscaled", "late"], [False, True])),
-            2,
         )
     ],
 )

@@ -22,6 +22,7 @@ from castwise.jobs.train import train
 from castwise.session import Amp
 from castwise.workload import Pipeline, Workload, find_workload
 from tests.processes import Forked, command
+from tests.soak import pairs
 
 from .world import World
 
@@ -35,8 +36,7 @@ DRIFT = {"fp32": 5e-6, "bf16-mixed": 2e-2, "fp16-mixed": 2e-3, "bf16-master": 2e
 
 TWO: list[dict[str, Any]] = [
     {"layout": layout, "plan": plan}
-    for layout in ("dp2", "fsdp2", "tp2", "pp2")
-    for plan in ("fp32", "fp16-mixed", "bf16-master")
+    for layout, plan in pairs(("dp2", "fsdp2", "tp2", "pp2"), ("fp32", "fp16-mixed", "bf16-master"), 2)
 ] + [
     {"layout": None, "plan": "fp32"},
     {"layout": "pp2", "plan": "fp32", "schedule": "gpipe", "microbatches": 1},

@@ -244,7 +244,7 @@ def work(rank: int, size: int, case: Case, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    world = World(WORLD)
+    world = World(WORLD, searches=True)
     yield world
     world.close()
 

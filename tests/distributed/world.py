@@ -15,13 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.processes import forks
+from tests.processes import fork_home, forks
 
 _PATIENCE_S = 120
 
 
-def _work(rank: int, size: int, folder: str, pipe: Any) -> None:
+def _work(rank: int, size: int, folder: str, pipe: Any, searches: bool) -> None:
     torch.set_num_threads(1)
+    if searches:
+        fork_home()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -54,10 +56,12 @@ class World:
     """``size`` processes in one gloo group, each running whatever is asked for.
 
     A case that fails ends the processes, since their collectives may be out of step; the next one starts new ones.
+
+    With ``searches`` what is measured apart is forked from a copy of each process.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size, self.patience_s = size, _PATIENCE_S
+    def __init__(self, size: int, searches: bool = False) -> None:
+        self.size, self.patience_s, self._searches = size, _PATIENCE_S, searches
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: Any = None
@@ -68,7 +72,7 @@ class World:
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(rank, self.size, self._folder.name, theirs), daemon=True
+                target=_work, args=(rank, self.size, self._folder.name, theirs, self._searches), daemon=True
             )
             process.start()
             theirs.close()

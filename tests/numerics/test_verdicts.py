@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.soak import pairs
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -133,8 +134,9 @@ class _Convolved(nn.Module):
         return torch.relu(self.norm(self.conv(x.view(16, 4, 8)))).reshape(16, 32)
 
 
-@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize(
+    ("name", "plan"), pairs(SOUND, ["bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"], 2)
+)
 def test_sound_models_pass(name: str, plan: str) -> None:
     found = castwise.parity(Framed(SOUND[name]()), _loss, _batches, plan, optimizer=_adamw)
     assert found.verdict == "pass", found.reason
