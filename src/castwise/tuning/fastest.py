@@ -25,8 +25,9 @@ from castwise.tuning.axes import (
 )
 from castwise.tuning.compiling import compile_finalists, said
 from castwise.tuning.contest import LATE, Contest
-from castwise.tuning.decision import FIRST, MARGIN
+from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
+from castwise.tuning.final import LEAST as STARTS
 from castwise.tuning.final import race_final
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
@@ -42,7 +43,7 @@ COSTS_SHARE, COSTS_S = 0.1, 12.0
 RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.35, 0.6, 0.85
 """After this share of what is left no round of the race begins; after these of the budget nothing is compiled, and no further
 start of the final begins."""
-START_S = 1.0
+START_S = 0.5
 """What starting a process and building a model in it takes, about."""
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
@@ -248,11 +249,14 @@ def formats_not_reached(search: SearchState) -> list[str]:
 
 
 def room_in_final(search: SearchState, contest: Contest) -> int:
-    """As many plans as can be started as often as a first decision takes, with fp32 and autocast, in the time for the final."""
+    """As many plans as can be started as often as they have to be, with fp32 and autocast, in the time for the final.
+
+    Two at least: the fastest of the race, and the simplest of those that were about as fast.
+    """
     step_s = statistics.median(contest.entries[FP32].lap.seconds)
     a_start_s = START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
     until = search.start + FINAL_SHARE * search.settings.budget_s
-    return max(1, min(FINALISTS, int((until - search.ranks.now()) / FIRST / a_start_s) - 2))
+    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / a_start_s) - 2))
 
 
 def likeliest(
@@ -275,7 +279,7 @@ def likeliest(
     near = [plan for plan in order if plan not in slow]
     alike = [plan for plan in near if (ratio := over[plan]) is None or ratio.value <= MARGIN]
     left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), *near]))[:most]}
-    many = f"{most} other{'s were' if most > 1 else ' was'} faster in the race"
+    many = f"{most} others were faster in the race"
     for plan in order:
         if plan not in left:
             ratio = slow.get(plan)
