@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import shutil
@@ -34,7 +35,12 @@ def can_compile_cpp() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need what this machine lacks, saying so."""
+    """Skip tests that need what this machine lacks, saying so; files of many tests, which are short, come first.
+
+    They take twice as long after a file that has loaded what compiles.
+    """
+    many = collections.Counter(item.path for item in items)
+    items.sort(key=lambda item: many[item.path] < 100)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
     no_cpp = pytest.mark.skip(
         reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"

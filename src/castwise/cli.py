@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import io
 import os
 import re
@@ -392,21 +391,15 @@ def _reader() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder(out: Path | None, command: str, workload: str, make: bool = True) -> Iterator[Path]:
-    """Where results go: made before the work, so that it is not lost for want of a place."""
+    """Where results go; made before the work."""
+    from castwise.jobs import make_folder
     from castwise.workload import find_workload
 
     name = find_workload(workload).name  # first, so that a wrong name makes no folder
     plain = re.sub(r"[^\w.-]+", "-", name)
     folder = out if out is not None else Path("runs") / f"{command}-{plain}"
     if make:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            raise CastwiseError(
-                f"--out: {error.strerror}: {str(folder)!r}; results need a folder that is there, or can be made, and may be written to"
-            ) from error
+        make_folder(folder, "--out")
     try:
         yield folder
     except BaseException:

@@ -350,7 +350,7 @@ def test_what_progress_raises_comes_out_as_it_is(stage: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("where", ["file", "file/within"])
 def test_a_place_that_is_no_folder_is_refused_in_a_sentence(where: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(PlanError, match=r"tune\(out='.*file.*'\): .*; give a folder"):
+    with pytest.raises(PlanError, match=r"tune\(out=\): .*'.*file.*'; results need a folder"):
         tune(out=tmp_path / where)
     assert (tmp_path / "file").read_text() == "mine"
 

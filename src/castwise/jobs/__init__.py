@@ -6,13 +6,16 @@ A job tells how far it is through a callback that takes :class:`Event` records.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from castwise.errors import PlanError
 
-__all__ = ["Event", "Progress", "heard"]
+__all__ = ["Event", "Progress", "heard", "make_folder"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,19 @@ def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Pr
             raise cause from None
     else:
         raise PlanError(f"progress={progress!r}: needs True, False, None or a function of an Event")
+
+
+def make_folder(folder: Path, call: str) -> None:
+    """Make the folder that results go to, before the work, so that it is not lost for want of a place.
+
+    Raises:
+        PlanError: It can be neither made nor written to; ``call`` is what the user gave it by.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise PlanError(
+            f"{call}: {error.strerror}: {str(folder)!r}; results need a folder that is there, or can be made, and may be written to"
+        ) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import errno
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from castwise.casting import default_device_type
-from castwise.errors import PlanError, WorkloadError
-from castwise.jobs import Event, Progress, heard
+from castwise.errors import WorkloadError
+from castwise.jobs import Event, Progress, heard, make_folder
 from castwise.jobs.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.ranks import lockstep
@@ -130,7 +129,7 @@ def tune(
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         folder = None if out is None or ranks.rank else Path(out)
         if folder is not None:
-            _make(folder)  # now, and not when there is something to lose
+            make_folder(folder, "tune(out=)")  # now, and not when there is something to lose
         opened = _Opened(found.batches)
         search = Search(dataclasses.replace(found, batches=opened), where, settings, spec, ranks)
         at_end.callback(vars(search).clear)  # it is in cycles, and holds models and batches
@@ -194,17 +193,6 @@ def _through(batches: Callable[[int], Iterator[Any]], seed: int) -> Generator[An
 
 def _itself(batches: Any) -> Any:
     return batches
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise PlanError(
-            f"tune(out={str(folder)!r}): {error.strerror}; give a folder that is there, or can be made, and may be written to"
-        ) from error
 
 
 def _written(result: TuneResult, folder: Path | None) -> TuneResult:
