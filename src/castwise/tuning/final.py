@@ -175,7 +175,7 @@ def race_final(
         nonlocal starts, taken_s
         begin = ranks.now()
         share = max(1, FIRST - starts)
-        what = f"start {starts + 1} of {len(racing)} plans, each in a process of its own"
+        what = f"start {starts + 1}: {len(racing)} plans, each in a process of its own"
         search.say(search.now, what, 0, ROUNDS)
         found = race_apart(
             search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
