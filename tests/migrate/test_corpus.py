@@ -2,7 +2,8 @@
 
 ``corpus/NAME.txt`` is a program: ``# file:`` begins a file of it, ``# becomes:`` says what comes of it, ``# says:`` what is
 listed, ``# run: no`` that it cannot train here. The original of one for Apex or Colossal-AI runs on the drop-in too, by
-``castwise.compat.install()``: its imports are what is tested.
+``castwise.compat.install()``: its imports are what is tested. So does the rest of one that stays. ``corpus/library.py`` is
+installed where they run, and imports Apex by itself.
 """
 
 from __future__ import annotations
@@ -46,18 +47,19 @@ def unpack(name: str, folder: Path) -> None:
         (folder / path).write_text(content, encoding="utf-8")
 
 
-def imports(folder: Path) -> Iterator[tuple[Path, ast.Import | ast.ImportFrom]]:
+def nodes(folder: Path) -> Iterator[tuple[Path, ast.AST]]:
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                yield path, node
+            yield path, node
 
 
-def train(folder: Path) -> dict[str, Any]:
+def train(folder: Path, *, served: bool) -> dict[str, Any]:
     """Run a program as ``python main.py`` would, and forget its modules and what Apex's O1 left in force."""
     before = set(sys.modules)
     sys.path[:0] = [str(folder), str(CORPUS)]
     state = amp._amp_state
+    if served:
+        castwise.compat.install()
     try:
         torch.manual_seed(0)
         with warnings.catch_warnings(
@@ -65,17 +67,15 @@ def train(folder: Path) -> dict[str, Any]:
         ):  # those of the libraries that the programs were written for
             return runpy.run_path(str(folder / "main.py"))
     finally:
+        castwise.compat.uninstall()
         if state.handle is not None:
             state.handle._deactivate()
         vars(state).clear()
         vars(state).update(vars(AmpState()))
         del sys.path[:2]
         for module in set(sys.modules) - before:
-            if Path(str(getattr(sys.modules[module], "__file__", ""))).parent in (
-                folder,
-                CORPUS,
-                folder / "project",
-            ):
+            home = Path(str(getattr(sys.modules[module], "__file__", "")))
+            if {folder, CORPUS} & set(home.parents):
                 del sys.modules[module]
 
 
@@ -85,6 +85,14 @@ class Program:
     before: Path
     after: Path
     result: Migration
+
+    @property
+    def becomes(self) -> str:
+        return head(self.name, "becomes")
+
+    @property
+    def texts(self) -> dict[Path, str]:
+        return {path: path.read_text(encoding="utf-8") for path in sorted(self.after.rglob("*.py"))}
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -97,19 +105,39 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_there_are_many() -> None:
     assert len(NAMES) >= 60
+    assert sum(head(name, "run") != "no" for name in NAMES) >= 60
 
 
 def test_what_becomes_of_a_program(program: Program) -> None:
     program.result.check()
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted(program.after.rglob("*.py")))
+    text = "".join(program.texts.values())
     became = "session" if "castwise.Amp(" in text else "drop-in" if "castwise.compat" in text else "stays"
-    assert became == head(program.name, "becomes")
+    assert became == program.becomes
     findings = [finding for file in program.result.files for finding in file.findings]
     kinds = {finding.kind for finding in findings}
     assert ("kept" in kinds) is (became == "drop-in")
     assert "left" in kinds or became != "stays"
     assert any(head(program.name, "says") in finding.text for finding in findings)
+    assert became != "stays" or not program.result.changed
     assert migrate(program.after).changed == ()
+
+
+def test_torch_amp_is_rewritten_whole_or_not_at_all(program: Program) -> None:
+    """Beside a session stays no autocast of torch's but a model's own and islands of fp32."""
+    for path, text in program.texts.items():
+        if "castwise.Amp(" not in text:
+            original = (program.before / path.relative_to(program.after)).read_text(encoding="utf-8")
+            assert program.becomes != "session" or text == original
+            continue
+        assert "GradScaler" not in text
+        tree = ast.parse(text)
+        own = {
+            id(node) for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for node in ast.walk(each)
+        }
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in own):
+            code = ast.unparse(call)
+            is_own = re.fullmatch(r"(castwise_)?amp(_session)?\.autocast\(\)", code)
+            assert "autocast" not in ast.unparse(call.func) or is_own or "enabled=False" in code
 
 
 def test_every_import_is_there_or_listed(program: Program) -> None:
@@ -117,27 +145,27 @@ def test_every_import_is_there_or_listed(program: Program) -> None:
         file.path: " ".join(finding.text for finding in file.findings if finding.kind == "left")
         for file in program.result.files
     }
-    for path, node in imports(program.after):
+    served = any("castwise.compat.install(" in text for text in program.texts.values())
+    for path, node in nodes(program.after):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
         names = [alias.name for alias in node.names]
         for module in [node.module or ""] if isinstance(node, ast.ImportFrom) else names:
-            if module.partition(".")[0] in FOREIGN:
-                assert module in listed[path]
-            elif module.startswith("castwise"):
-                found = importlib.import_module(module)
+            library = module.partition(".")[0]
+            if library in FOREIGN and not (served and library == "apex"):
+                assert module in listed[path] or f"imports of {library} stay" in listed[path]
+            elif module.startswith(("castwise", "apex")):
+                found = importlib.import_module(f"castwise.compat.{module}" if library == "apex" else module)
                 for name in names if isinstance(node, ast.ImportFrom) and names != ["*"] else []:
-                    assert hasattr(found, name) or importlib.import_module(f"{module}.{name}")
+                    assert hasattr(found, name) or importlib.import_module(f"{found.__name__}.{name}")
 
 
 def test_a_program_trains_as_it_did(program: Program) -> None:
     """The same losses, to the last digit."""
     if head(program.name, "run") == "no":
         pytest.skip("it needs a GPU, processes, or what the drop-in does not have")
-    castwise.compat.install()
-    try:
-        want = train(program.before)
-    finally:
-        castwise.compat.uninstall()
-    got = train(program.after)
+    want = train(program.before, served=True)
+    got = train(program.after, served=program.becomes == "stays")
     assert len(want["losses"]) >= 5
     assert got["losses"] == want["losses"]
     assert got.get("scales") == want.get("scales")

@@ -236,6 +236,60 @@ def test_one_script_of_a_program_that_uses_apex_elsewhere(tmp_path: Path) -> Non
     assert all(len(file.findings) == 1 for file in migrate(tmp_path).files)
 
 
+def test_a_script_is_told_of_what_it_imports_from_below(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "train.py").write_text("from apex import amp\nfrom tools.scalers import Scaler\n")
+    (tmp_path / "tools" / "scalers.py").write_text("from .base import Base\n")
+    (tmp_path / "tools" / "base.py").write_text(BEFORE)
+    (result,) = migrate(tmp_path / "train.py").files
+    assert f"which {Path('tools/base.py')} may use too" in result.findings[0].text
+
+
+def test_all_files_are_written_or_none(tmp_path: Path) -> None:
+    """Half a program on the drop-in would be none."""
+    for name in ("a.py", "b.py", "c.py"):
+        (tmp_path / name).write_text(BEFORE)
+    (tmp_path / "b.py").chmod(0o444)
+    result = migrate(tmp_path, write=True)
+    assert [file.path.name for file in result.problems] == ["a.py", "b.py", "c.py"]
+    assert result.problems[0].problem == f"was not written, since {tmp_path / 'b.py'} cannot be"
+    assert {(tmp_path / name).read_text() for name in ("a.py", "b.py", "c.py")} == {BEFORE}
+
+
+INITIALIZES = "from timm.utils import ApexScaler\nfrom apex import amp\nm, o = amp.initialize(m, o)\n"
+
+
+def test_a_library_that_scales_the_loss(tmp_path: Path) -> None:
+    """It finds the drop-in by ``import apex`` alone; another program of the folder is none of that."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one" / "train.py").write_text(INITIALIZES)
+    (tmp_path / "two" / "train.py").write_text(BEFORE + "m, o = amp.initialize(m, o)\namp.scale_loss(l, o)\n")
+    for path in (tmp_path, tmp_path / "one" / "train.py"):
+        assert (
+            migrate(path).files[0].after
+            == f'import castwise.compat\ncastwise.compat.install("apex")\n{INITIALIZES}'
+        )
+    assert migrate(tmp_path).files[1].after.startswith(AFTER)
+    (tmp_path / "one" / "main.py").write_text("import train\n")
+    result = migrate(tmp_path).files[0]
+    assert not result.changed
+    assert "before all other imports of the script that is started" in result.findings[0].text
+
+
+def test_a_program_that_a_drop_in_cannot_carry_stays_whole(tmp_path: Path) -> None:
+    """The drop-in shares nothing with the library, so one half on each would be none."""
+    (tmp_path / "train.py").write_text("from engine import step\nfrom colossalai.booster import Booster\n")
+    (tmp_path / "engine.py").write_text("from colossalai.amp import AMP_TYPE\n")
+    (tmp_path / "other.py").write_text("import colossalai\n")
+    (tmp_path / "third.py").write_text(
+        "from colossalai.amp import AMP_TYPE\ntry:\n    import colossalai.booster\nexcept ImportError:\n    pass\n"
+    )
+    result = migrate(tmp_path)
+    assert [file.path.name for file in result.changed] == ["other.py", "third.py"]
+    assert "the program needs colossalai.booster.Booster" in result.files[0].findings[0].text
+
+
 def test_a_copy_of_apex_in_the_program_is_left(tmp_path: Path) -> None:
     """Its imports are not of the library that the drop-in stands for; beside another folder they are."""
     for name in ("one/apex/__init__.py", "one/apex/amp.py", "one/tools/train.py", "two/train.py"):

@@ -70,6 +70,20 @@ NOT_A_SESSION = {
     "kept after a semicolon": ("optimizer = ", "init(model); holders.append(model)\noptimizer = ", "'model' is handed on here"),
     "run after a semicolon": ("for x", "model = DDP(model); validate(model)\nfor x", "'model' is handed on here"),
     "is_enabled": ("loader:\n", "loader:\n    scaler.is_enabled()\n", "scaler.is_enabled() has no counterpart"),
+    "clipped while scaled": ("    scaler.step(", "    clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step(", "gradients are used while the scale is in them"),
+    "clipped before unscaling": ("    scaler.step(", "    clip(model.parameters())\n    scaler.unscale_(optimizer)\n    scaler.step(", "unscale_(optimizer) comes after it"),
+    "gradients dropped while scaled": ("    scaler.step(", "    weight.grad = None\n    scaler.step(", "gradients are used while the scale is in them"),
+    "clipped above the backward": ("    optimizer.zero_grad()\n    with", "    clip_grad_norm_(params, 1.0)\n    scaler.step(optimizer)\n    scaler.update()\n    with", "gradients are used while the scale is in them"),
+    "a step without the scaler": ("    scaler.step(", "    optimizer.step()\n    scaler.step(", "'optimizer' is stepped without the scaler here"),
+    "another step of the optimizer": ("for x", "optimizer.step = counted(optimizer.step)\nfor x", "'optimizer' is given another step() here"),
+    "a loss without the scaler": ("    scaler.step(", "    other.backward()\n    scaler.step(", "gradients come from a loss that is not scaled here"),
+    "no loss": ("    scaler.scale(loss).backward()\n", "", "no loss is scaled by it here"),
+    "variables by text": ("for x", "exec(open('config.py').read())\nfor x", "reaches variables by name as text"),
+    "autocast set for all": ("for x", "torch.set_autocast_gpu_dtype(torch.bfloat16)\nfor x", "sets the format of autocast"),
+    "around another optimizer": ("torch.optim.SGD(model.parameters(), lr=0.1)", "Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))", "made around another optimizer"),
+    "sharded in place": ("optimizer = ", "fully_shard(model)\noptimizer = ", "'model' is handed on here"),
+    "compiled in place": ("optimizer = ", "model.compile()\noptimizer = ", "'model' is handed on here"),
+    "wrapped by a function": ("model = Net().cuda()", "def build():\n    return DataParallel(Net())\nmodel = build()", "wrapped before its optimizer is made"),
 }  # fmt: skip
 
 
@@ -120,13 +134,41 @@ def test_a_decorated_function_stays() -> None:
     assert "a function with a decorator" in findings[0].text
 
 
-def test_a_region_that_may_run_before_the_session_stays() -> None:
-    """Validation runs first here: the session's name is not bound yet."""
-    early = "def validate(x):\n    with autocast():\n        return model(x)\n\n\n"
-    after, _ = rewrite(TORCH.replace("model = ", f"{early}model = ", 1))
-    assert "amp = castwise.Amp(" in after
-    assert "def validate(x):\n    with autocast():" in after
-    assert "from torch.cuda.amp import autocast\n" in after
+VALIDATE = "def validate(x):\n    with autocast():\n        return model(x)\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "session"),
+    [
+        ("model = ", f"{VALIDATE}model = ", False),  # nobody calls it here
+        ("for x, y", f"{VALIDATE}for x, y", True),
+        ("model = ", f"{VALIDATE}model = Net()\nvalidate(0)\nmodel = ", False),
+    ],
+    ids=["before", "after", "called before"],
+)
+def test_a_region_that_may_run_before_the_session(old: str, new: str, session: bool) -> None:
+    """All of a loop is rewritten, or nothing: the session's name may not be bound yet."""
+    before = TORCH.replace(old, new, 1)
+    after, findings = rewrite(before)
+    assert ("amp = castwise.Amp(" in after) is session
+    assert session is ("autocast()" not in after.replace("amp.autocast()", ""))
+    assert session or (after == before and "may be entered before the session" in findings[0].text)
+
+
+def test_a_region_before_that_is_entered_after() -> None:
+    before = TORCH.replace("model = ", f"{VALIDATE}model = ", 1) + "validate(0)\n"
+    after, _ = rewrite(before)
+    assert "def validate(x):\n    with amp.autocast():" in after
+    assert "import GradScaler" not in after
+
+
+def test_what_is_bound_for_another_scope_stays() -> None:
+    head, _, loop = TORCH.partition("for x, y in loader:\n")
+    made = "".join(f"    {line}\n" for line in head.splitlines()[3:])
+    before = f"import torch\nfrom torch.cuda.amp import GradScaler, autocast\n\ndef setup():\n    global model, optimizer, scaler\n{made}\nsetup()\nfor x, y in loader:\n{loop}"
+    after, findings = rewrite(before)
+    assert after == before
+    assert "'scaler' is bound outside of the function that makes it" in findings[0].text
 
 
 def test_a_script_with_castwise_as_a_name_of_its_own_is_left() -> None:

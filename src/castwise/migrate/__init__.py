@@ -1,10 +1,11 @@
 """Move scripts that use Apex amp, Colossal-AI AMP or torch.amp to castwise.
 
-``files``: which files, and how they are read and written. ``view``: a script as a tree, and what its names mean.
-``edits``: changes collected and applied at once. ``dropins``: imports of Apex and Colossal-AI come to name castwise's
-drop-ins, which run the script as it is; ``served``: what these have. ``torch_session``: what a script shows of torch's
-scaler, with its models and optimizers (``torch_objects``) and the order of its steps (``torch_loop``); ``torch_write``: a
-session of castwise in their place. ``rewriting``: one script, all of it. ``result``: what was found, and how it is shown.
+``files``: which files, and how they are read and written. ``program``: which of them belong together, and whose imports
+stay in them. ``view``: a script as a tree, and what its names mean. ``edits``: changes collected and applied at once.
+``dropins``: imports of Apex and Colossal-AI come to name castwise's drop-ins, which run the script as it is; ``served``:
+what these have. ``torch_session``: what a script shows of torch's scaler, with its models and optimizers
+(``torch_objects``) and the order of its steps (``torch_loop``); ``torch_write``: a session of castwise in their place.
+``rewriting``: one script, all of it. ``result``: what was found, and how it is shown.
 
 A change is made where it is certain to keep the meaning of the script; the rest is left as it is and listed.
 """

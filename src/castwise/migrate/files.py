@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import io
@@ -11,15 +10,14 @@ import re
 import stat
 import tempfile
 import tokenize
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from castwise.errors import MigrateError
+from castwise.migrate.program import Script, Stay, loaded, look, staying
 from castwise.migrate.result import FileResult, Finding, Migration
 from castwise.migrate.rewriting import rewrite
-from castwise.migrate.served import LIBRARIES
 
 _CONCERNS = re.compile(rb"\bapex\b|colossalai|autocast|GradScaler|custom_fwd|custom_bwd")
 """What a file must hold to be parsed at all: one of Python 2 beside the scripts is none of our business."""
@@ -35,78 +33,80 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     given = Path(path)
     if not given.exists():
         raise MigrateError(f"migrate: there is no file or folder {str(given)!r}")
-    root = given if given.is_dir() else given.parent
     found, links = _scripts(given) if given.is_dir() else ([given], [])
     results = [_link(link) for link in links]
-    texts: dict[Path, tuple[bytes, str, str]] = {}
-    beside = [] if given.is_dir() else [each for each in sorted(root.glob("*.py")) if each.is_file()]
-    neighbours = {
-        each.name: each.read_bytes() for each in beside if each != given and os.access(each, os.R_OK)
-    }
-    importers = [*neighbours.values()]
+    raws: dict[Path, bytes] = {}
+    texts: dict[Path, tuple[str, str]] = {}
     for file in found:
         try:
-            raw = file.read_bytes()
-            importers.append(raw)
-            if not given.is_dir() or _CONCERNS.search(raw):
-                texts[file] = (raw, *_decode(raw))
+            raws[file] = file.read_bytes()
+            if not given.is_dir() or _CONCERNS.search(raws[file]):
+                texts[file] = _decode(raws[file])
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
-    makes_scalers = any("GradScaler" in text for _, text, _ in texts.values())
-    exported = _imported_names(importers if makes_scalers else ())
-    for file, (raw, text, encoding) in texts.items():
+    root = given if given.is_dir() else _root(given)
+    others = {} if given.is_dir() else _others(given, root)
+    scripts = {file: look(raw) for file, raw in {**raws, **others}.items()} if texts else {}
+    exported, stays = _imported_names(scripts.values()), staying(scripts, root)
+    for file, (text, _) in texts.items():
         module = file.parent.name if file.stem == "__init__" else file.stem
-        result = _one(file, text, frozenset(exported.get(module, ())), _own(file, root))
-        result = _with_neighbours(result, neighbours)
-        if write and result.changed:
-            result = _write(result, raw, encoding)
+        result = _one(file, text, frozenset(exported.get(module, ())), stays[file])
+        result = _with_others(result, {os.path.relpath(other, root): raw for other, raw in others.items()})
         if result.changed or result.findings or result.problem:
             results.append(result)
+    if write:
+        encodings = {file: encoding for file, (_, encoding) in texts.items()}
+        results = _write(results, raws, encodings)
     results.sort(key=lambda result: result.path)
     return Migration(tuple(results), looked_at=len(found))
 
 
-def _imported_names(scripts: Iterable[bytes]) -> dict[str, set[str]]:
+def _root(file: Path) -> Path:
+    """The folder that a script's absolute imports start from: around the package that it is in."""
+    root = file.parent
+    while (root / "__init__.py").is_file() and root != root.parent:
+        root = root.parent
+    return root
+
+
+def _others(given: Path, root: Path) -> dict[Path, bytes]:
+    """Scripts that may belong to one that is migrated by itself: those beside it, and those that these import."""
+    others: dict[Path, bytes] = {}
+    waiting = [given, *sorted(given.parent.glob("*.py"))]
+    while waiting:
+        file = waiting.pop()
+        if file in others or not file.is_file() or not os.access(file, os.R_OK):
+            continue
+        others[file] = file.read_bytes()
+        for each in look(others[file]).imports:
+            waiting += loaded(file, each, root)
+    others.pop(given, None)
+    return others
+
+
+def _imported_names(scripts: Iterable[Script]) -> dict[str, set[str]]:
     """What scripts import from modules, by the last part of the module's name; ``*`` where that may be any name."""
     names: dict[str, set[str]] = defaultdict(set)
-    for script in scripts:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                tree = ast.parse(script)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                names[(node.module or "").rpartition(".")[2]].update(alias.name for alias in node.names)
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                for alias in node.names:
-                    names[alias.name.rpartition(".")[2]].add("*")
+    for each in (each for script in scripts for each in script.imports):
+        last = each.module.rpartition(".")[2]
+        names[last].update(each.names or "*")
+        for name in each.names:
+            names[name].add("*")  # a module, perhaps
     return names
 
 
-def _own(file: Path, root: Path) -> frozenset[str]:
-    """Libraries that are a module or package of the program, beside the file or around it."""
-    folders = [folder for folder in file.parents if folder == root or root in folder.parents]
-    return frozenset(
-        library
-        for library in LIBRARIES
-        for folder in folders
-        if (folder / f"{library}.py").is_file() or (folder / library / "__init__.py").is_file()
-    )
-
-
-def _with_neighbours(result: FileResult, neighbours: Mapping[str, bytes]) -> FileResult:
-    """A script on a drop-in, with a word on scripts beside it that would still use the library itself."""
-    names = [name for name, raw in neighbours.items() if re.search(rb"\bapex\b|colossalai", raw)]
+def _with_others(result: FileResult, others: Mapping[str, bytes]) -> FileResult:
+    """A script on a drop-in, with a word on scripts of its program that would still use the library itself."""
+    names = [name for name, raw in others.items() if re.search(rb"\bapex\b|colossalai", raw)]
     if not names or all(finding.kind != "kept" for finding in result.findings):
         return result
-    said = f"the drop-in shares nothing with the library, which {', '.join(names)} may use too: migrate the folder"
+    said = f"the drop-in shares nothing with the library, which {', '.join(sorted(names))} may use too: migrate the folder"
     return dataclasses.replace(result, findings=(Finding(1, "left", said), *result.findings))
 
 
-def _one(file: Path, text: str, exported: frozenset[str], own: frozenset[str]) -> FileResult:
+def _one(file: Path, text: str, exported: frozenset[str], stays: Mapping[str, Stay]) -> FileResult:
     try:
-        after, findings = rewrite(text, exported=exported, own=own)
+        after, findings = rewrite(text, exported=exported, stays=stays)
     except RecursionError:
         return FileResult(file, text, text, problem="is nested too deep to be looked at")
     except SyntaxError as error:
@@ -151,22 +151,48 @@ def _decode(raw: bytes) -> tuple[str, str]:
     return raw.decode(encoding), encoding
 
 
-def _write(result: FileResult, raw: bytes, encoding: str) -> FileResult:
-    """Put the rewritten text into the file: whole or not at all."""
+def _write(
+    results: Iterable[FileResult], raws: Mapping[Path, bytes], encodings: Mapping[Path, str]
+) -> list[FileResult]:
+    """Put rewritten texts into their files: all of them, or none where one cannot be written."""
+    results = list(results)
+    texts: dict[Path, bytes] = {}
+    problems: dict[Path, str] = {}
+    for result in (result for result in results if result.changed and not result.problem):
+        try:
+            texts[result.path] = result.after.encode(encodings[result.path])
+            _check_writable(result.path.resolve(), raws[result.path])
+        except (OSError, UnicodeEncodeError) as error:
+            problems[result.path] = f"was not written: {_reason(error)}"
+    if problems:
+        barred = ", ".join(str(path) for path in problems)
+        problems = {
+            path: problems.get(path, f"was not written, since {barred} cannot be")
+            for path in [*texts, *problems]
+        }
+        return [dataclasses.replace(each, problem=problems.get(each.path, each.problem)) for each in results]
+    return [_put(each, raws[each.path], texts[each.path]) if each.path in texts else each for each in results]
+
+
+def _put(result: FileResult, before: bytes, after: bytes) -> FileResult:
     try:
-        _replace(result.path.resolve(), raw, result.after.encode(encoding))
-    except (OSError, UnicodeEncodeError) as error:
+        _replace(result.path.resolve(), before, after)
+    except OSError as error:
         return dataclasses.replace(result, problem=f"was not written: {_reason(error)}")
     return dataclasses.replace(result, written=True)
 
 
-def _replace(path: Path, before: bytes, after: bytes) -> None:
-    mode = stat.S_IMODE(path.stat().st_mode)
+def _check_writable(path: Path, before: bytes) -> None:
     # A new file may take the place of one that is not to be written: the folder alone decides about that.
-    if not mode & stat.S_IWUSR or not os.access(path, os.W_OK):
+    if not stat.S_IMODE(path.stat().st_mode) & stat.S_IWUSR or not os.access(path, os.W_OK):
         raise PermissionError(13, "it is read-only")
     if path.read_bytes() != before:
         raise OSError("it was changed by somebody else meanwhile")
+
+
+def _replace(path: Path, before: bytes, after: bytes) -> None:
+    _check_writable(path, before)
+    mode = stat.S_IMODE(path.stat().st_mode)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from libcst.metadata import ImportAssignment
 
 from castwise.migrate.dropins import rewrite_imports
 from castwise.migrate.edits import Edits
+from castwise.migrate.program import Stay
 from castwise.migrate.result import Finding
 from castwise.migrate.torch_write import rewrite_session
 from castwise.migrate.view import View
 
 
 def rewrite(
-    text: str, *, exported: frozenset[str] = frozenset(), own: frozenset[str] = frozenset()
+    text: str,
+    *,
+    exported: frozenset[str] = frozenset(),
+    stays: Mapping[str, Stay] = MappingProxyType({}),
 ) -> tuple[str, list[Finding]]:
     """Rewrite a script.
 
     Args:
         text: The script.
         exported: Names that other scripts import from this one; ``*`` where that may be any.
-        own: Libraries that the program holds itself.
+        stays: Libraries whose imports stay, and why.
 
     Returns:
         The script as rewritten, and what there is to say about its lines.
@@ -34,6 +41,6 @@ def rewrite(
     ):
         why = "the name castwise is used for something else here, so nothing is rewritten"
         return text, [Finding(1, "left", why)]
-    rewrite_imports(edits, own)
+    rewrite_imports(edits, stays)
     rewrite_session(edits, exported)
     return edits.apply(), sorted(edits.findings)

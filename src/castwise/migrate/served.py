@@ -46,6 +46,13 @@ def _nearest(module: str) -> str:
     return module
 
 
+def serves(module: str, name: str = "") -> bool:
+    """Whether ``import module``, or ``from module import name``, finds in the drop-in what it asks for."""
+    if name in ("", "*"):
+        return is_module(here(module))
+    return bool(home(here(module), name)) or is_module(here(f"{module}.{name}"))
+
+
 def imported(dotted: str) -> str:
     """What an imported name is in the drop-in; empty where it is not there."""
     module, _, name = dotted.rpartition(".")
@@ -94,4 +101,7 @@ def lacking(part: str, dotted: str) -> str:
     """That a drop-in lacks a part of a dotted name, and what to use in its place."""
     module, _, name = dotted.rpartition(".")
     note = instead(dotted, f"{_nearest(module)}.{name}", inside=part)
+    absent = [each.name for each in covered(library_of(part)) if each.status == "absent"]
+    listed = [each for each in absent if f"{dotted}.".startswith(f"{each}.")]
+    part = max([part, *listed], key=len)
     return f"castwise.compat has no {part}: {note or 'docs/compat.md lists what there is'}"

@@ -67,6 +67,11 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
     if len(optimizer.assignments) > 1 or not isinstance(value, cst.Call) or not value.args:
         raise Undecided(item.node, f"how {optimizer.name!r} is made cannot be seen")
     first = value.args[0].value
+    if any(
+        isinstance(node, cst.Call) and (view.origin(node.func) or "").startswith("torch.optim.")
+        for node in inside(first)
+    ):
+        raise Undecided(item.node, f"{optimizer.name!r} is made around another optimizer")
     names: dict[str, cst.Name] = {}
     for node in inside(first):
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
@@ -87,7 +92,7 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
     for item in model.assignments:
         value = view.assigned_value(item)
         assert value is not None
-        wrapped = _wraps(view, value)
+        wrapped = wraps(view, value)
         if view.position(item.node) > prepared_at:
             if not (
                 wrapped
@@ -107,10 +112,26 @@ def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], s
             raise Undecided(item.node, f"{model.name!r} is made in another block than its optimizer")
 
 
-def _wraps(view: View, value: cst.BaseExpression) -> bool:
-    """Whether a value is made by DistributedDataParallel, torch.compile or the like, as far as names tell."""
+def wraps(view: View, value: cst.BaseExpression) -> bool:
+    """Whether a value is made by DistributedDataParallel, torch.compile or the like, as far as names tell.
+
+    Functions of the script that make it are looked into.
+    """
     calls = [node for node in inside(value) if isinstance(node, cst.Call)]
+    made_by = [item.node for call in calls for item in _bindings(view, call.func)]
+    calls += [
+        node
+        for function in made_by
+        if isinstance(function, cst.FunctionDef)
+        for node in inside(function)
+        if isinstance(node, cst.Call)
+    ]
     return any(_WRAPPER.search(view.code(call.func).rpartition(".")[2]) for call in calls)
+
+
+def _bindings(view: View, called: cst.BaseExpression) -> list[meta.Assignment]:
+    found = view.bindings(called) if isinstance(called, cst.Name) else []
+    return [item for item in found if isinstance(item, meta.Assignment)]
 
 
 def is_harmless(view: View, name: cst.Name) -> bool:

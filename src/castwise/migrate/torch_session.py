@@ -6,9 +6,11 @@ optimizers there are, that a model runs inside autocast wherever it runs, and th
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
-from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event, check_windows
+from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event, check_gradients, check_windows
 from castwise.migrate.torch_objects import (
     Thing,
     is_harmless,
@@ -16,6 +18,7 @@ from castwise.migrate.torch_objects import (
     only_wrapped_later,
     references,
     thing,
+    wraps,
 )
 from castwise.migrate.view import Undecided, View
 
@@ -27,6 +30,8 @@ _SCALE_FIELDS = {
 }
 _BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _FP16 = {"torch.float16", "torch.half"}
+_UNSEEN = re.compile(r"\bset_autocast_|(?<![.\w])(?<!def )(?:(?:exec|eval)\(|(?:globals|locals|vars)\(\s*\))")
+"""Code that reaches variables by their names as text, or gives autocast another format."""
 
 
 class Session:
@@ -51,10 +56,15 @@ class Session:
             Undecided: Something is not as a session needs it.
         """
         self._look_at_scaler()
+        if _UNSEEN.search(self.view.module.code):
+            raise Undecided(
+                self.made, "the script reaches variables by name as text, or sets the format of autocast"
+            )
         for use in references(self.view, self.scaler):
             self._look_at_use(use)
-        if not any(event.kind == "step" for event in self.events):
-            raise Undecided(self.made, "no optimizer is stepped by it here")
+        for kind, what in (("step", "no optimizer is stepped"), ("backward", "no loss is scaled")):
+            if not any(event.kind == kind for event in self.events):
+                raise Undecided(self.made, f"{what} by it here")
         for event in self.events:
             function = self.view.function(event.node)
             if isinstance(function, cst.FunctionDef) and function.decorators:
@@ -62,6 +72,8 @@ class Session:
                     event.node, "it stands in a function with a decorator, as torch.compile may be one"
                 )
         check_windows(self.view, self.events)
+        check_gradients(self.view, self.events)
+        self._look_for_plain_steps()
         last = self.home
         for name in sorted(self.optimizers):
             optimizer = self.optimizers[name]
@@ -102,6 +114,8 @@ class Session:
             raise Undecided(self.made, "the scaler is made on the line of an if")
         self.home, self.suite = line, suite
         self.scaler = thing(view, targets[0])
+        if view.scope(self.made) is not self.scaler.scope:
+            raise Undecided(self.made, f"{self.scaler.name!r} is bound outside of the function that makes it")
         if len(self.scaler.assignments) > 1:
             raise Undecided(
                 self.scaler.assignments[1].node, f"{self.scaler.name!r} is assigned more than once"
@@ -181,19 +195,65 @@ class Session:
             raise Undecided(event.node, f"{self.view.code(event.node)} shares its line with other code")
         self.events.append(event)
 
-    def _find_regions(self) -> None:
-        for call in (node for node in self.view.nodes if isinstance(node, cst.Call)):
+    def _look_for_plain_steps(self) -> None:
+        """See that all gradients come from the scaler, and all steps go through it, unless it may be off."""
+        view = self.view
+        for name in (name for each in self.optimizers.values() for name in references(view, each)):
+            attribute = view.parent(name)
+            outer = None if attribute is None else view.parent(attribute)
+            if isinstance(attribute, cst.Attribute) and attribute.attr.value == "step":
+                called = isinstance(outer, cst.Call) and outer.func is attribute
+                if self.enabled is None or not called:
+                    what = "stepped without the scaler" if called else "given another step()"
+                    raise Undecided(name, f"{name.value!r} is {what} here")
+        own = {id(event.node) for event in self.events}
+        for call in (node for node in view.nodes if isinstance(node, cst.Call) and id(node) not in own):
             if (
-                self.view.origin(call.func) in AUTOCAST
-                and isinstance(self.view.parent(call), cst.WithItem)
-                and self.view.is_within(self.view.scope(call), self.scaler.scope)
+                self.enabled is None
+                and isinstance(call.func, cst.Attribute)
+                and call.func.attr.value == "backward"
+                and view.is_within(view.scope(call), self.scaler.scope)
+            ):
+                raise Undecided(call, "gradients come from a loss that is not scaled here")
+
+    def _find_regions(self) -> None:
+        view = self.view
+        for call in (node for node in view.nodes if isinstance(node, cst.Call)):
+            if (
+                view.origin(call.func) in AUTOCAST
+                and isinstance(view.parent(call), cst.WithItem)
+                and view.is_within(view.scope(call), self.scaler.scope)
+                and not self._is_in_class(call)
                 and self._is_own(call)
             ):
+                if not self._is_after(call, frozenset()):
+                    raise Undecided(call, "this autocast may be entered before the session would be there")
                 self.regions.append(call)
         if not self.regions:
             raise Undecided(
                 self.made, "there is no autocast of fp16 on the scaler's device where the scaler is known"
             )
+
+    def _is_in_class(self, node: cst.CSTNode) -> bool:
+        """Whether code is a method of a class that is made where the scaler is known: a model's own autocast."""
+        classes = (outer for outer in self.view.around(node) if isinstance(outer, cst.ClassDef))
+        return any(self.view.is_within(self.view.scope(each), self.scaler.scope) for each in classes)
+
+    def _is_after(self, node: cst.CSTNode, seen: frozenset[cst.CSTNode]) -> bool:
+        """Whether code is sure to run only once the session is there; ``seen`` are functions that were looked at."""
+        view = self.view
+        function = view.function(node)
+        if function is view.function(self.home):
+            return view.position(node) > view.position(self.prepared_after)
+        if any(view.function(event.node) is function for event in self.events):
+            return True  # it uses the scaler
+        scope = view.scope(function)
+        if not isinstance(function, cst.FunctionDef) or scope is None or function in seen:
+            return False
+        if scope is self.scaler.scope and view.position(function) > view.position(self.prepared_after):
+            return True
+        calls = [access.node for item in scope[function.name.value] for access in item.references]
+        return bool(calls) and all(self._is_after(call, seen | {function}) for call in calls)
 
     def _is_own(self, call: cst.Call) -> bool:
         """Whether an autocast is what the session's plan does: fp16 on the scaler's device, on and off as the scaler."""
@@ -247,7 +307,7 @@ class Session:
         receiver = call.func if isinstance(call, cst.Call) else None
         while isinstance(receiver, (cst.Attribute, cst.Subscript, cst.Call)):
             receiver = receiver.func if isinstance(receiver, cst.Call) else receiver.value
-        if not isinstance(call, cst.Call) or not isinstance(receiver, cst.Name):
+        if not isinstance(call, cst.Call) or not isinstance(receiver, cst.Name) or wraps(self.view, call):
             return False
         return receiver is call.func or receiver.value == model.name or bool(self.view.origin(receiver))
 

@@ -69,8 +69,8 @@ class _Writer:
         plan, device = f'"{session.plan}"', session.device
         if session.enabled is not None:
             plan = f'{plan} if {session.enabled} else "fp32+output=as_is"'
-            if device.startswith('"'):  # where it is off, there may be no such device
-                device = f"{device} if {session.enabled} else None"
+            if device == '"cuda"':  # where it is off, there may be none, or the model elsewhere
+                device = f"{device} if {session.enabled} else {self._device_when_off()}"
         home = session.home
         edits.replace(home, statement(f"{amp} = castwise.Amp({plan}, device={device})", like=home))
         names = [", ".join([model, *optimizers]) for model, optimizers in session.updated.items()]
@@ -78,9 +78,8 @@ class _Writer:
         edits.insert_after(session.prepared_after, *lines)
         self._forget(session.made)
         for call in session.regions:
-            if self._is_after(call):
-                edits.replace(call, cst.parse_expression(f"{amp}.autocast()"))
-                self._forget(call)
+            edits.replace(call, cst.parse_expression(f"{amp}.autocast()"))
+            self._forget(call)
         for event in session.events:
             self._rewrite(event)
         for name in session.states:
@@ -88,16 +87,18 @@ class _Writer:
         self._import()
         self._say()
 
+    def _device_when_off(self) -> str:
+        """The model's own, if there is one when the session is made; else the default."""
+        position, session = self.view.position, self.session
+        for model in session.models.values():
+            made = [position(item.node) for item in model.assignments]
+            before = [at for at in made if at < self.view.end(session.prepared_after)]
+            if before and max(before) < position(session.home):
+                return f"next({model.name}.parameters()).device"
+        return "None"
+
     def _forget(self, call: cst.Call) -> None:
         self.replaced.update(filter(None, (call.func, root(call.func))))
-
-    def _is_after(self, region: cst.Call) -> bool:
-        """Whether the session is sure to be there when a region is entered; another stays torch's."""
-        view, session = self.view, self.session
-        if view.scope(region) is session.scaler.scope:
-            return view.position(region) > view.position(session.prepared_after)
-        function = view.function(region)
-        return any(view.function(event.node) is function for event in session.events)
 
     def _rewrite(self, event: Event) -> None:
         edits, amp, node = self.edits, self.amp, event.node

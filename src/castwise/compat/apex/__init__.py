@@ -12,6 +12,7 @@ from typing import Final
 
 PARTS: Final = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """The modules that there are, each imported when it is first used."""
+__all__ = list(PARTS)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -30,6 +30,7 @@ from castwise.compat.apex.amp.functions import (
     register_promote_function,
 )
 from castwise.compat.apex.amp.handle import disable_casts, scale_loss
+from castwise.compat.coverage import missing_attribute
 
 __all__ = [
     "_amp_state",
@@ -47,3 +48,4 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
+__getattr__ = missing_attribute("apex.amp")
