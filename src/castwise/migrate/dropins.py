@@ -94,7 +94,8 @@ class _DropIns:
         self.stays = stays
         own = {library for library, stay in stays.items() if stay.kind == "own"}
         self.libraries = frozenset(LIBRARIES) - own
-        self.others = {library for library in self.libraries if self._is_another(library)}
+        named = {library_of(module) for node in self.view.nodes for module in _modules(self.view, node)}
+        self.others = {library for library in self.libraries & named if self._is_another(library)}
         self.stayed: set[str] = set()
         self.said: set[str] = set()
 
