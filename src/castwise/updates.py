@@ -153,7 +153,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors together, in fp32, or fp64 where one is, on the device of the first."""
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
     norms = _torch.each_norm(list(tensors), 2, dtype)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -136,9 +136,7 @@ KINDS = {"FusedLAMB": lamb_by_hand, "FusedNovoGrad": novograd_by_hand}
 def test_lamb_is_the_published_rule_under_every_option(weight_decay: float, max_grad_norm: float) -> None:
     common = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}  # fmt: skip
     found = set()
-    for options in combinations(
-        bias_correction=BOTH, adam_w_mode=BOTH, grad_averaging=BOTH, use_nvlamb=BOTH
-    ):
+    for options in combinations(bias_correction=BOTH, adam_w_mode=BOTH, grad_averaging=BOTH, use_nvlamb=BOTH):
         got = run(made("FusedLAMB", start(), **common, **options), gradients())
         want = lamb_by_hand(start(), gradients(), **common, **options)
         for mine, theirs in zip(got, want, strict=True):
@@ -232,6 +230,21 @@ def test_formats_may_be_mixed(kind: str) -> None:
         torch.testing.assert_close(p.double(), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_it_is_the_same_rule_and_nothing_waits(kind: str) -> None:
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    optimizer = made(kind, [w.cuda() for w in start()], **options)
+    steps = [[g.cuda() for g in grads] for grads in gradients()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = run(optimizer, steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for mine, theirs in zip(got, KINDS[kind](start(), gradients(), **options), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-12, atol=1e-14)
+
+
 def test_what_apex_refuses_is_refused() -> None:
     params = [nn.Parameter(torch.ones(2))]
     for kind in KINDS:
@@ -257,7 +270,7 @@ def test_a_closure_is_evaluated_with_gradients(kind: str) -> None:
         loss.backward()
         return loss
 
-    assert float(optimizer.step(closure)) == 5.0
+    assert float(optimizer.step(closure).detach()) == 5.0
     assert bool((p.detach() < torch.tensor([1.0, 2.0])).all())
 
 
@@ -283,7 +296,10 @@ def test_a_saved_state_goes_on_bit_for_bit(kind: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("FusedLAMB", {"adam_w_mode": False, "use_nvlamb": True, "set_grad_none": False, "max_grad_norm": 0.1}),
+        (
+            "FusedLAMB",
+            {"adam_w_mode": False, "use_nvlamb": True, "set_grad_none": False, "max_grad_norm": 0.1},
+        ),
         ("FusedNovoGrad", {"reg_inside_moment": True, "set_grad_none": False}),
         ("FusedAdam", {"set_grad_none": False}),
     ],

@@ -108,11 +108,17 @@ def test_deep_paths_lead_to_what_the_packages_have(first: bool) -> None:
     try:
         for path, name in DEEP.items():
             package = path.rpartition(".")[0]
-            modules = [importlib.import_module(each) for each in ((path, package) if first else (package, path))]
+            modules = [
+                importlib.import_module(each) for each in ((path, package) if first else (package, path))
+            ]
             held = [getattr(module, name) for module in modules if hasattr(module, name)]
             assert getattr(importlib.import_module(f"castwise.compat.{path}"), name) is held[0] is held[-1]
-        assert importlib.import_module("apex.normalization.fused_layer_norm") is normalization.fused_layer_norm
-        with pytest.raises(ModuleNotFoundError, match=r"'apex.fp16_utils.fp16_optimizer': .*O2 of amp.initialize"):
+        assert (
+            importlib.import_module("apex.normalization.fused_layer_norm") is normalization.fused_layer_norm
+        )
+        with pytest.raises(
+            ModuleNotFoundError, match=r"'apex.fp16_utils.fp16_optimizer': .*O2 of amp.initialize"
+        ):
             importlib.import_module("apex.fp16_utils.fp16_optimizer")
     finally:
         compat.uninstall()
@@ -132,7 +138,10 @@ def test_what_is_missing_is_no_attribute_and_an_import_says_what_to_use() -> Non
     with pytest.raises(AttributeError, match=r"FusedMixedPrecisionLamb'\. Instead: use FusedLAMB with O2"):
         apex.optimizers.FusedMixedPrecisionLamb  # noqa: B018 - the access is the test
     for line, said in (
-        ("from castwise.compat.apex.optimizers import FusedMixedPrecisionLamb", "Instead: use FusedLAMB with O2"),
+        (
+            "from castwise.compat.apex.optimizers import FusedMixedPrecisionLamb",
+            "Instead: use FusedLAMB with O2",
+        ),
         ("from castwise.compat.apex import amp, RNN", "Instead: use the recurrent layers of torch.nn"),
         ("from castwise.compat.apex.fp16_utils.fp16util import FP16Model", "Instead: O2 of amp.initialize"),
         ("from castwise.compat.apex.optimizers import unheard_of", "cannot import name 'unheard_of'"),

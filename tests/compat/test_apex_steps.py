@@ -182,7 +182,7 @@ def test_o1_runs_a_closure_without_casts_as_apex_does() -> None:
 def test_levels_without_masters_take_closures(options: dict[str, Any]) -> None:
     model, optimizer = begun("SGD")
     amp.initialize(model, optimizer, verbosity=0, **options)
-    losses = [float(optimizer.step(evaluate(model, optimizer))) for _ in range(5)]
+    losses = [float(optimizer.step(evaluate(model, optimizer)).detach()) for _ in range(5)]
     assert losses[-1] < losses[0]
 
 
@@ -207,7 +207,9 @@ def test_a_closure_whose_gradients_overflow_changes_no_weight(level: str) -> Non
     model, optimizer = begun("SGD")
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"overflowed inside the step; the loss scale is 32768\.0 now\. Step again"):
+    with pytest.raises(
+        RuntimeError, match=r"overflowed inside the step; the loss scale is 32768\.0 now\. Step again"
+    ):
         optimizer.step(evaluate(model, optimizer, float("inf")))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     optimizer.step(evaluate(model, optimizer))

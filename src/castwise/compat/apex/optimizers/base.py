@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class ClearsAsSaid(torch.optim.Optimizer):
     """An optimizer that was told once how ``zero_grad`` clears."""
 
     set_grad_none: bool
-    said = ("set_grad_none",)
+    said: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that hold arguments of the class."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
