@@ -55,7 +55,7 @@ REWRITTEN = {
     "if 1: import apex, os": "if 1: import os; from castwise.compat import apex",
     "from apex.fp16_utils import *": "from castwise.compat.apex.fp16_utils import *",
     "from apex.amp._amp_state import _amp_state": "from castwise.compat.apex.amp._amp_state import _amp_state",
-    "from apex.optimizers.fused_adam import FusedAdam": deep("apex.optimizers.fused_adam", "FusedAdam"),
+    "from apex.optimizers.fused_adam import FusedAdam": "from castwise.compat.apex.optimizers.fused_adam import FusedAdam",
     "from apex.contrib.optimizers.fp16 import amp": "from apex.contrib.optimizers.fp16 import amp",
     "from apex.optimizers import (FusedAdam,  # fast\n    FP16_Optimizer)": (
         "from castwise.compat.apex.optimizers import (FusedAdam,  # fast\n    )\nfrom apex.optimizers import (FP16_Optimizer)"
@@ -163,6 +163,8 @@ def test_a_name_that_is_missing_is_said_once_where_it_is_first_named() -> None:
         ("import colossalai as c\nc.initialize(m, ophooks=[])", "left", "colossalai.initialize(ophooks): use torch's module hooks"),
         ("from apex import amp\namp._amp_state.loss_scalers", "kept", "castwise.compat.apex runs this script as it is"),
         ("from apex.fp16_utils.loss_scaler import LossScaler", "left", "no apex.fp16_utils.loss_scaler: O2 of amp.initialize"),
+        ("from apex.optimizers.fused_sgd import FusedSGD", "differs", "fused_sgd.FusedSGD: is torch.optim.SGD"),
+        ("from apex.optimizers import fused_sgd as f\nf.FusedSGD(p, wd_after_momentum=True)", "differs", "is torch.optim.SGD"),
         ("from apex.fp16_utils import *\nFP16_Optimizer(o)", "left", "apex.fp16_utils.FP16_Optimizer: O2 of amp.initialize"),
     ],
 )  # fmt: skip
