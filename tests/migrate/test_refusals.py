@@ -176,3 +176,14 @@ def test_a_script_with_castwise_as_a_name_of_its_own_is_left() -> None:
     after, findings = rewrite(text)
     assert after == text
     assert findings[0].kind == "left"
+
+
+@pytest.mark.parametrize(("first", "device"), [(True, "next(model.parameters()).device"), (False, "None")])
+def test_where_a_session_that_is_off_runs(first: bool, device: str) -> None:
+    """Where torch.amp is off the model may be anywhere, on a machine with CUDA too."""
+    made = "scaler = GradScaler(enabled=on)\n"
+    text = TORCH.replace("scaler = GradScaler()\n", made if first else "").replace(
+        "cast()", "cast(enabled=on)"
+    )
+    text = text.replace("model = ", f"on = ask()\n{'' if first else made}model = ", 1)
+    assert f'device="cuda" if on else {device})\n' in rewrite(text)[0]
