@@ -83,6 +83,34 @@ def models_of(view: View, optimizer: Thing) -> list[cst.Name]:
     return list(names.values())
 
 
+def check_apart(view: View, optimizers: list[Thing]) -> None:
+    """See that no two optimizers update the same parameters, as far as it is written: a session refuses that.
+
+    Raises:
+        Undecided: One takes all that another takes a part of.
+    """
+    for one in optimizers:
+        for other in (other for other in optimizers if other is not one):
+            for whole in _taken(view, one, whole=True):
+                if any(f"{part}.".startswith(f"{whole}.") for part in _taken(view, other, whole=False)):
+                    node = one.assignments[0].node
+                    raise Undecided(node, f"{one.name!r} updates parameters that {other.name!r} updates too")
+
+
+def _taken(view: View, optimizer: Thing, *, whole: bool) -> list[str]:
+    """The modules that an optimizer takes parameters of; ``whole``: all of them, through no condition."""
+    value = view.assigned_value(optimizer.assignments[0])
+    first = value.args[0].value if isinstance(value, cst.Call) and value.args else cst.Tuple([])
+    asked = [node.func for node in inside(first) if isinstance(node, cst.Call)]
+    if whole and any(isinstance(node, (cst.BaseComp, cst.Lambda)) for node in inside(first)):
+        return []
+    return [
+        view.code(name.value)
+        for name in asked
+        if isinstance(name, cst.Attribute) and name.attr.value in ("parameters", "named_parameters")
+    ]
+
+
 def only_wrapped_later(view: View, model: Thing, prepared_at: tuple[int, int], suite: Suite | None) -> None:
     """See that a model is whole when it is prepared and is at most wrapped from then on.
 
@@ -137,6 +165,6 @@ def _bindings(view: View, called: cst.BaseExpression) -> list[meta.Assignment]:
 def is_harmless(view: View, name: cst.Name) -> bool:
     """Whether this use of a model neither runs it nor hands it to code that might."""
     outer = view.parent(name)
-    while isinstance(outer, cst.Attribute) and outer.attr.value == "module":
-        outer = view.parent(outer)
+    while isinstance(outer, cst.Attribute) and isinstance(around := view.parent(outer), cst.Attribute):
+        outer = around  # of a part of it
     return isinstance(outer, cst.Attribute) and outer.attr.value in _HARMLESS

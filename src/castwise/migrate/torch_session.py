@@ -13,6 +13,7 @@ import libcst as cst
 from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event, check_gradients, check_windows
 from castwise.migrate.torch_objects import (
     Thing,
+    check_apart,
     is_harmless,
     models_of,
     only_wrapped_later,
@@ -84,6 +85,7 @@ class Session:
                 self.updated.setdefault(model.value, []).append(name)
                 self.models.setdefault(model.value, thing(self.view, model))
         self.prepared_after = last
+        check_apart(self.view, list(self.optimizers.values()))
         self._find_regions()
         for each in self.models.values():
             self._look_at_model(each)
