@@ -73,10 +73,10 @@ def test_the_resnet(mode: str, words: tuple[str, ...], size: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "size"),
     [
-        ("clip_grad_norm = 0.1\nBY_HAND = 0.0\nfp16 = dict(mode=AMP_TYPE.TORCH)", 1),
-        ("clip_grad_norm = 0.1\nBY_HAND = 0.0\nfp16 = dict(mode=AMP_TYPE.APEX)", 2),
-        ("BY_HAND = 0.1\nfp16 = dict(mode=AMP_TYPE.APEX)", 1),
-        ("BY_HAND = 0.1\nfp16 = dict(mode=AMP_TYPE.APEX)", 2),
+        ("clip_grad_norm = 0.1\nBY_HAND, WORKERS = 0.0, 1\nfp16 = dict(mode=AMP_TYPE.TORCH)", 1),
+        ("clip_grad_norm = 0.1\nBY_HAND, WORKERS = 0.0, 0\nfp16 = dict(mode=AMP_TYPE.APEX)", 2),
+        ("BY_HAND, WORKERS = 0.1, 0\nfp16 = dict(mode=AMP_TYPE.APEX)", 1),
+        ("BY_HAND, WORKERS = 0.1, 0\nfp16 = dict(mode=AMP_TYPE.APEX)", 2),
     ],
 )
 def test_the_clipping(config: str, size: int, tmp_path: Path) -> None:

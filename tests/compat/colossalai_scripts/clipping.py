@@ -18,7 +18,7 @@ def main():
         dataset=images(256, seed=1),
         shuffle=True,
         batch_size=gpc.config.BATCH_SIZE,
-        num_workers=1,
+        num_workers=gpc.config.WORKERS,
         pin_memory=True,
     )
     criterion = torch.nn.CrossEntropyLoss()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import spawn as start_and_join
 from torch.testing import assert_close
 
 from castwise.compat.colossalai.utils import empty_cache, free_port, synchronize
@@ -133,7 +135,7 @@ def rerun_on_exception(
 
 def rerun_if_address_is_in_use() -> Callable[[_Function], _Function]:
     """Have a test that spawns processes run again where its port was taken."""
-    return rerun_on_exception(torch.multiprocessing.ProcessRaisedException, ".*Address already in use.*")
+    return rerun_on_exception(ProcessRaisedException, ".*Address already in use.*")
 
 
 def clear_cache_before_run() -> Callable[[_Function], _Function]:
@@ -154,6 +156,4 @@ def clear_cache_before_run() -> Callable[[_Function], _Function]:
 
 def spawn(func: _Function, nprocs: int = 1, **kwargs: Any) -> None:
     """Run ``func(rank, world_size=, port=, **kwargs)`` in so many processes, with a port that is free."""
-    torch.multiprocessing.spawn(
-        functools.partial(func, world_size=nprocs, port=free_port(), **kwargs), nprocs=nprocs
-    )
+    start_and_join(functools.partial(func, world_size=nprocs, port=free_port(), **kwargs), nprocs=nprocs)
