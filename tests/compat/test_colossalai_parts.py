@@ -7,12 +7,15 @@ import math
 import pickle
 import textwrap
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from castwise.compat import colossalai
 from castwise.compat.colossalai import testing
@@ -28,6 +31,7 @@ from castwise.compat.colossalai.utils import free_port, set_to_cuda
 from castwise.errors import PlanError, UnknownNameError
 
 from ..fresh import run_python
+from . import colossalai_cases as cases
 
 RATES = (0.8, 0.1)
 
@@ -350,6 +354,15 @@ def test_functions_that_run_several_times() -> None:
         with pytest.raises(RuntimeError):
             again(failing(times, said))()
         assert len(tries) == count
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("differ", [False, True])
+def test_processes_of_a_test_compare_what_they_have(differ: bool) -> None:
+    run = testing.rerun_if_address_is_in_use()(testing.spawn)
+    said = pytest.raises(ProcessRaisedException, match="expected equal tensors") if differ else nullcontext()
+    with said:
+        run(cases.compare, nprocs=2, differ=differ)
 
 
 def test_small_questions() -> None:
