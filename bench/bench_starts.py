@@ -50,7 +50,9 @@ def analysed(turns: list[list[float]]) -> dict[str, Any]:
     times = [statistics.fmean(row) for row in turns]
     mean = statistics.fmean(times)
     rest = sum(
-        (value - homes[h] - times[t] + mean) ** 2 for t, row in enumerate(turns) for h, value in enumerate(row)
+        (value - homes[h] - times[t] + mean) ** 2
+        for t, row in enumerate(turns)
+        for h, value in enumerate(row)
     ) / ((STARTS - 1) * (HOMES - 1))
     return {
         "speed": math.exp(mean), "sd": math.sqrt(rest),
@@ -67,7 +69,11 @@ def main() -> None:
     with Results("starts", device, __doc__, given.budget) as results:
         for name, plan in JOBS.items():
             with results.part(name):
-                results.add({"workload": name, "plan": plan, **analysed(measure(name, Plan.parse(plan), device))})
+                results.add({
+                    "workload": name,
+                    "plan": plan,
+                    **analysed(measure(name, Plan.parse(plan), device)),
+                })
 
 
 if __name__ == "__main__":

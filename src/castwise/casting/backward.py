@@ -12,6 +12,7 @@ inside it, and a recomputation finds its block by the number of the node that as
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -70,8 +71,11 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     ``frame``, whether it was or not. What has been noted of a node stays: it was said where it was made.
     """
     node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.in_transform() else None
-    if node is not None and _NOTED not in node.metadata:
-        node.metadata[_NOTED] = True
+    if node is None:
+        return tensor
+    said: Any = node.metadata
+    if _NOTED not in said:
+        said[_NOTED] = True
         node.register_prehook(lambda _: _enter_backward(frame))
     return tensor
 
