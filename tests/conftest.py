@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import os
 import shutil
 import socket
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,12 +35,7 @@ def can_compile_cpp() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need what this machine lacks, saying so; files of many tests, which are short, come first.
-
-    They take twice as long after a file that has loaded what compiles.
-    """
-    many = collections.Counter(item.path for item in items)
-    items.sort(key=lambda item: many[item.path] < 100)
+    """Skip tests that need what this machine lacks, saying so."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
     no_cpp = pytest.mark.skip(
         reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"
@@ -80,11 +75,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_old_is_collected() -> None:
-    """What is there before a file's tests is out of the collector's sight: many of them collect, some at each step.
+def nothing_old_is_met() -> None:
+    """What files before have compiled is forgotten: each ``prepare`` after it would read all of its guards.
 
-    Two million objects of torch, Dynamo and Inductor cost a second each time.
+    And what is there before a file's tests is out of the collector's sight: many of them collect, some at each step, and
+    two million objects of torch, Dynamo and Inductor cost a second each time.
     """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
     gc.freeze()
     gc.set_threshold(

@@ -17,6 +17,11 @@ def examples(few: int, many: int) -> int:
     return many if SOAKING else few
 
 
+def some(cases: Collection[A], every: int) -> list[A]:
+    """Every so many of some cases, of which others test the same in another way; all in a soak."""
+    return list(cases)[:: 1 if SOAKING else every]
+
+
 def pairs(rows: Collection[A], columns: Collection[B], each: int = 1) -> list[tuple[A, B]]:
     """Some columns in turn for each row, so that all of both are met; every pair in a soak.
 

@@ -116,6 +116,12 @@ def test_the_page_of_many_gpus_is_current() -> None:
     assert read("docs/scaling.md") == page(), "run python scripts/scaling_page.py"
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_the_table_of_tuned_plans_is_current(name: str) -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "results_page.py"))["page"]
+    assert read(name) == page(name), "run python scripts/results_page.py"
+
+
 def test_the_page_of_the_api_is_current() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "api_page.py"))["page"]
     assert read("docs/api.md") == page(), "run python scripts/api_page.py"

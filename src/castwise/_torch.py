@@ -1004,6 +1004,16 @@ def multiply_each(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+# what torch calls foreach operations: on lists of tensors of one device, fastest where all are of one dtype
+each_add_ = torch._foreach_add_
+each_addcmul_ = torch._foreach_addcmul_
+each_div = torch._foreach_div
+each_div_ = torch._foreach_div_
+each_mul_ = torch._foreach_mul_
+each_norm = torch._foreach_norm
+each_sqrt_ = torch._foreach_sqrt_
+
+
 _version_of = operator.attrgetter("_version")
 
 

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from castwise import _torch
 from castwise.errors import DeviceError
 from castwise.masters import restride_state
+from castwise.plans.formats import LOW_DTYPES
 
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad)
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -55,6 +56,25 @@ def check_fused(optimizer: Optimizer) -> None:
             f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel here; torch has one for {names}. "
             "Use one of these, or optimizer='as_given'."
         )
+
+
+def check_updates(optimizer: Optimizer) -> None:
+    """See that an optimizer's kernel updates its parameters as they are stored.
+
+    torch's fused SGD leaves bf16 and fp16 parameters on a CPU as they are, but for some at the end, and says nothing.
+
+    Raises:
+        DeviceError: It is that one.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        low = {p.dtype for p in group["params"] if p.device.type == "cpu" and p.dtype in LOW_DTYPES}
+        if group.get("fused") and low:
+            raise DeviceError(
+                f"prepare: torch's fused SGD does not update {str(low.pop()).removeprefix('torch.')} parameters on a CPU. Use optimizer='as_given' with an "
+                "SGD that is not fused, or a plan that keeps fp32 masters or parameters."
+            )
 
 
 def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> None:

@@ -239,13 +239,6 @@ def test_scale_loss_says_what_is_missing() -> None:
         pass
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_closures_are_refused(level: str) -> None:
-    _, optimizer = init(level)
-    with pytest.raises(RuntimeError, match="Currently, Amp does not support closure use with optimizers"):
-        optimizer.step(lambda: None)
-
-
 # --- loss scales --------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from castwise import compat
+from castwise.compat import apex
 from castwise.compat.apex import fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 
 from ..fresh import run_python
@@ -36,7 +37,7 @@ def test_the_imports_of_apex_s_example_are_served(tmp_path: Path) -> None:
         from apex.amp._amp_state import _amp_state
         assert amp is apex.amp is castwise.compat.apex.amp
         assert amp._amp_state is _amp_state
-        assert apex.parallel.LARC is LARC
+        assert apex.parallel.LARC is apex.parallel.LARC.LARC is LARC
         assert amp.__spec__.name == amp.__name__ == "castwise.compat.apex.amp"
         assert issubclass(DDP, torch.nn.parallel.DistributedDataParallel)
         assert to_python_float(torch.ones(1)) == 1.0
@@ -72,13 +73,81 @@ def test_modules_that_are_missing_say_what_to_use() -> None:
             importlib.import_module("apex.RNN")
         with pytest.raises(ModuleNotFoundError, match=r"'apex.unheard_of': .*docs/compat.md"):
             importlib.import_module("apex.unheard_of")
-        with pytest.raises(ImportError, match=r"FusedLAMB.*torch has no LAMB; use torch.optim.AdamW"):
-            from apex.optimizers import FusedLAMB  # type: ignore[import-not-found]  # noqa: F401
+        with pytest.raises(ImportError, match=r"FusedMixedPrecisionLamb.*use FusedLAMB with O2"):
+            from apex.optimizers import FusedMixedPrecisionLamb  # type: ignore[import-not-found]  # noqa: F401
     finally:
         compat.uninstall()
     assert "apex" not in sys.modules
     with pytest.raises(ValueError, match="allowed: apex"):
         compat.install("torch")
+
+
+DEEP = {
+    "apex.amp.frontend": "initialize",
+    "apex.amp.handle": "scale_loss",
+    "apex.amp.scaler": "LossScaler",
+    "apex.fp16_utils.fp16util": "network_to_half",
+    "apex.multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "apex.normalization.fused_layer_norm": "MixedFusedRMSNorm",
+    "apex.optimizers.fused_adagrad": "FusedAdagrad",
+    "apex.optimizers.fused_adam": "FusedAdam",
+    "apex.optimizers.fused_lamb": "FusedLAMB",
+    "apex.optimizers.fused_novograd": "FusedNovoGrad",
+    "apex.optimizers.fused_sgd": "FusedSGD",
+    "apex.parallel.distributed": "DistributedDataParallel",
+    "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm",
+    "apex.parallel.sync_batchnorm": "SyncBatchNorm",
+}
+"""Modules of Apex inside of its packages, and one of the names that scripts import from each."""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_deep_paths_lead_to_what_the_packages_have(first: bool) -> None:
+    """Whichever of the two is imported first."""
+    compat.install("apex")
+    try:
+        for path, name in DEEP.items():
+            package = path.rpartition(".")[0]
+            modules = [
+                importlib.import_module(each) for each in ((path, package) if first else (package, path))
+            ]
+            held = [getattr(module, name) for module in modules if hasattr(module, name)]
+            assert getattr(importlib.import_module(f"castwise.compat.{path}"), name) is held[0] is held[-1]
+        assert (
+            importlib.import_module("apex.normalization.fused_layer_norm") is normalization.fused_layer_norm
+        )
+        with pytest.raises(
+            ModuleNotFoundError, match=r"'apex.fp16_utils.fp16_optimizer': .*O2 of amp.initialize"
+        ):
+            importlib.import_module("apex.fp16_utils.fp16_optimizer")
+    finally:
+        compat.uninstall()
+
+
+def test_what_is_missing_is_no_attribute_and_an_import_says_what_to_use() -> None:
+    assert hasattr(apex.optimizers, "FusedLAMB")
+    for holder, name in (
+        (apex, "RNN"),
+        (apex.optimizers, "FusedMixedPrecisionLamb"),
+        (apex.optimizers, "unheard_of"),
+        (fp16_utils, "FP16_Optimizer"),
+        (fp16_utils.fp16util, "FP16Model"),
+    ):
+        assert not hasattr(holder, name)
+        assert getattr(holder, name, None) is None
+    with pytest.raises(AttributeError, match=r"FusedMixedPrecisionLamb'\. Instead: use FusedLAMB with O2"):
+        apex.optimizers.FusedMixedPrecisionLamb  # noqa: B018 - the access is the test
+    for line, said in (
+        (
+            "from castwise.compat.apex.optimizers import FusedMixedPrecisionLamb",
+            "Instead: use FusedLAMB with O2",
+        ),
+        ("from castwise.compat.apex import amp, RNN", "Instead: use the recurrent layers of torch.nn"),
+        ("from castwise.compat.apex.fp16_utils.fp16util import FP16Model", "Instead: O2 of amp.initialize"),
+        ("from castwise.compat.apex.optimizers import unheard_of", "cannot import name 'unheard_of'"),
+    ):
+        with pytest.raises(ImportError, match=said):
+            exec(line)
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -137,7 +206,8 @@ def test_arguments_without_an_equivalent_are_refused(kind: str, options: dict[st
 
 
 def test_zero_grad_follows_set_grad_none() -> None:
-    for kind, none in (("FusedAdam", True), ("FusedSGD", False), ("FusedAdagrad", True)):
+    none_by_default = {"FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad"}
+    for kind, none in ((kind, kind in none_by_default) for kind in optimizers.__all__):
         for chosen in (None, not none):
             p = nn.Parameter(torch.ones(1))
             optimizer = getattr(optimizers, kind)(
@@ -221,12 +291,17 @@ def test_norms_are_torch_s_and_the_mixed_ones_return_the_weights_format() -> Non
         assert norm.half()(x).dtype is torch.float16
         with pytest.raises(RuntimeError, match="does not support `elementwise_affine = False`"):
             kind(5, elementwise_affine=False)
+    functions = normalization.fused_layer_norm
     weight, bias = torch.randn(5), torch.randn(5)
     assert torch.equal(
-        normalization.fused_layer_norm_affine(x, weight, bias, 5),
+        functions.fused_layer_norm_affine(x, weight, bias, 5),
         nn.functional.layer_norm(x, (5,), weight, bias, 1e-6),
     )
-    assert torch.equal(normalization.fused_rms_norm(x, 5), normalization.manual_rms_norm(x, 5, None, 1e-6))
+    assert torch.equal(functions.fused_rms_norm(x, 5), functions.manual_rms_norm(x, 5, None, 1e-6))
+    applied = functions.FusedLayerNormAffineFunction.apply(x, weight, bias, (5,), 1e-6)
+    assert torch.equal(applied, functions.fused_layer_norm_affine(x, weight, bias, (5,), 1e-6))
+    plain = functions.FusedLayerNormFunction.apply(x, (5,), 1e-6)
+    assert torch.equal(plain, functions.fused_layer_norm(x, (5,), 1e-6))
 
 
 # --- the old helpers ----------------------------------------------------------------------------------------

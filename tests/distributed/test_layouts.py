@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from castwise import Plan
-from tests.soak import pairs
+from tests.soak import pairs, some
 
 from . import model
 from .model import BATCH, LOSS, Net, Options, Trace
@@ -113,13 +113,15 @@ def test_every_schedule_scales_its_losses_inside(two: World, schedule: str, plan
     check(two, "pp", plan, Options(steps=12, schedule=schedule))
 
 
-@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
+@pytest.mark.parametrize(("layout", "plan"), pairs(some(ONE, 2), ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
 def test_compiled(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, compile=True))
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="it would be Inductor")
-@pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
+@pytest.mark.parametrize(
+    ("layout", "plan"), pairs(some(ONE[1:] + ONE[:1], 2), ["fp16-mixed+ops.gelu=fp32", "bf16-master"])
+)
 def test_compiled_by_the_plan(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan + COMPILES, Options(steps=6))
 

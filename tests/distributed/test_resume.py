@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from castwise import checkpoint
+from tests.soak import pairs
 
 from . import model
 from .model import Options, Trace
@@ -98,8 +99,9 @@ def test_eight_processes_go_on_as_two(eight: World, two: World, tmp_path: Path) 
     close(traces[0].losses, want.losses[HALF:], TOLERANCE["fp16"][0])
 
 
-@pytest.mark.parametrize("plan", ["fp16-master", "bf16-mixed"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "hand", "pp"])
+@pytest.mark.parametrize(
+    ("layout", "plan"), pairs(["ddp", "fsdp", "tp", "hand", "pp"], ["fp16-master", "bf16-mixed"])
+)
 def test_resuming_changes_no_bit(two: World, tmp_path: Path, layout: str, plan: str) -> None:
     whole = two.run(uninterrupted, layout, plan)
     two.run(first_half, layout, plan, str(tmp_path))

@@ -137,7 +137,6 @@ def _local(tensor: Any) -> torch.Tensor:
         for (layout, way), plan in pairs(
             list(itertools.product(["ddp", "fsdp", "tp", "hand"], ["step", "max_norm", "fused", "direct"])),
             ["fp32", "bf16-mixed", "bf16-master"],
-            2,
         )
     ],
 )

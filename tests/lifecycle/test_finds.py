@@ -22,6 +22,7 @@ from castwise import _torch
 from castwise.errors import CastwiseError, StateError
 from castwise.session import Amp
 from castwise.session.undo import UndoLog
+from tests.soak import some
 
 from .life import Life, living, must_break
 from .test_lifecycle import of_kind, play
@@ -330,7 +331,7 @@ def test_a_life_finds_each_fault(name: str) -> None:
         must_break(script, kind, optimizer)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", some(FAULTS, 2))
 def test_lives_in_random_order_find_each_fault(name: str) -> None:
     """Of the kind in question, under plans of every sort; that they pass without a fault is `test_lifecycle`'s."""
     fault, _, kind, _ = FAULTS[name]

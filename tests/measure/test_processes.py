@@ -78,6 +78,34 @@ def test_a_process_has_the_settings_of_the_one_that_asks(
     assert settings() == own_settings
 
 
+def address(_pipe: Connection) -> int:
+    return torch.empty(1000).data_ptr()
+
+
+def test_processes_that_are_forked_have_heaps_of_their_own(home: Home) -> None:
+    """How a heap lies moves the time of a step: what starts have in common their spread would not show."""
+    found = set()
+    for _ in range(4):
+        process = home.start(address)
+        found.add(process.answer(60.0))
+        process.close()
+    assert len(found) > 1
+
+
+def ends(_pipe: Connection, kind: type[Exception]) -> None:
+    raise kind("the user's own file")
+
+
+@pytest.mark.parametrize("kind", [EOFError, ConnectionResetError, BrokenPipeError])
+def test_an_error_that_a_pipe_could_have_raised_is_told_like_any_other(
+    home: Home, kind: type[Exception]
+) -> None:
+    process = home.start(ends, kind)
+    with pytest.raises(kind, match="the user's own file"):
+        process.answer(60.0)
+    process.close()
+
+
 def test_every_flag_of_torchs_backends_is_a_setting() -> None:
     """A flag that a release adds has to be among the settings, or here."""
     owners = {

@@ -66,6 +66,7 @@ def test_every_format_has_its_steps_and_its_verdict(job: Workload) -> None:
     assert low.time is not None
     assert low.speedup is not None
     assert low.speedup.level == 0.95
+    assert low.speedup.n == 1  # starts, of which one says little, however many rounds it had
     assert low.verdict == verdict_of(low.speedup)
     assert (fp16.verdict, fp16.reason, fp16.time) == ("avoid", "not asked for", None)
 

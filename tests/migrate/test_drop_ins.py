@@ -49,10 +49,10 @@ REWRITTEN = {
     "if 1: import apex, os": "if 1: import os; from castwise.compat import apex",
     "from apex.fp16_utils import *": "from castwise.compat.apex.fp16_utils import *",
     "from apex.amp._amp_state import _amp_state": "from castwise.compat.apex.amp._amp_state import _amp_state",
-    "from apex.optimizers.fused_adam import FusedAdam": "from castwise.compat.apex.optimizers import FusedAdam",
+    "from apex.optimizers.fused_adam import FusedAdam": "from castwise.compat.apex.optimizers.fused_adam import FusedAdam",
     "from apex.contrib.optimizers.fp16 import amp": "from apex.contrib.optimizers.fp16 import amp",
-    "from apex.optimizers import (FusedAdam,  # fast\n    FusedLAMB)": (
-        "from castwise.compat.apex.optimizers import (FusedAdam,  # fast\n    )\nfrom apex.optimizers import (FusedLAMB)"
+    "from apex.optimizers import (FusedAdam,  # fast\n    FP16_Optimizer)": (
+        "from castwise.compat.apex.optimizers import (FusedAdam,  # fast\n    )\nfrom apex.optimizers import (FP16_Optimizer)"
     ),
     "from apex import amp, RNN  # both": "from castwise.compat.apex import amp  # both\nfrom apex import RNN",
     "import apex, colossalai": "from castwise.compat import apex\nfrom castwise.compat import colossalai",
@@ -120,10 +120,10 @@ FALLBACKS = """\
 try:
     import apex
     from apex import amp
-    from apex.optimizers import FusedLAMB
+    from apex.optimizers import FP16_Optimizer
     has_apex = True
 except ImportError:
-    amp = FusedLAMB = None
+    amp = FP16_Optimizer = None
     has_apex = False
 if amp is not None:
     initialize = amp.initialize
@@ -133,9 +133,9 @@ if amp is not None:
 def test_an_import_with_a_fallback() -> None:
     after, findings = rewrite(FALLBACKS)
     space = run(after)
-    assert space["has_apex"] is False  # FusedLAMB is Apex's own
+    assert space["has_apex"] is False  # FP16_Optimizer is Apex's own
     assert [f"{finding.line} {finding.kind}" for finding in findings] == ["2 kept", "4 left"]
-    alone = run(rewrite(FALLBACKS.replace("    from apex.optimizers import FusedLAMB\n", ""))[0])
+    alone = run(rewrite(FALLBACKS.replace("    from apex.optimizers import FP16_Optimizer\n", ""))[0])
     assert alone["has_apex"] is True
     assert "initialize" in alone
 
@@ -157,6 +157,8 @@ def test_a_name_that_is_missing_is_said_once_where_it_is_first_named() -> None:
         ("import colossalai as c\nc.initialize(m, ophooks=[])", "left", "colossalai.initialize(ophooks): use torch's module hooks"),
         ("from apex import amp\namp._amp_state.loss_scalers", "kept", "castwise.compat.apex runs this script as it is"),
         ("from apex.fp16_utils.loss_scaler import LossScaler", "left", "no apex.fp16_utils.loss_scaler: O2 of amp.initialize"),
+        ("from apex.optimizers.fused_sgd import FusedSGD", "differs", "fused_sgd.FusedSGD: is torch.optim.SGD"),
+        ("from apex.optimizers import fused_sgd as f\nf.FusedSGD(p, wd_after_momentum=True)", "differs", "is torch.optim.SGD"),
         ("from apex.fp16_utils import *\nFP16_Optimizer(o)", "left", "apex.fp16_utils.FP16_Optimizer: O2 of amp.initialize"),
     ],
 )  # fmt: skip

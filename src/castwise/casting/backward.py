@@ -1,8 +1,8 @@
 """Which precision is in force where a piece of forward is computed again during backward.
 
 Activation checkpointing restores what torch knows (enabled, dtype) and not the frame. :func:`mark_boundary` puts an autograd
-node where a prepared module returns; its backward runs before any node inside the module and tells this thread which frame
-the module ran in. Autograd executes nodes that were made on one thread strictly in reverse order, so nested modules are
+node where a prepared module returns; it runs before any node inside the module and tells this thread which frame the module
+ran in. Autograd executes nodes that were made on one thread strictly in reverse order, so nested modules are
 right too.
 
 A block that was entered by hand has no such place to return from. It notes which numbers autograd gave to the nodes made
@@ -19,6 +19,7 @@ import torch
 from castwise import _torch
 from castwise.casting.frames import BackwardFrame, Frame, left_blocks, thread
 
+_NOTED = "castwise frame"
 _live_tasks: set[int] = set()
 
 
@@ -49,45 +50,32 @@ def _enter_backward(frame: Frame | None) -> None:
     thread.state.backward = BackwardFrame(task, frame, len(thread.state.saved), entry)
 
 
-class _Boundary(torch.autograd.Function):
-    """Identity whose backward says which frame the nodes before it (in forward order) were made in."""
-
-    @staticmethod
-    def forward(ctx: Any, frame: Frame | None, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.frame = frame
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        _enter_backward(ctx.frame)
-        return None, gradient
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent.view_as(tangent)
-
-
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
     """Remember for backward that what made ``tensor`` ran in ``frame``.
 
     Returns:
-        A view of the tensor; the tensor itself where no gradient will flow, and inside a transform of torch.func, where
-        nothing is recomputed.
+        A view of the tensor, which may be written to in place where the tensor may: what made it is noted too, since autograd
+        then goes there past the view. The tensor itself where no gradient will flow, and inside a transform of torch.func,
+        where nothing is recomputed.
     """
     if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
         return tensor
-    out: torch.Tensor = _Boundary.apply(frame, tensor)  # type: ignore[no-untyped-call]
-    return out
+    note_backward(tensor, frame)
+    return note_backward(tensor.view_as(tensor), frame)
 
 
 def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """As :func:`mark_boundary`, without a node of its own: ``tensor`` stays what it is and may be written to in place.
+    """As :func:`mark_boundary`, without a node of its own: ``tensor`` stays what it is.
 
     What runs backward between the node of ``tensor`` and the next one that is marked or noted counts as made in
-    ``frame``, whether it was or not.
+    ``frame``, whether it was or not. What has been noted of a node stays: it was said where it was made.
     """
     node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.in_transform() else None
-    if node is not None:
+    if node is None:
+        return tensor
+    said: Any = node.metadata
+    if _NOTED not in said:
+        said[_NOTED] = True
         node.register_prehook(lambda _: _enter_backward(frame))
     return tensor
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
+from opcode import opmap
+from types import FrameType
 from typing import Any, Final, Literal, NoReturn, get_args
 
 __all__ = ["STATUSES", "Covered", "Status", "covered", "instead", "missing_attribute"]
@@ -54,14 +57,30 @@ def instead(*names: str, inside: str = "") -> str:
 
 
 def missing_attribute(module: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module, such as ``apex.optimizers``: an error that says what to use instead."""
+    """The ``__getattr__`` of a module, such as ``apex.optimizers``: an error that says what to use instead.
+
+    It is an AttributeError, so that ``hasattr`` is False, but for ``from module import name``, which would put a text of
+    its own in the place of that one's: to this an ImportError says it.
+    """
 
     def lookup(name: str) -> NoReturn:
         note = "" if name.startswith("_") else instead(f"{module}.{name}")
         message = f"{module!r} of castwise.compat has no {name!r}"
-        if note:
-            # `from module import name` would put a text of its own in the place of an AttributeError's
-            raise ImportError(f"{message}. Instead: {note}.", name=module)
-        raise AttributeError(f"{message}; docs/compat.md lists what there is")
+        if not note:
+            raise AttributeError(f"{message}; docs/compat.md lists what there is")
+        message = f"{message}. Instead: {note}."
+        caller = sys._getframe(1)
+        while caller.f_code.co_name == "__getattr__" and caller.f_back is not None:
+            caller = caller.f_back
+        if _imports(caller):
+            raise ImportError(message, name=module)
+        raise AttributeError(message)
 
     return lookup
+
+
+def _imports(caller: FrameType) -> bool:
+    """Whether a frame asks for an attribute by ``from module import name``: itself, or the import system for a package."""
+    if caller.f_code.co_name == "_handle_fromlist":
+        return True
+    return caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]

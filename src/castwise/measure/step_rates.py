@@ -1,7 +1,7 @@
 """How fast a training step of a workload is in each low format, beside fp32.
 
 Each plan trains in a process of its own, in turns, and all are started again: what the rates of single operators promise
-is not what a step makes of them (:mod:`castwise.measure.apart`). Intervals are from paired rounds, as a bench's are.
+is not what a step makes of them (:mod:`castwise.measure.apart`). Intervals hold the spread between starts, as a search's do.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def measure_steps(
                 if time.monotonic() > end:
                     break
             on_start(starts, starts)
-    rounds = {plan: [second for start in times[plan] for second in start] for plan in plans}
+    ratios = stats.restarts([times[plan] for plan in plans])
     rates = {}
-    for plan in plans:
-        summary = stats.summarise(rounds[plan])
-        ratio = stats.paired_speedup(rounds["fp32"], rounds[plan]) if plan != "fp32" else None
+    for number, plan in enumerate(plans):
+        summary = stats.summarise([second for start in times[plan] for second in start])
+        ratio = ratios[0, number] if number else None
         rates[plan] = StepRate(plan, summary, ratio, verdict_of(ratio) if ratio is not None else None)
     return tuple(rates.get(plan) or StepRate(plan, verdict="avoid", reason=why[plan]) for plan in PLANS)
 

@@ -32,8 +32,7 @@ def is_module(dotted: str) -> bool:
 def home(module: str, name: str) -> str:
     """The module of the drop-in that ``from module import name`` is served from; empty where there is none.
 
-    What a library keeps in a module that the drop-in does not have, as ``apex.optimizers.fused_adam``, it exports from
-    the package around it too.
+    What a library keeps in a module that the drop-in does not have it exports from the package around it too.
     """
     module = _nearest(module)
     return module if name in (_bound(module) or ()) or is_module(f"{module}.{name}") else ""
@@ -85,9 +84,16 @@ def _bound(module: str) -> Mapping[str, bool] | None:
 
 
 def row(dotted: str) -> Covered | None:
-    """What the list of names says of one, or of an argument as in ``apex.amp.initialize(verbosity)``."""
+    """What the list of names says of one, or of an argument as in ``apex.amp.initialize(verbosity)``.
+
+    A name by its deep path, as ``apex.optimizers.fused_adam.FusedAdam``, is listed under the package around it.
+    """
     rows = covered(library_of(dotted)) if library_of(dotted) in LIBRARIES else ()
-    return next((each for each in rows if each.name == dotted), None)
+    name, *argument = dotted.partition("(")
+    module, _, last = name.rpartition(".")
+    package = module.rpartition(".")[0]
+    names = [dotted, "".join([package, ".", last, *argument])] if "." in package else [dotted]
+    return next((each for name in names for each in rows if each.name == name), None)
 
 
 def lacking(part: str, dotted: str) -> str:

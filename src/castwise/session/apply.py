@@ -18,7 +18,7 @@ from castwise import _torch, borders, masters
 from castwise.borders import Border
 from castwise.casting import frames, tracing
 from castwise.errors import StateError
-from castwise.fused import fuse
+from castwise.fused import check_updates, fuse
 from castwise.masters.sync import sync
 from castwise.resolve import Resolution
 from castwise.session import storage
@@ -76,6 +76,7 @@ def apply(
             _kept.setdefault(model, []).append(masters.attach(optimizer, model))
         if plan.optimizer == "fused":
             fuse(optimizer, log.callback)
+        check_updates(optimizer)
     if dtypes and not (plan.keeps_masters and optimizers):
         # what is remembered is loaded too; attaching sees to it elsewhere
         masters.install_hooks(model, log.callback)

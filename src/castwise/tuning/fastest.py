@@ -48,7 +48,7 @@ START_S = 0.5
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 TRAINING_SHARE = 0.35
-"""Training runs that decide a doubtful plan may take this share of the budget."""
+"""Training runs that decide a doubtful plan may take this share of the budget, which the final leaves them."""
 
 
 def find_fastest(search: SearchState) -> None:
@@ -82,13 +82,13 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = _with_operators(search, contest, left)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-    running = _with_lossless(
-        contest, likeliest(search, contest, sound, doubtful, room_in_final(search, contest))
-    )
+    share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
+    room = room_in_final(search, contest, share)
+    running = _with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
     compiled = _compiled(search, running, doubtful)
     always = bool(compiled) and search.settings.compile == "always"
     in_doubt = [plan for plan in [*running, *compiled] if uncompiled(plan) in doubtful]
-    _final(search, [*running, *compiled], in_doubt, FINAL_SHARE, [FP32, *running] if always else ())
+    _final(search, [*running, *compiled], in_doubt, share, [FP32, *running] if always else ())
     assert search.final is not None
     eager = [FP32, *running]
     choices = [compiled, eager] if always else [[*eager, *compiled]]
@@ -248,14 +248,14 @@ def formats_not_reached(search: SearchState) -> list[str]:
     return sorted(late - timed)
 
 
-def room_in_final(search: SearchState, contest: Contest) -> int:
-    """As many plans as can be started as often as they have to be, with fp32 and autocast, in the time for the final.
+def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE) -> int:
+    """As many plans as can be started as often as they have to be, with fp32 and autocast, in a final that has this share.
 
     Two at least: the fastest of the race, and the simplest of those that were about as fast.
     """
     step_s = statistics.median(contest.entries[FP32].lap.seconds)
     a_start_s = START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
-    until = search.start + FINAL_SHARE * search.settings.budget_s
+    until = search.start + share * search.settings.budget_s
     return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / a_start_s) - 2))
 
 

@@ -1,7 +1,7 @@
 """Apex, as far as training scripts use it.
 
 ``amp``: mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils``, ``multi_tensor_apply``: what
-such scripts import along with it, from torch.
+such scripts import along with it, on torch, by Apex's paths.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import importlib
 from types import ModuleType
 from typing import Final
 
+from castwise.compat.coverage import missing_attribute
+
 PARTS: Final = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 """The modules that there are, each imported when it is first used."""
+_missing = missing_attribute("apex")
 
 
 def __getattr__(name: str) -> ModuleType:
     """Import a part of Apex when it is first used."""
     if name not in PARTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(PARTS)}")
+        _missing(name)
     return importlib.import_module(f"{__name__}.{name}")

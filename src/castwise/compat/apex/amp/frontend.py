@@ -105,7 +105,7 @@ def initialize(
     casting.check_models(all_models)
     if not _amp_state.allow_incoming_model_not_fp32:
         casting.check_params_fp32(all_models)
-    casting.check_optimizers(all_optimizers)
+    casting.check_optimizers(all_optimizers, all_models if properties.cast_model_type else [])
     if properties.cast_model_type:
         casting.cast_models(all_models, all_optimizers, properties, cast_model_outputs)
     elif cast_model_outputs is not None:

@@ -85,20 +85,21 @@ def check_params_fp32(models: Sequence[nn.Module]) -> None:
                     )
 
 
-def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Refuse optimizers given twice, and parameters that are neither fp32 nor half.
+def check_optimizers(optimizers: Sequence[Any], cast: Sequence[nn.Module] = ()) -> None:
+    """Refuse optimizers given twice, and parameters that are neither fp32 nor half, but for those of models to be cast.
 
     Raises:
         RuntimeError: An optimizer that ``initialize`` has seen.
         TypeError: Parameters of other types.
     """
     seen: set[int] = set()
+    will_fit = {id(parameter) for model in cast for parameter in model.parameters()}
     for optimizer in optimizers:
         if hasattr(optimizer, "_amp_stash") or id(optimizer) in seen:
             raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
         seen.add(id(optimizer))
         for parameter in master_params(optimizer):
-            if parameter.dtype not in (torch.float32, *FORMATS):
+            if parameter.dtype not in (torch.float32, *FORMATS) and id(parameter) not in will_fit:
                 raise TypeError(
                     "Optimizer's parameters must be either torch.cuda.FloatTensor or torch.cuda.HalfTensor. "
                     f"Received {parameter.type()}"
@@ -133,32 +134,44 @@ def cast_models(
         RuntimeError: A type that models cannot be cast to.
     """
     dtype = properties.cast_model_type
-    if dtype is torch.float32:
-        for model in models:
-            model.to(torch.float32)
-    elif dtype in FORMATS:
-        low = FORMATS[dtype]
-        for model in models:
-            plan = Plan(
-                compute=low,
-                params="compute",
-                master="fp32" if properties.master_weights else "none",
-                rules="none",
-                regions=_batch_norm_regions(model, bool(properties.keep_batchnorm_fp32), low),
-                output="fp32" if outputs is None else "as_is",
-            )
-            own = {id(parameter) for parameter in model.parameters()}
-            mine = [o for o in optimizers if any(id(model_param_of(p)) in own for p in master_params(o))]
-            # Apex's own scalers decide what is skipped.
-            Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *map(base_of, mine))
-    else:
+    if dtype is not torch.float32 and dtype not in FORMATS:
         raise RuntimeError(
             f"cast_model_type was {dtype}; allowed: torch.float16, torch.bfloat16, torch.float32, or False for no cast."
         )
+    _store_in_fp32(models if dtype is torch.float32 else [*filter(_in_fp64, models)], optimizers)
+    for model in models if dtype in FORMATS else ():
+        low = FORMATS[dtype]
+        plan = Plan(
+            compute=low,
+            params="compute",
+            master="fp32" if properties.master_weights else "none",
+            rules="none",
+            regions=_batch_norm_regions(model, bool(properties.keep_batchnorm_fp32), low),
+            output="fp32" if outputs is None else "as_is",
+        )
+        own = {id(parameter) for parameter in model.parameters()}
+        mine = [o for o in optimizers if any(id(model_param_of(p)) in own for p in master_params(o))]
+        # Apex's own scalers decide what is skipped.
+        Amp(plan, device=device_type_of([model]), nonfinite="allow").prepare(model, *map(base_of, mine))
     install_casts(models, dtype, torch.float32 if outputs is None else outputs)
     for model in models:
         for module in model.modules():
             module.register_state_dict_post_hook(state_dict_in_fp32)
+
+
+def _in_fp64(model: nn.Module) -> bool:
+    return any(parameter.dtype is torch.float64 for parameter in model.parameters())
+
+
+def _store_in_fp32(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    """Cast models, and what optimizers keep of their parameters, which follows as in Apex: it is loaded anew."""
+    params = [parameter for model in models for parameter in model.parameters()]
+    cast = {id(parameter) for parameter in params if parameter.dtype is not torch.float32}
+    for model in models:
+        model.to(torch.float32)
+    for optimizer in map(base_of, optimizers):
+        if optimizer.state and any(id(parameter) in cast for parameter in master_params(optimizer)):
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
 def install_casts(models: Sequence[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype) -> None:

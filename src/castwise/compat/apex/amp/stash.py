@@ -18,6 +18,8 @@ from castwise.scaler import add_up, set_aside
 
 __all__ = ["Scaled", "Stash", "equip"]
 
+_NO_CLOSURES = "Currently, Amp does not support closure use with optimizers."
+
 
 class Stash:
     """``optimizer._amp_stash``: named as in Apex, since scripts look into it.
@@ -79,9 +81,11 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(getattr(step, "__func__", step))
     def skippable_step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         stash: Stash = self._amp_stash
+        if closure is not None:
+            if stash.has_masters or stash.overflow is not None:
+                raise RuntimeError(_NO_CLOSURES)
+            args = (_checked(closure, stash), *args)
         overflow, stash.overflow = stash.overflow, None
-        if closure is not None and (stash.has_masters or any(s.dynamic for s in _amp_state.loss_scalers)):
-            raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
         if overflow is not None:
             loss_id, scaler = overflow
             maybe_print(
@@ -89,7 +93,6 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
             )
             self._opt_called = True  # or torch's schedulers would warn of a step that never came
             return None
-        args = args if closure is None else (closure, *args)
         handle = _amp_state.handle
         if handle is None:
             return step(*args, **kwargs)
@@ -99,6 +102,25 @@ def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return skippable_step
+
+
+def _checked(closure: Callable[[], Any], stash: Stash) -> Callable[[], Any]:
+    """A closure that ends its step where its gradients overflow: one that has begun cannot be skipped.
+
+    Apex makes it, and so every weight NaN.
+    """
+
+    def evaluate() -> Any:
+        value = closure()
+        overflow, stash.overflow = stash.overflow, None
+        if overflow is not None:
+            raise RuntimeError(
+                f"{_NO_CLOSURES} The gradients of this one overflowed inside the step; the loss scale is "
+                f"{overflow[1].loss_scale()} now. Step again, or initialize with a fixed loss_scale."
+            )
+        return value
+
+    return evaluate
 
 
 # --- gradients ----------------------------------------------------------------------------------------------

@@ -81,3 +81,7 @@ class LARC:
         # Where either norm is zero, the gradient and its decay stay out of it, as in Apex.
         alive = (weight_norm != 0) & (grad_norm != 0)
         grad.copy_(torch.where(alive, (grad + decay * weights) * factor, grad))
+
+
+# apex.parallel.LARC is this class here and this module in Apex, so scripts write apex.parallel.LARC.LARC too
+LARC.LARC = LARC  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""``apex.multi_tensor_apply``: imported by many scripts, used by few."""
+"""``apex.multi_tensor_apply.multi_tensor_apply``: the class by its deep path."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = ["MultiTensorApply", "multi_tensor_applier"]
+__all__ = ["MultiTensorApply"]
 
 
 class MultiTensorApply:
@@ -26,6 +26,3 @@ class MultiTensorApply:
             "multi_tensor_applier: Apex's kernels are not there; use torch.nn.utils.get_total_norm for norms and "
             "optimizers of torch.optim for updates"
         )
-
-
-multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -1,4 +1,4 @@
-"""``apex.fp16_utils``: the helpers that scripts import with a star."""
+"""``apex.fp16_utils.fp16util``: O2 by hand."""
 
 from __future__ import annotations
 

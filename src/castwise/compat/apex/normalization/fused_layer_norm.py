@@ -1,4 +1,4 @@
-"""``apex.normalization`` on torch's norm layers, which are fused where the device can; ``memory_efficient`` is ignored."""
+"""``apex.normalization.fused_layer_norm`` on torch's norms, fused where the device can; ``memory_efficient`` is ignored."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.nn.functional import layer_norm, rms_norm
 
 __all__ = [
     "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormFunction",
     "FusedRMSNorm",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
@@ -148,3 +150,15 @@ def manual_rms_norm(input: Tensor, normalized_shape: _Shape, weight: Tensor | No
     if weight is None:
         return fused_rms_norm(input, normalized_shape, eps)
     return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
+
+
+class FusedLayerNormAffineFunction:
+    """:func:`fused_layer_norm_affine`, for scripts that call Apex's autograd Function by ``apply``."""
+
+    forward = apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormFunction:
+    """:func:`fused_layer_norm`, for scripts that call Apex's autograd Function by ``apply``."""
+
+    forward = apply = staticmethod(fused_layer_norm)

@@ -1,0 +1,80 @@
+"""What starts of one search have in common: trainings started anew from several homes in turns, and their ratios.
+
+A home is the process that the trainings of a search are forked from (``castwise.measure.processes``). Each of ``HOMES`` starts
+fp32 and a low plan ``STARTS`` times, the homes taking turns. Of the logarithm of fp32's time over the plan's, ``sd`` is the
+standard deviation between starts of a home, ``homes_f`` the variance between homes over what that explains (F with 4 and 20
+degrees of freedom: above 2.9 in one of twenty where homes have nothing of their own), and ``times_f`` the same between turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from typing import Any
+
+import torch
+
+from castwise import Plan
+from castwise.measure.apart import race_apart
+from castwise.measure.processes import Home, portable
+from common import Results, arguments
+
+HOMES, STARTS, ROUNDS = 5, 6, 5
+JOBS = {
+    "sine?size=128": "bf16-mixed+memory_format=channels_last",
+    "gpt": "bf16-mixed+ops.scaled_dot_product_attention=unfused+optimizer=fused",
+    "digits": "bf16-mixed+memory_format=channels_last+optimizer=fused",
+}
+
+
+def measure(workload: str, plan: Plan, device: torch.device) -> list[list[float]]:
+    """Logarithms of ratios, by turn and home."""
+    with contextlib.ExitStack() as stack:
+        homes = [stack.enter_context(Home()) for _ in range(HOMES)]
+        sent = portable(workload)
+        turns = []
+        for turn in range(STARTS):
+            found = {}
+            for home in range(HOMES) if turn % 2 == 0 else reversed(range(HOMES)):
+                base, low = race_apart(homes[home], sent, [Plan.preset("fp32"), plan], device, rounds=ROUNDS)
+                logs = [math.log(a / b) for a, b in zip(base.times_s, low.times_s, strict=True)]
+                found[home] = statistics.median(logs)
+            turns.append([found[home] for home in range(HOMES)])
+        return turns
+
+
+def analysed(turns: list[list[float]]) -> dict[str, Any]:
+    """Two-way analysis of variance."""
+    homes = [statistics.fmean(column) for column in zip(*turns, strict=True)]
+    times = [statistics.fmean(row) for row in turns]
+    mean = statistics.fmean(times)
+    rest = sum(
+        (value - homes[h] - times[t] + mean) ** 2
+        for t, row in enumerate(turns)
+        for h, value in enumerate(row)
+    ) / ((STARTS - 1) * (HOMES - 1))
+    return {
+        "speed": math.exp(mean), "sd": math.sqrt(rest),
+        "homes": [math.exp(value) for value in homes],
+        "homes_f": STARTS * statistics.variance(homes) / rest,
+        "times_f": HOMES * statistics.variance(times) / rest,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Write ``results/starts-<device>.json``."""
+    given = arguments(__doc__).parse_args()
+    device = torch.device(given.device)
+    with Results("starts", device, __doc__, given.budget) as results:
+        for name, plan in JOBS.items():
+            with results.part(name):
+                results.add({
+                    "workload": name,
+                    "plan": plan,
+                    **analysed(measure(name, Plan.parse(plan), device)),
+                })
+
+
+if __name__ == "__main__":
+    main()

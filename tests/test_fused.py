@@ -1,0 +1,66 @@
+"""Fused kernels that update what they are given, and the one that does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+from castwise import Amp
+from castwise.errors import DeviceError
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def stepped(kind: Any, dtype: torch.dtype, fused: bool) -> torch.Tensor:
+    parameter = nn.Parameter(torch.ones(100, dtype=dtype))
+    parameter.grad = torch.full_like(parameter, 0.5)
+    kind([parameter], lr=0.125, fused=fused).step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_torchs_fused_sgd_still_leaves_low_parameters_on_a_cpu(dtype: torch.dtype) -> None:
+    """Once it updates them, `check_updates` can go."""
+    assert stepped(SGD, dtype, fused=True)[0] == 1.0
+    assert stepped(SGD, dtype, fused=False)[0] < 1.0
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", [Adam, AdamW, Adagrad])
+def test_others_update_low_parameters(kind: Any, dtype: torch.dtype) -> None:
+    fused = stepped(kind, dtype, fused=True)
+    torch.testing.assert_close(fused, stepped(kind, dtype, fused=False))
+    assert (fused < 1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("line", "fused"),
+    [
+        ("bf16-true+optimizer=fused", False),
+        ("bf16-true", True),
+        ("O3", True),
+    ],
+)
+def test_a_kernel_that_would_not_train_is_refused(line: str, fused: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
+    with Amp(line, device="cpu") as amp, pytest.raises(DeviceError, match="fused SGD does not update"):
+        amp.prepare(model, optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert bool(optimizer.param_groups[0]["fused"]) is fused
+
+
+@pytest.mark.parametrize("line", ["bf16-master+optimizer=fused", "bf16-mixed+optimizer=fused"])
+def test_with_fp32_to_step_on_it_trains(line: str) -> None:
+    model = nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with Amp(line, device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        amp.backward(model(torch.ones(2, 8)).sum())
+        amp.step(optimizer)
+    assert (model.weight != before).all()
