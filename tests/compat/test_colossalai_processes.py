@@ -79,7 +79,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_both(two: World, layout: str,
     )
 
 
-@pytest.mark.parametrize("mode", ["none", "torch", "naive"])
+@pytest.mark.parametrize("mode", ["none", "torch", "apex-O1", "naive"])
 @pytest.mark.parametrize("layout", ["data", "tensor", "pipeline", "zero"])
 def test_accumulated_batches_are_one(two: World, layout: str, mode: str) -> None:
     """Losses are divided, and only the second of two batches steps."""

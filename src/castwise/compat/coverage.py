@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from opcode import opmap
@@ -26,7 +26,7 @@ class Covered:
 
     Attributes:
         name: As a script writes it, from the package down: ``apex.amp.initialize``; an argument is
-            ``apex.amp.initialize(opt_level)``.
+            ``apex.amp.initialize(opt_level)``, and ``module.*`` whatever else the original's module has.
         status: One of `STATUSES`.
         note: What differs and why, or what to use instead. May be empty for ``works``. Markdown, one line, no ``|``.
     """
@@ -50,10 +50,18 @@ def instead(*names: str, inside: str = "") -> str:
     If there is none, the first such row of what is ``inside`` a module; empty where nothing says it.
     """
     rows = {row.name: row for row in covered(names[0].partition(".")[0]) if row.status == "absent"}
-    nearest = (name.rsplit(".", less)[0] for name in names for less in range(name.count(".") + 1))
+    nearest = (around for name in names for around in _outwards(name))
     within = (name for name in rows if inside and f"{name}.".startswith(f"{inside}."))
     found = next((rows[name] for name in (*nearest, *within) if name in rows), None)
     return "" if found is None else found.note.replace("`", "")
+
+
+def _outwards(name: str) -> Iterator[str]:
+    """A name, then what it is in: ``a.b``, the rest of ``a``, ``a``."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+        yield f"{name}.*"
 
 
 def missing_attribute(module: str) -> Callable[[str], Any]:

@@ -60,8 +60,10 @@ class _Loader(importlib.abc.Loader):
         module = importlib.import_module(self.home)
         self._spec = module.__spec__
         for name, part in list(sys.modules.items()):
-            if name.startswith(self.home + "."):
+            if f"{name}.".startswith(f"{self.home}."):
                 sys.modules.setdefault(name.removeprefix(f"{_HOME}."), part)
+                # in a package of no folder, so that who looks inside is told what to use instead
+                vars(part).setdefault("__path__", [])
         return module
 
     def exec_module(self, module: ModuleType) -> None:

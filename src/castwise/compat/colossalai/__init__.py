@@ -9,13 +9,25 @@ or, with the original import lines, after ``castwise.compat.install()``.
 
 ``plans``: the modes' options as plans. ``amp``: ``convert_to_amp``. ``context``, ``core``: the configuration and the
 process groups. ``initialize``: from a configuration to an engine. ``engine``: it, its schedules and accumulation.
-``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``: what scripts import
-besides.
+``sharding``: what ``zero`` asks for. ``trainer``: the loop, with hooks. ``nn``, ``utils``, ``logging``, ``builder``, ``registry``,
+``testing``: what scripts import besides.
 """
 
 from __future__ import annotations
 
-from castwise.compat.colossalai import amp, builder, context, core, engine, logging, nn, trainer, utils
+from castwise.compat.colossalai import (
+    amp,
+    builder,
+    context,
+    core,
+    engine,
+    logging,
+    nn,
+    registry,
+    testing,
+    trainer,
+    utils,
+)
 from castwise.compat.colossalai.initialize import (
     get_default_parser,
     initialize,
@@ -40,6 +52,8 @@ __all__ = [
     "launch_from_torch",
     "logging",
     "nn",
+    "registry",
+    "testing",
     "trainer",
     "utils",
 ]

@@ -6,9 +6,11 @@ from torch import nn
 
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
+from castwise.compat.coverage import missing_attribute
 from castwise.errors import PlanError
 
 __all__ = ["build_pipeline_model"]
+__getattr__ = missing_attribute("colossalai.builder")
 
 
 def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bool = False) -> nn.Module:

@@ -27,7 +27,8 @@ from castwise.compat.colossalai.engine.schedule import (
 from castwise.compat.colossalai.logging import get_dist_logger
 from castwise.compat.colossalai.plans import Recipe, fp32_recipe, recipe_of
 from castwise.compat.colossalai.sharding import shard, zero_recipe
-from castwise.compat.colossalai.utils import broadcast_from_first, get_current_device, is_using_ddp
+from castwise.compat.colossalai.utils import get_current_device, is_using_ddp
+from castwise.compat.colossalai.utils.common import broadcast_from_first
 from castwise.errors import StateError
 
 __all__ = [

@@ -11,8 +11,10 @@ from typing import Any
 
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
+from castwise.compat.coverage import missing_attribute
 
 __all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger"]
+__getattr__ = missing_attribute("colossalai.logging")
 
 _loggers: dict[str, DistributedLogger] = {}
 

@@ -83,11 +83,11 @@ class Engine:
         self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute scaled gradients of a loss."""
+        """Add gradients of a loss, scaled ones but in the Apex mode."""
         self.optimizer.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Compute gradients of an output whose own, scaled already, is known."""
+        """Add gradients of an output whose own is known: scaled already, but in the Apex mode."""
         self.optimizer.backward_by_grad(tensor, grad)
 
     def step(self) -> Any:

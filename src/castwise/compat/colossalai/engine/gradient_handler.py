@@ -41,7 +41,7 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 class DataParallelGradientHandler:
     """Averages the gradients of an optimizer over the data parallel ranks, once per step.
 
-    For stages of a pipeline and for tensor parallel weights. Gradients are still scaled then; those of masters are
+    For stages of a pipeline and for tensor parallel weights. Gradients may still be scaled then; those of masters are
     sent in fp32, and what is not finite on one rank is so on all after it.
     """
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.colossalai.utils import get_current_device
+from castwise.compat.coverage import missing_attribute
 from castwise.errors import PlanError, StateError
 
 __all__ = ["InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedule"]
+__getattr__ = missing_attribute("colossalai.engine.schedule")
 
 
 class _Loads:
@@ -46,10 +48,23 @@ def _to_device(value: Any) -> Any:
     return value
 
 
-def _call(function: Callable[..., Any], data: Any) -> Any:
-    if isinstance(data, (tuple, list)):
-        return function(*data)
-    return function(**data) if isinstance(data, dict) else function(data)
+def _call(function: Callable[..., Any], *values: Any) -> Any:
+    """Call it with values of which tuples, lists and mappings are taken apart into arguments."""
+    given: dict[str, Any] = {}
+    args: list[Any] = []
+    for value in values:
+        if isinstance(value, dict):
+            given |= value
+        else:
+            args += value if isinstance(value, (tuple, list)) else (value,)
+    return function(*args, **given)
+
+
+def _loss(criterion: Callable[..., Any], output: Any, label: Any) -> Any:
+    """A criterion takes several outputs and several targets as so many arguments."""
+    if isinstance(output, dict) and not isinstance(label, dict):
+        return criterion(output, label)  # whose targets have no names
+    return _call(criterion, output, label)
 
 
 class NonPipelineSchedule(_Loads):
@@ -76,7 +91,7 @@ class NonPipelineSchedule(_Loads):
         output = _call(engine, data)
         loss = None
         if return_loss or not forward_only:
-            loss = engine.criterion(output, label)
+            loss = _loss(engine.criterion, output, label)
         if loss is not None and not forward_only:
             engine.backward(loss)
         loss = loss.detach() if return_loss and loss is not None else None
@@ -121,7 +136,7 @@ class PipelineSchedule(_Loads):
         parts = self.num_microbatches * divide_by
 
         def loss_fn(output: Any, target: Any) -> Tensor:
-            loss: Tensor = criterion(output, target)
+            loss: Tensor = _loss(criterion, output, target)
             return loss / parts
 
         # torch would divide the gradients in the end, those of batches before this one once more

@@ -1,10 +1,32 @@
-"""``colossalai.nn``, as far as training with AMP needs it: rate schedulers, metrics, the optimizer's wrapper."""
+"""``colossalai.nn``, as far as training with AMP needs it: rate schedulers, optimizers and their wrapper, metrics."""
 
 from __future__ import annotations
 
 from castwise.compat.colossalai.nn import lr_scheduler, metric, optimizer
+from castwise.compat.colossalai.nn.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmupLR,
+    LinearWarmupLR,
+    MultiStepLR,
+    MultiStepWarmupLR,
+)
 from castwise.compat.colossalai.nn.metric import Accuracy
+from castwise.compat.colossalai.nn.optimizer import ColossalaiOptimizer, FusedAdam, FusedSGD, HybridAdam
 from castwise.compat.coverage import missing_attribute
 
-__all__ = ["Accuracy", "lr_scheduler", "metric", "optimizer"]
+__all__ = [
+    "Accuracy",
+    "ColossalaiOptimizer",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmupLR",
+    "FusedAdam",
+    "FusedSGD",
+    "HybridAdam",
+    "LinearWarmupLR",
+    "MultiStepLR",
+    "MultiStepWarmupLR",
+    "lr_scheduler",
+    "metric",
+    "optimizer",
+]
 __getattr__ = missing_attribute("colossalai.nn")

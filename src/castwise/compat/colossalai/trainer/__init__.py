@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from castwise.compat.colossalai.trainer import hooks
 from castwise.compat.colossalai.trainer.loop import Trainer
+from castwise.compat.coverage import missing_attribute
 
 __all__ = ["Trainer", "hooks"]
+__getattr__ = missing_attribute("colossalai.trainer")

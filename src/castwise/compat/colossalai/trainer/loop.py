@@ -10,7 +10,8 @@ import torch
 
 from castwise.compat.colossalai.engine import Engine
 from castwise.compat.colossalai.trainer.hooks import BaseHook
-from castwise.compat.colossalai.utils import MultiTimer, speaks_for_all
+from castwise.compat.colossalai.utils import MultiTimer
+from castwise.compat.colossalai.utils.common import speaks_for_all
 from castwise.errors import StateError
 
 __all__ = ["Trainer"]

@@ -10,12 +10,8 @@ from castwise.compat.colossalai.context import ParallelMode
 from castwise.compat.colossalai.core import global_context as gpc
 from castwise.compat.colossalai.trainer.hooks.base import BaseHook
 from castwise.compat.colossalai.trainer.hooks.metrics import ThroughputMetric
-from castwise.compat.colossalai.utils import (
-    MultiTimer,
-    is_no_pp_or_last_stage,
-    report_memory_usage,
-    speaks_for_all,
-)
+from castwise.compat.colossalai.utils import MultiTimer, is_no_pp_or_last_stage, report_memory_usage
+from castwise.compat.colossalai.utils.common import speaks_for_all
 from castwise.errors import StateError
 
 __all__ = [

@@ -1,89 +1,22 @@
-"""``colossalai.context``: the configuration, the kinds of parallelism, and the process's place in them."""
+"""``colossalai.context.parallel_context``: the process's place among the others, and its configuration."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import random
-import runpy
 from collections.abc import Iterator, Mapping
-from enum import Enum
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from castwise.casting import default_device_type
-from castwise.errors import PlanError, StateError
+from castwise.compat.colossalai.context.config import Config, ConfigException
+from castwise.compat.colossalai.context.parallel_mode import ParallelMode
+from castwise.errors import StateError
 
-__all__ = ["Config", "ConfigException", "ParallelContext", "ParallelMode"]
-
-
-class ConfigException(PlanError):
-    """A configuration that cannot be."""
-
-
-class ParallelMode(Enum):
-    """Kinds of parallelism, each with a process group."""
-
-    GLOBAL = "global"
-    DATA = "data"
-    MODEL = "model"
-    PIPELINE = "pipe"
-    TENSOR = "tensor"
-    PARALLEL_1D = "1d"
-
-
-class Config(dict[str, Any]):
-    """A dictionary whose values are attributes too, nested ones as well."""
-
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        super().__init__()
-        self.update(config or {})
-
-    def __getattr__(self, key: str) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            raise AttributeError(
-                f"gpc.config has no {key!r}; it has {', '.join(self) or 'nothing'}. Add it to the configuration."
-            ) from None
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        self[key] = value
-
-    def update(self, config: Mapping[str, Any]) -> Self:  # type: ignore[override]
-        """Take in further values; mappings become :class:`Config`."""
-        for key, value in config.items():
-            self[key] = Config(value) if isinstance(value, dict) else value
-        return self
-
-    @classmethod
-    def from_file(cls, filename: str | os.PathLike[str]) -> Self:
-        """Run a Python file, which may import from ``colossalai``, and take its free names.
-
-        Names that begin with ``__``, modules and classes are left out.
-
-        Raises:
-            ConfigException: No such file, or not Python.
-        """
-        from castwise.compat.installing import serving
-
-        path = Path(filename)
-        if path.suffix != ".py" or not path.is_file():
-            raise ConfigException(
-                f"config {str(filename)!r}: {'not a .py file' if path.is_file() else 'no such file'}; give the path of a "
-                "Python file, or a dict."
-            )
-        with serving("colossalai"):
-            names = runpy.run_path(str(path))
-        return cls({
-            key: value
-            for key, value in names.items()
-            if not (key.startswith("__") or inspect.ismodule(value) or inspect.isclass(value))
-        })
+__all__ = ["ParallelContext"]
 
 
 class ParallelContext:

@@ -1,0 +1,29 @@
+"""``colossalai.amp``: a model, an optimizer and a criterion made to train in one of three AMP modes."""
+
+from __future__ import annotations
+
+from castwise.compat.colossalai.amp.amp_type import AMP_TYPE
+from castwise.compat.colossalai.amp.conversion import (
+    AmpCriterion,
+    convert_to_amp,
+    convert_to_apex_amp,
+    convert_to_naive_amp,
+    convert_to_torch_amp,
+    prepare,
+)
+from castwise.compat.colossalai.amp.optimizers import AmpOptimizer, ApexAMPOptimizer, NaiveAMPOptimizer
+from castwise.compat.coverage import missing_attribute
+
+__all__ = [
+    "AMP_TYPE",
+    "AmpCriterion",
+    "AmpOptimizer",
+    "ApexAMPOptimizer",
+    "NaiveAMPOptimizer",
+    "convert_to_amp",
+    "convert_to_apex_amp",
+    "convert_to_naive_amp",
+    "convert_to_torch_amp",
+    "prepare",
+]
+__getattr__ = missing_attribute("colossalai.amp")
