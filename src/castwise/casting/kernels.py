@@ -313,12 +313,14 @@ def registered(device_type: str) -> frozenset[str]:
 
 
 def _register(name: str, device_type: str) -> list[Callable[[], None]]:
+    # In front of transforms arithmetic with a number is a call of the overload on tensors.
+    every = bool(device_type) or name not in _torch.NUMBERS_FOR_TENSORS
     return [
         _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
         if device_type
         else _torch.register_in_front_of_transforms(op, functools.partial(_in_front, op, name))
         for op in operator_overloads(name)
-        if _torch.is_dispatched(op)
+        if _torch.is_dispatched(op) and (every or _torch.number_places(op))
     ]
 
 
