@@ -293,6 +293,8 @@ def test_cuda_table_is_the_same_on_every_device_up_to_the_kernels_of_one() -> No
         ("exp_", "banned", True),
         ("pow_", "banned", True),
         ("einsum", "as_is", False),
+        ("cov", "as_is", False),
+        ("affine_grid_generator", "as_is", False),
     ],
 )
 def test_apex_table_has_the_lists_of_o1(op: str, rule: str, only_low: bool) -> None:
@@ -388,6 +390,14 @@ def test_none_with_ops_turns_the_native_table_off_but_for_them() -> None:
 def test_as_is_matters_for_an_unlisted_operator_only_if_its_parts_are_cast() -> None:
     assert overrides("native", (("einsum", "as_is"),), "cpu")["einsum"].opaque  # calls bmm, which is lower
     assert overrides("native", (("relu", "as_is"), ("exp_", "as_is")), "cpu") == {}
+
+
+@pytest.mark.parametrize("device", DEVICE_TYPES)
+def test_what_apex_leaves_whole_is_overridden_on_every_device(device: str) -> None:
+    """Also where no part can be seen: kernels of linalg_matrix_exp and affine_grid_generator multiply inside."""
+    rows = overrides("apex", (), device)
+    for op in ("affine_grid_generator", "cov", "linalg_matrix_exp", "linalg_pinv", "linalg_svd", "logsumexp"):
+        assert (rows[op].rule, rows[op].opaque) == ("as_is", True), op
 
 
 def test_a_later_pair_wins_and_the_aten_prefix_is_taken_off() -> None:

@@ -134,9 +134,26 @@ def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -
     return library._destroy
 
 
-def takes_numbers(op: torch._ops.OpOverload) -> bool:
-    """Whether ``op`` takes several tensors, one of which may be a number that the dispatcher made a tensor of."""
-    return sum(str(argument.type) == "Tensor" for argument in op._schema.arguments) > 1
+def _tensors(op: torch._ops.OpOverload) -> list[int]:
+    """Which positional arguments of ``op`` are tensors and nothing else."""
+    arguments = op._schema.arguments
+    return [
+        i
+        for i, argument in enumerate(arguments)
+        if str(argument.type) == "Tensor" and not argument.kwarg_only
+    ]
+
+
+def number_places(op: torch._ops.OpOverload) -> Sequence[int]:
+    """Where ``op`` may be handed a number in place of a tensor that it cannot be called anew with.
+
+    Of several tensors the dispatcher hands one that stands for a number (``x % 2``, ``2 ** x``) to Python as the number.
+    Arithmetic can be called with it, but for the first (``1 - x``); other operators cannot.
+    """
+    places = _tensors(op)
+    if len(places) < 2:
+        return ()
+    return places[:1] if op._schema.name.removeprefix("aten::") in NUMBERS_FOR_TENSORS else places
 
 
 def register_in_front_of_transforms(
@@ -151,41 +168,47 @@ def register_in_front_of_transforms(
 
 
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
-NUMBERS_FOR_TENSORS = ("add", "sub", "mul", "div")
+_ARITHMETIC = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide")
+NUMBERS_FOR_TENSORS = (*_ARITHMETIC, *(f"{name}_" for name in _ARITHMETIC))
 """Arithmetic that takes numbers, and needs a kernel in front of transforms while any kernel in Python is registered.
 
 A transform wraps the tensor that stands for a number, and the tangents of such tensors; the dispatcher then fails to make
-a number of them for Python ("Cannot access data pointer"). In front of all transforms it still is a number.
+a number of them for Python ("Cannot access data pointer"). In front of all transforms it still is a number. The names are
+those of ``should_allow_numbers_as_tensors`` in torch/csrc/utils/python_arg_parser.cpp.
 """
 
 
 def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
     """Hand on 0-dim tensors in place of numbers, which promote as the numbers do."""
-    tensors = [i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
+    places = _tensors(op)
 
     def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(args[i], NUMBERS) for i in tensors if i < len(args)):
-            return with_tensors(lambda *given: go_on(keyset, *given, **kwargs), args)
+        if any(isinstance(args[i], NUMBERS) for i in places):
+            return with_tensors(lambda *given: go_on(keyset, *given, **kwargs), args, places)
         return go_on(keyset, *args, **kwargs)
 
     return front
 
 
-def with_tensors(call: Callable[..., torch.Tensor], args: Sequence[Any]) -> torch.Tensor:
-    """Call an elementwise operator with 0-dim tensors in place of numbers, which promote as the numbers do."""
+def with_tensors(
+    call: Callable[..., torch.Tensor], args: Sequence[Any], places: Sequence[int]
+) -> torch.Tensor:
+    """Call an elementwise operator with 0-dim tensors in place of the numbers at ``places``, which promote as they do."""
     other = next(arg for arg in args if isinstance(arg, torch.Tensor))
     if other.dim() == 0:  # a 0-dim tensor would count as much as this one
-        return with_tensors(call, [arg.unsqueeze(0) if arg is other else arg for arg in args]).squeeze(0)
-
-    def as_tensor(value: Any) -> Any:
+        lifted = other.unsqueeze(0)
+        out = with_tensors(call, [lifted if arg is other else arg for arg in args], places)
+        return other if out is lifted else out.squeeze(0)
+    given = list(args)
+    for place in places:
+        value = given[place]
         if not isinstance(value, NUMBERS):
-            return value
+            continue
         dtype = torch.result_type(other, value)
         if dtype is other.dtype:  # which the number does not decide, so that it may keep all its digits
             dtype = next(exact for kind, exact in _EXACT.items() if isinstance(value, kind))
-        return torch.full((), value, dtype=dtype, device="cpu")
-
-    return call(*map(as_tensor, args))
+        given[place] = torch.full((), value, dtype=dtype, device="cpu")
+    return call(*given)
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active

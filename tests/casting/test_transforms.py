@@ -152,6 +152,10 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "2 / x": lambda x: 2 / x,
     "add": lambda x: torch.add(x, 1, alpha=2),
     "sub": lambda x: torch.sub(x, 0.3, alpha=2),
+    "multiply": lambda x: torch.multiply(x, 0.1),
+    "subtract": lambda x: torch.subtract(x, 1, alpha=2),
+    "divide": lambda x: torch.divide(x, 3, rounding_mode=None),
+    "true_divide": lambda x: x.true_divide(3),
 }
 
 
@@ -211,6 +215,59 @@ def test_a_transform_compiles_under_a_plan() -> None:
         got = torch.compile(run, backend="aot_eager")(W)
     close(got, want.double())
     torch._dynamo.reset()
+
+
+# --- numbers, where the dispatcher hands them to any override -----------------------------------------------
+
+WITH_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda x: x + 0.7,
+    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.7),
+    "clamp": lambda x: x.clamp(0.2, 0.7),
+    "copysign": lambda x: torch.copysign(x, -1.0),
+    "div": lambda x: 0.7 / x + torch.div(x, 0.7, rounding_mode="floor"),
+    "divide": lambda x: torch.divide(x, 0.7),
+    "fmod": lambda x: torch.fmod(x, 0.7),
+    "gt": lambda x: x * (x > 0.7),
+    "lerp": lambda x: torch.lerp(x, x * x, 0.7),
+    "mul": lambda x: 0.7 * x,
+    "multiply": lambda x: torch.multiply(x, 0.7),
+    "pow": lambda x: x**0.7 + 0.7**x,
+    "remainder": lambda x: x % 0.7,
+    "rsub": lambda x: torch.rsub(x, 0.7),
+    "sub": lambda x: 0.7 - x,
+    "subtract": lambda x: torch.subtract(x, 0.7, alpha=2),
+    "true_divide": lambda x: x.true_divide(0.7),
+    "where": lambda x: torch.where(x > 0.7, x, 0.7) + torch.where(x > 0.7, 0.7, x),
+    "xlogy": lambda x: torch.xlogy(x, 0.7) + torch.xlogy(0.7, x),
+}
+
+
+@pytest.mark.parametrize("rule", ["fp32", "lower", "widest", "as_is"])
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_any_override_takes_numbers(name: str, rule: str) -> None:
+    """Each operator overridden alone, so that no other override takes the numbers for it."""
+    operation = WITH_NUMBERS[name]
+    region = castwise.autocast(Plan(compute="bf16", ops={name: rule}), device_type="cpu")
+
+    def plain(w: Tensor, x: Tensor) -> Tensor:
+        return operation(w.abs() + 0.3 * x.abs() + 0.1).sum()
+
+    def inside(w: Tensor, x: Tensor) -> Tensor:
+        with region:
+            return plain(w, x)
+
+    for transform in (TRANSFORMS[key] for key in ("no transform", "grad", "vmap", "jvp", "hessian")):
+        got, want = transform(inside, W), transform(plain, W)
+        if rule == "lower":  # and then steps and inverses of what is rounded
+            assert got.shape == want.shape
+            assert got.isfinite().all()
+        else:
+            assert torch.equal(got, want)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # where the plan is alive and not in force
+            assert torch.equal(transform(plain, W), want)
+    with region:
+        low = operation(W.abs().bfloat16() + 0.1)
+    assert low.dtype is (torch.float32 if rule == "fp32" and name != "gt" else torch.bfloat16)
 
 
 # --- an override is the same inside a transform and outside ----------------------------------------------------

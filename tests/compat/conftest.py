@@ -9,6 +9,7 @@ import torch
 
 from castwise.casting import frames, kernels
 from castwise.compat.apex import amp
+from castwise.compat.apex.amp import functions
 from castwise.compat.apex.amp._amp_state import AmpState
 
 
@@ -16,10 +17,14 @@ from castwise.compat.apex.amp._amp_state import AmpState
 def fresh_amp() -> Iterator[None]:
     """As before the first ``initialize``, and nothing left in force after the test."""
     state = amp._amp_state
-    methods = {name: vars(torch.Tensor).get(name) for name in ("cpu", "__ipow__", "addmm_")}
+    methods = {
+        name: vars(torch.Tensor).get(name)
+        for name in ("cpu", "__ipow__", "__iadd__", "__itruediv__", "addmm_")
+    }
     yield
     if state.handle is not None:
         state.handle._deactivate()
+    functions._registered.clear()
     vars(state).clear()
     vars(state).update(vars(AmpState()))
     assert not frames.ambient

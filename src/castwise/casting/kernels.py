@@ -215,11 +215,12 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
     native = _torch.native_autocast_call(op, device_type)
     below = _torch.below_autocast_call(op, device_type)
     ambient = frames.ambient
-    takes_numbers, numbers = _torch.takes_numbers(op), _torch.NUMBERS
+    places, numbers = _torch.number_places(op), _torch.NUMBERS
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if takes_numbers and isinstance(args[0], numbers):  # `1 - x`, of which no operator can be called anew
-            return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
+        for place in places:
+            if isinstance(args[place], numbers):
+                return _torch.with_tensors(lambda *given: kernel(keyset, *given, **kwargs), args, places)
         state = thread.state
         frame = state.frame if state.backward is None else current_frame()
         if frame is None:
@@ -241,11 +242,12 @@ def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., An
     A transform takes some operators apart before autocast's turn (``linear``, what vmap has another operator for), and
     what runs at its lower levels goes back to the dispatch keys that were in force around the call.
     """
-    takes_numbers, numbers = _torch.takes_numbers(op), _torch.NUMBERS
+    places, numbers = _torch.number_places(op), _torch.NUMBERS
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if takes_numbers and isinstance(args[0], numbers):
-            return _torch.with_tensors(lambda *tensors: kernel(keyset, *tensors, **kwargs), args)
+        for place in places:
+            if isinstance(args[place], numbers):
+                return _torch.with_tensors(lambda *given: kernel(keyset, *given, **kwargs), args, places)
         frame = current_frame()
         if frame is not None and torch.is_autocast_enabled(device := frame.device_type):
             action = frame.overrides.get(name, _parts)
@@ -311,12 +313,14 @@ def registered(device_type: str) -> frozenset[str]:
 
 
 def _register(name: str, device_type: str) -> list[Callable[[], None]]:
+    # In front of transforms arithmetic with a number is a call of the overload on tensors.
+    every = bool(device_type) or name not in _torch.NUMBERS_FOR_TENSORS
     return [
         _torch.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))
         if device_type
         else _torch.register_in_front_of_transforms(op, functools.partial(_in_front, op, name))
         for op in operator_overloads(name)
-        if _torch.is_dispatched(op)
+        if _torch.is_dispatched(op) and (every or _torch.number_places(op))
     ]
 
 

@@ -269,12 +269,9 @@ def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:
 def _differs(row: Row, native: Row | None) -> bool:
     if native is not None:
         return (row.rule, row.only_low) != (native.rule, native.only_low)
-    # Without a native row an operator gets no cast anyway, but the parts it is made of may.
-    return (
-        row.rule != "as_is"
-        or row.reason == _WHOLE
-        or any(map(_torch.is_composite, operator_overloads(row.op)))
-    )
+    # Without a native row an operator gets no cast anyway, but the parts it is made of may. Tables list those alone.
+    listed = row.rule != "as_is" or row.reason != _CHOSEN
+    return listed or any(map(_torch.is_composite, operator_overloads(row.op)))
 
 
 def _rows(groups: Iterable[tables.Group]) -> dict[str, Row]:

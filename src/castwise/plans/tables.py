@@ -265,11 +265,22 @@ APEX: Final = (
         " ".join(f"{op}_" for op in _APEX_RANGE.split()),
         only_low=True,
     ),
-    Group("as_is", "Apex patches no function inside it", "chain_matmul einsum linalg_multi_dot tensordot"),
+    Group(
+        "as_is",
+        "Apex patches neither it nor what runs inside it",
+        f"""_sparse_addmm _sparse_mm affine_grid_generator chain_matmul corrcoef cov einsum inner linalg_matmul
+        linalg_matrix_exp linalg_matrix_power linalg_multi_dot linalg_pinv matrix_exp matrix_power smm tensordot
+        {_FACTORS}""",
+    ),
 )
 """O1's lists in ATen's names."""
 
-USE_IN_PLACE: Final = {"logsumexp": ("exp_",)}
+USE_IN_PLACE: Final = {
+    "arccos_": ("acos_",),
+    "arcsin_": ("asin_",),
+    "logsumexp": ("exp_",),
+    "square_": ("pow_",),
+}
 """Operators whose kernels call in-place ones inside: what a ban on those does not mean."""
 
 FUNCTIONS: Final = {

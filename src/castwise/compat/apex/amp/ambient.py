@@ -1,7 +1,8 @@
 """The casts of O1: in force from ``initialize`` until the handle is deactivated, in all code.
 
 castwise runs them below Python, except for what is no operator of ATen or takes no cast there: ``Tensor.cpu``, ``**=``, the
-in-place matrix products and ``local_response_norm`` are patched while the casts are in force.
+in-place matrix products, ``local_response_norm``, and ``x += y`` and its like, which make ``x`` a new fp32 tensor where it
+is half and ``y`` is fp32, are patched while the casts are in force.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["FORMATS", "begin_caching", "casts_of_o1", "end_caching", "patch_torc
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 """What half may mean, and castwise's name of it."""
+_MEET = (*FORMATS, torch.float32)
 _BCE = (
     "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` "
     "It requires that the output of the previous function be already a FloatTensor. \n\n"
@@ -93,6 +95,20 @@ def _ipow(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     return ipow
 
 
+def _promote(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def method(self: torch.Tensor, other: Any) -> Any:
+        if (
+            isinstance(other, torch.Tensor)
+            and other.dtype in _MEET
+            and other.device.type == device_type
+            and _is_cast(self, device_type)
+        ):
+            self = self.to(torch.promote_types(self.dtype, other.dtype))
+        return original(self, other)
+
+    return method
+
+
 def _match_self(original: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def match(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -109,6 +125,7 @@ def _match_self(original: Callable[..., Any], device_type: str) -> Callable[...,
 _PATCHES: dict[tuple[Any, str], Callable[[Callable[..., Any], str], Callable[..., Any]]] = {
     (torch.Tensor, "cpu"): _in_fp32,
     (torch.Tensor, "__ipow__"): _ipow,
+    **{(torch.Tensor, name): _promote for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__")},
     **{(torch.Tensor, name): _match_self for name in ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")},
     (nn.functional, "local_response_norm"): _in_fp32,
 }

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, TypeVar
 
 import torch
 
+from castwise import fp32_function, lower_function
 from castwise.compat.apex.amp._amp_state import _amp_state
+from castwise.plans.rules import base_table
 
 __all__ = [
     "float_function",
@@ -48,14 +51,40 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     return value
 
 
-def _casting(function: _F, choose: Callable[[Any, Any], torch.dtype | None]) -> _F:
-    """Cast the arguments and run the function with the casts of O1 on inside, as Apex does."""
+_ONE_OPERATOR = {"cross_entropy", "grid_sample", "interpolate", "softmin"}
+"""Functions of torch in Python that run one operator of the lists, under another name."""
+
+
+def _is_listed(function: Any) -> bool:
+    """Whether a function is one that Apex's lists may have, and not code that calls several of them."""
+    if isinstance(function, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)):
+        return True
+    name, home = (getattr(function, key, "") or "" for key in ("__name__", "__module__"))
+    return home.partition(".")[0] == "torch" and (name in _ONE_OPERATOR or name in base_table("apex", "cpu"))
+
+
+def _casting(
+    function: _F,
+    choose: Callable[[Any, Any], torch.dtype | None],
+    alone: Callable[[_F], _F] | None = None,
+) -> _F:
+    """Cast the arguments and run the function with the casts of O1 on inside, as Apex does.
+
+    Args:
+        function: To be decorated.
+        choose: The dtype, from the handle and the arguments; None for no cast.
+        alone: Decorates a function that the lists may have, in place of the above: what they say of it is not to be
+            done inside.
+    """
+    listed = alone(function) if alone is not None and _is_listed(function) else None
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         handle = _amp_state.handle
         if handle is None or not handle.is_active():
             return function(*args, **kwargs)
+        if listed is not None:
+            return listed(*args, **kwargs)
         dtype = choose(handle, (args, tuple(kwargs.values())))
         if dtype is None:
             return function(*args, **kwargs)
@@ -67,17 +96,23 @@ def _casting(function: _F, choose: Callable[[Any, Any], torch.dtype | None]) -> 
 
 
 def half_function(fn: _F) -> _F:
-    """Cast floating arguments to half (bf16 where O1 runs in it) while the casts of O1 are in force."""
-    return _casting(fn, lambda handle, _: handle.dtype)
+    """Cast floating arguments to half (bf16 where O1 runs in it) while the casts of O1 are in force.
+
+    A function of torch that is on Apex's lists runs in half whatever they say.
+    """
+    return _casting(fn, lambda handle, _: handle.dtype, lower_function)
 
 
 def float_function(fn: _F) -> _F:
-    """Cast floating arguments to fp32 while the casts of O1 are in force."""
-    return _casting(fn, lambda _handle, _values: torch.float32)
+    """Cast floating arguments to fp32 while the casts of O1 are in force.
+
+    A function of torch that is on Apex's lists runs in fp32 whatever they say.
+    """
+    return _casting(fn, lambda _handle, _values: torch.float32, fp32_function)
 
 
 def promote_function(fn: _F) -> _F:
-    """Cast floating arguments to the widest type among them while the casts of O1 are in force."""
+    """Cast floating arguments to the widest type among them while the casts of O1 are in force; Apex's lists come first."""
 
     def choose(handle: Any, values: Any) -> torch.dtype | None:
         found = {tensor.dtype for tensor in _floating(values, handle.device_type)}
