@@ -266,12 +266,14 @@ def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
     model(X).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    if Plan.preset(name).master == "none":  # what is trained is rounded for good
+    preset, fused = Plan.preset(name), "+optimizer=fused"
+    if preset.master == "none":  # what is trained is rounded for good
+        fused = "" if kind == "sgd" and preset.stores_low else fused  # refused, see test_fused
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(Plan.preset(name).compute_dtype))
     before = photograph(model, optimizer)
-    plan = Plan.parse(f"{name}+memory_format=channels_last+optimizer=fused+fp32_matmul=ieee")
+    plan = Plan.parse(f"{name}+memory_format=channels_last{fused}+fp32_matmul=ieee")
     with castwise.Amp(plan, device="cpu") as amp:
         amp.prepare(model, optimizer, methods=("encode",))
         assert not same(photograph(model, optimizer), before)

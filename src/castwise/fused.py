@@ -69,7 +69,11 @@ def check_updates(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, SGD):
         return
     for group in optimizer.param_groups:
-        low = {p.dtype for p in group["params"] if p.device.type == "cpu" and p.dtype in LOW_DTYPES}
+        low = {
+            p.dtype
+            for p in group["params"]
+            if p.requires_grad and p.device.type == "cpu" and p.dtype in LOW_DTYPES
+        }
         if group.get("fused") and low:
             raise DeviceError(
                 f"prepare: torch's fused SGD does not update {str(low.pop()).removeprefix('torch.')} parameters on a CPU. Use optimizer='as_given' with an "
