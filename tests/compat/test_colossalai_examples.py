@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import run_ranks
-from tests.soak import SOAKING
+from tests.soak import SOAKING, some
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "colossalai"
@@ -52,11 +52,14 @@ def torchrun(script: str, config: Path) -> str:
 
 @pytest.mark.parametrize(
     ("script", "mode", "run"),
-    [
-        ("train_with_engine.py", "torch", two_ranks),
-        ("train_with_engine.py", "naive", two_ranks),
-        ("train_with_trainer.py", "apex", torchrun if SOAKING else two_ranks),
-    ],
+    some(
+        [
+            ("train_with_engine.py", "naive", two_ranks),
+            ("train_with_engine.py", "torch", two_ranks),
+            ("train_with_trainer.py", "apex", torchrun if SOAKING else two_ranks),
+        ],
+        2,
+    ),
 )
 def test_the_hands_on_learns(script: str, mode: str, run: Callable[[str, Path], str], tmp_path: Path) -> None:
     """Two epochs of the example's own configuration."""

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.soak import pairs
+
 from ..distributed.world import World
 from . import colossalai_cases as cases
 
@@ -43,8 +45,7 @@ def check(mode: str, answers: list[Any]) -> None:
             assert torch.equal(weights[name], answers[0][0][name]), name
 
 
-@pytest.mark.parametrize("mode", cases.MODES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "mode"), pairs(LAYOUTS, cases.MODES, 3))
 def test_two_processes_train_like_one(two: World, layout: str, mode: str) -> None:
     answers = two.run(cases.train, layout, mode)
     if (layout, mode) == ("zero", "none"):
@@ -60,8 +61,9 @@ def test_two_processes_train_like_one(two: World, layout: str, mode: str) -> Non
             assert returned == [None] * cases.STEPS
 
 
-@pytest.mark.parametrize("mode", SCALED)
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "data"])
+@pytest.mark.parametrize(
+    ("layout", "mode"), pairs([layout for layout in LAYOUTS if layout != "data"], SCALED, 2)
+)
 def test_an_infinity_on_one_rank_skips_the_step_on_both(two: World, layout: str, mode: str) -> None:
     answers = two.run(cases.train, layout, mode, 1)
     for weights, returned, scale in answers:
@@ -79,8 +81,10 @@ def test_an_infinity_on_one_rank_skips_the_step_on_both(two: World, layout: str,
     )
 
 
-@pytest.mark.parametrize("mode", ["none", "torch", "apex-O1", "naive"])
-@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline", "zero"])
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    pairs(["data", "tensor", "pipeline", "zero"], ["none", "torch", "apex-O1", "naive"], 2),
+)
 def test_accumulated_batches_are_one(two: World, layout: str, mode: str) -> None:
     """Losses are divided, and only the second of two batches steps."""
     if (layout, mode) == ("zero", "none"):
