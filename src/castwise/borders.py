@@ -104,17 +104,21 @@ class Border:
         if is_compiling():
             tracing.graph_push(self.key)
             return args, kwargs
-        args, kwargs = self._told(args, self.outer), self._told(kwargs, self.outer)
+        if self.follow_backward:
+            args, kwargs = map_tensors(self._marked, args), map_tensors(self._marked, kwargs)
+        elif self.frame.overrides:
+            map_tensors(self._noted_outside, (args, kwargs))
         frames.push(self.frame, self, self.root)
         return args, kwargs
 
-    def _told(self, value: Any, frame: Frame | None) -> Any:
-        """A value by which backward knows the frame that it comes from, or that it goes into."""
-        if self.follow_backward:
-            return map_tensors(lambda tensor: mark_boundary(tensor, frame), value)
-        if self.frame.overrides:
-            map_tensors(lambda tensor: note_backward(tensor, frame), value)
-        return value
+    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        return mark_boundary(tensor, self.outer)
+
+    def _noted_outside(self, tensor: torch.Tensor) -> torch.Tensor:
+        return note_backward(tensor, self.outer)
+
+    def _noted_inside(self, tensor: torch.Tensor) -> torch.Tensor:
+        return note_backward(tensor, self.frame)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; runs after an exception too, then with ``output=None``."""
@@ -123,7 +127,10 @@ class Border:
         else:
             if not frames.leave(self):
                 return output  # an exception came before enter
-            output = self._told(output, self.frame)
+            if (
+                self.follow_backward or self.frame.overrides
+            ):  # not a view: its hooks outlive what is written to it
+                map_tensors(self._noted_inside, output)
         cast = self.cast_outputs
         if not self.root:
             if cast is None:

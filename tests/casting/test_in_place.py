@@ -38,6 +38,8 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         y = self.inner(h)
+        if y.requires_grad and isinstance(self.inner, nn.Linear):  # a hook, as FSDP puts on outputs
+            y.register_hook(lambda gradient: 2.0 * gradient)
         if self.in_place:
             y += 0.5
         else:  # what h would be

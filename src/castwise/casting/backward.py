@@ -1,9 +1,9 @@
 """Which precision is in force where a piece of forward is computed again during backward.
 
-Activation checkpointing restores what torch knows (enabled, dtype) and not the frame. :func:`mark_boundary` puts an autograd
-node where a prepared module returns; it runs before any node inside the module and tells this thread which frame the module
-ran in. Autograd executes nodes that were made on one thread strictly in reverse order, so nested modules are
-right too.
+Activation checkpointing restores what torch knows (enabled, dtype) and not the frame. :func:`note_backward` has the autograd
+node of what a prepared module returns tell this thread, before it runs, which frame the module ran in;
+:func:`mark_boundary` puts a node of its own where tensors go in, and over the loss. Autograd executes nodes that were made on
+one thread strictly in reverse order, so nested modules are right too.
 
 A block that was entered by hand has no such place to return from. It notes which numbers autograd gave to the nodes made
 inside it, and a recomputation finds its block by the number of the node that asked for it.
@@ -51,12 +51,13 @@ def _enter_backward(frame: Frame | None) -> None:
 
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Remember for backward that what made ``tensor`` ran in ``frame``.
+    """Remember for backward that what made ``tensor`` ran in ``frame``, by a node that is nobody else's.
 
     Returns:
         A view of the tensor, which may be written to in place where the tensor may: what made it is noted too, since autograd
-        then goes there past the view. The tensor itself where no gradient will flow, and inside a transform of torch.func,
-        where nothing is recomputed.
+        then goes there past the view. Tensor hooks on such a view do not outlive that, so what users see is noted, not
+        marked. The tensor itself where no gradient will flow, and inside a transform of torch.func, where nothing is
+        recomputed.
     """
     if not tensor.requires_grad or not torch.is_grad_enabled() or _torch.in_transform():
         return tensor
