@@ -266,9 +266,10 @@ def likeliest(
     doubtful: Sequence[Plan] = (),
     most: int = FINALISTS,
 ) -> list[Plan]:
-    """As many as a final has time for: the fastest in the race, and the simplest of those as fast as the first of them.
+    """As many as a final has time for: the simplest of those as fast as the first, the fastest, and who else is near.
 
-    A doubtful plan keeps no sound one out.
+    Of these the fastest of each simpler numerics goes before what else is near: the luck of the race alone would decide
+    whether the final can fall back on it. A doubtful plan keeps no sound one out.
     """
     order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
     if not order:
@@ -278,8 +279,12 @@ def likeliest(
     slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
     near = [plan for plan in order if plan not in slow]
     alike = [plan for plan in near if (ratio := over[plan]) is None or ratio.value <= MARGIN]
-    left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), *near]))[:most]}
-    many = f"{most} others were faster in the race"
+    kinds: dict[Plan, Plan] = {}
+    for plan in near:
+        kinds.setdefault(numerics_of(plan), plan)
+    simpler = [plan for kind, plan in kinds.items() if complexity(kind) < complexity(numerics_of(near[0]))]
+    left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), near[0], *simpler, *near]))[:most]}
+    many = f"{most} that were faster or simpler filled it"
     for plan in order:
         if plan not in left:
             ratio = slow.get(plan)
