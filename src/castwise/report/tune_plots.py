@@ -49,7 +49,9 @@ def _scatter(record: Record) -> Figure | None:
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     speeds = [max(r["speedup"]["value"], SLOWEST) for r in rows]
-    left, right = min([1.0, *speeds]), max([1.0, *speeds])
+    ends = [r["speedup"] for r in rows]  # an interval may be endless; the points have to stay apart
+    left = min(1.0, max(min(end["low"] for end in ends), 0.7 * min(speeds)))
+    right = max(1.0, min(max(end["high"] for end in ends), 1.3 * max(speeds)))
     room = 0.12 * max(right - left, 0.1)
     axes.set_xlim(left - room, right + room)
     axes.axhspan(fails, high, color=COLOURS[6], alpha=0.10, lw=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from castwise.measure import stats
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity, name_of
+from castwise.tuning.axes import complexity
 from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
@@ -198,9 +198,6 @@ def _why_not_low(search: Search) -> str:
     if reason:
         fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
         return f"One-line torch.autocast in bf16{fast} does not keep the gradients: {reason}."
-    named = (
-        f"bf16 was left out of the race ({search.passed_over[AUTOCAST]})"
-        if AUTOCAST in search.passed_over
-        else ""
-    )
-    return f"{name_of(AUTOCAST)}: {named}." if named else ""
+    if ratio is None and AUTOCAST in search.passed_over:
+        return f"One-line torch.autocast in bf16 was passed over: {search.passed_over[AUTOCAST]}."
+    return ""
