@@ -30,7 +30,7 @@ import torch
 import castwise
 from architectures import ARCHITECTURES
 from castwise import Plan, Workload
-from castwise.measure.apart import race_apart
+from castwise.measure.apart import start_apart
 from castwise.measure.failures import cannot_run
 from castwise.measure.processes import Home, portable
 from castwise.tuning.final import Final
@@ -66,20 +66,17 @@ def raced(
     workload: Workload | str, plans: Sequence[Plan], device: torch.device, starts: int, rounds: int
 ) -> Final:
     """Start plans several times, each in a process of its own, and time them in turns; those that cannot run are left out."""
-    found = []
     with Home() as home:
-        payload = portable(workload)
-        for _ in range(starts):
-            timed = race_apart(home, payload, plans, device, rounds=rounds)
-            for one in timed:
-                if one.error is not None and not cannot_run(one.error):
-                    raise one.error
-            found.append(timed)
-    well = [i for i, _ in enumerate(plans) if all(start[i].error is None for start in found)]
+        found = start_apart(home, portable(workload), plans, device, starts=starts, rounds=rounds)
+    for timed in found:
+        error = timed[-1].error
+        if error is not None and not cannot_run(error):
+            raise error
+    well = {plan: timed for plan, timed in zip(plans, found, strict=True) if timed[-1].error is None}
     return Final(
-        [plans[i] for i in well],
-        times_s=[[start[i].times_s for start in found] for i in well],
-        losses={plans[i]: found[0][i].losses for i in well},
+        list(well),
+        times_s=[[one.times_s for one in timed] for timed in well.values()],
+        losses={plan: timed[0].losses for plan, timed in well.items()},
     )
 
 

@@ -303,7 +303,13 @@ def test_the_bench_compiles_and_says_how_long_it_took() -> None:
     made = workload()
     start = graphs()
     result = bench(
-        made, ["bf16-mixed", "bf16-mixed+compile=default"], device="cpu", steps=8, rounds=2, memory=False
+        made,
+        ["bf16-mixed", "bf16-mixed+compile=default"],
+        device="cpu",
+        steps=8,
+        rounds=2,
+        starts=0,
+        memory=False,
     )
     _, plain, compiled = result.plans
     assert (plain.notes, compiled.status) == ((), "ok")

@@ -128,10 +128,14 @@ def bench(
     steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
     rounds: Annotated[
         int,
-        typer.Option(
-            help="Interleaved rounds the steps are spread over; with fewer than 6 intervals are wide."
-        ),
+        typer.Option(help="Interleaved rounds that are timed, over all starts."),
     ] = 12,
+    starts: Annotated[
+        int,
+        typer.Option(
+            help="How often every plan is started to be timed, in a process of its own; 0: all are timed once, in one process."
+        ),
+    ] = 3,
     device: Device = None,
     seed: Seed = 0,
     memory: Annotated[bool, typer.Option(help="Measure memory, each plan in a process of its own.")] = True,
@@ -159,8 +163,8 @@ def bench(
             as_plan(plan)  # before anything is made or measured
         with _folder(out, "bench", workload) as folder:
             result = job.bench(
-                workload, chosen, device=device, steps=steps, rounds=rounds, seed=seed, inference=inference,
-                memory=memory, progress=True,
+                workload, chosen, device=device, steps=steps, rounds=rounds, starts=starts, seed=seed,
+                inference=inference, memory=memory, progress=True,
             )  # fmt: skip
             _answer(result.table(), lambda: result.save(folder))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,11 +153,78 @@ def test_table_fits_a_terminal(result: BenchResult) -> None:
 
 
 def test_events_lead_to_the_end_of_every_stage(result: BenchResult, told: list[Event]) -> None:
-    for stage in ("training", "inference", "memory"):
+    for stage in ("training", "timing", "inference", "memory"):
         for row in result.plans:
             mine = [event for event in told if (event.stage, event.subject) == (stage, row.name)]
             assert [event.done for event in mine] == sorted(event.done for event in mine)
             assert mine[-1].done == mine[-1].total
+
+
+# --- times in processes of their own ------------------------------------------------------------------------
+
+
+def test_every_plan_is_started_again_to_be_timed(result: BenchResult) -> None:
+    assert (result.starts, result.rounds, result.notes) == (3, 6, ())
+    for row in result.plans:
+        for timing in (row.training, row.inference):
+            assert [len(start) for start in timing.starts_s] == [2, 2, 2]
+            assert row.name == "fp32" or timing.speedup.n == 3
+
+
+def test_no_more_batches_are_taken_in_a_start_than_steps_were_asked_for(tiny: str) -> None:
+    result = bench(
+        f"{tiny}:three",
+        ["bf16-mixed"],
+        device="cpu",
+        hopeless=NEVER,
+        steps=3,
+        rounds=2,
+        starts=2,
+        memory=False,
+    )
+    assert (result.starts, result.notes) == (2, ())
+
+
+@pytest.mark.parametrize("why", ["it holds a lock", "it fails there", "it is told not to"])
+def test_what_cannot_run_elsewhere_is_timed_here_and_that_is_said(tiny: str, why: str) -> None:
+    workload, here, lock = find_workload(f"{tiny}:plain"), os.getpid(), threading.Lock()
+
+    def holding(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        with lock:
+            return workload.loss(model, batch)
+
+    def failing(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        if os.getpid() != here:
+            raise FileNotFoundError("data.bin")
+        return workload.loss(model, batch)
+
+    losses = {"it holds a lock": holding, "it fails there": failing, "it is told not to": workload.loss}
+    result = bench(
+        replace(workload, loss=losses[why]), ["bf16-mixed"], device="cpu", hopeless=NEVER, steps=9, rounds=6,
+        starts=0 if why == "it is told not to" else 2, memory=False,
+    )  # fmt: skip
+    assert (result.starts, result.rounds) == (0, 6)
+    assert result.plans[1].training.speedup.n == result.plans[1].inference.speedup.n == 6
+    said = {"it holds a lock": "cannot be sent", "it fails there": "data.bin"}
+    assert [said[why] in note for note in result.notes] == [True] * (why in said)
+
+
+def test_a_plan_that_fails_in_its_own_process_alone_says_so(tiny: str) -> None:
+    workload, here = find_workload(f"{tiny}:plain"), os.getpid()
+
+    def loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        if os.getpid() != here and next(model.parameters()).dtype is torch.bfloat16:
+            raise RuntimeError("no kernel for bf16")
+        return workload.loss(model, batch)
+
+    result = bench(
+        replace(workload, loss=loss), ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=9, rounds=4, starts=2,
+        memory=False,
+    )  # fmt: skip
+    row = _row(result, "bf16-true")
+    assert (row.status, row.training) == ("failed", None)
+    assert "no kernel for bf16" in row.reason
+    assert _row(result, "bf16-mixed").training.speedup.n == 2
 
 
 # --- rows without numbers -----------------------------------------------------------------------------------
@@ -268,6 +337,8 @@ def test_a_broken_workload_is_one_clear_sentence(
 def test_bad_numbers_and_plans_are_refused_before_any_work(tiny: str) -> None:
     with pytest.raises(PlanError, match=r"bench\(steps=2, .*needs steps >= 3"):
         bench(f"{tiny}:mlp", steps=2)
+    with pytest.raises(PlanError, match=r"bench\(.*starts=-1, .*starts >= 0"):
+        bench(f"{tiny}:mlp", starts=-1)
     with pytest.raises(UnknownNameError, match="bf16-mixed"):
         bench(f"{tiny}:mlp", ["bf16-mixd"])
 

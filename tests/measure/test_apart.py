@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from castwise import Workload
 from castwise.errors import CastwiseError, WorkloadError, place
-from castwise.measure.apart import Apart, _train, race_apart
+from castwise.measure.apart import Apart, _run, race_apart
 from castwise.measure.failures import unfit
 from castwise.measure.processes import Home, portable
 from castwise.measure.steps import TrainingRun
@@ -125,7 +125,7 @@ def leaves_there(module: nn.Module, batch: Tensor) -> Tensor:
 def test_an_exception_tells_here_where_in_the_users_code_it_was_raised_there(how: str, home: Home) -> None:
     sent = portable(workload(raises_there))
     if how == "started":
-        process = home.start(_train, sent, PRESETS["fp32"].to_json(), "cpu", 0)
+        process = home.start(_run, sent, PRESETS["fp32"].to_json(), "cpu", 0)
         process.answer()
         process.send(1)
     else:

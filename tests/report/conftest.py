@@ -27,7 +27,7 @@ def _timing(step_s: float, base_s: float | None, width: float = 0.05) -> Timing:
         value = base_s / step_s
         speed = Ratio(value, value * (1 - width), value * (1 + width), 0.95, 12)
     rounds = tuple(step_s * (1 + 0.002 * (number % 3)) for number in range(12))
-    return Timing(Summary(step_s, step_s * 0.98, step_s * 1.02, 12), speed, rounds)
+    return Timing(Summary(step_s, step_s * 0.98, step_s * 1.02, 12), speed, (rounds,))
 
 
 def make_row(
@@ -57,7 +57,7 @@ def make_record(*rows: PlanResult, base: PlanResult | None = None, **changes: An
     """A record of a baseline and the rows given."""
     base = make_row("fp32", 0.1, 0.2, base_s=None) if base is None else base
     made: dict[str, Any] = {
-        "workload": "sine", "description": "a <wave>", "baseline": "fp32", "steps": 50, "rounds": 12, "seed": 0,
+        "workload": "sine", "description": "a <wave>", "baseline": "fp32", "steps": 50, "rounds": 12, "starts": 0, "seed": 0,
         "environment": ENVIRONMENT, "plans": (base, *rows), "images": {},
     }  # fmt: skip
     return BenchResult(**{**made, **changes}).to_dict()

@@ -72,7 +72,7 @@ def test_plans_that_the_rounds_do_not_tell_apart_are_said_to_be_level(record: Ma
 def test_of_level_plans_the_first_asked_for_is_the_answer(record: Make, row: Row) -> None:
     first = row("bf16-mixed", 0.0501, 0.2)
     rounds = tuple(0.0501 + 0.001 * (-1) ** n for n in range(12))
-    first = replace(first, training=replace(first.training, rounds_s=rounds))
+    first = replace(first, training=replace(first.training, starts_s=(rounds,)))
     made = record(first, row("O1", 0.07, 0.2), row("bf16-true", 0.05, 0.2))
     assert (made["best"], made["level_with_best"]) == ("bf16-mixed", ["bf16-true"])
     said = bench.headline(made)
@@ -101,14 +101,14 @@ def test_few_rounds_give_no_direction_unless_they_agree_closely(
 ) -> None:
     before, after = zip(*times_s, strict=True)
     ratio = paired_speedup(before, after)
-    timing = Timing(summarise(after), ratio, after)
+    timing = Timing(summarise(after), ratio, (after,))
     made = record(row("bf16-mixed", 0.07, 0.2, training=timing))
     assert made["best"] is None
     assert said in bench.headline(made)
     assert cell in str(bench.grids(made)[0].rows[1].cells)
     assert verdict_of(ratio) == "no gain"
     agreed = Timing(
-        summarise([0.07] * 3), paired_speedup([0.1, 0.1, 0.1], [0.0701, 0.07, 0.0699]), (0.07,) * 3
+        summarise([0.07] * 3), paired_speedup([0.1, 0.1, 0.1], [0.0701, 0.07, 0.0699]), ((0.07,) * 3,)
     )
     assert "bf16-mixed trains sine 1.43x as fast as fp32 (95 % interval 1.4" in bench.headline(
         record(row("bf16-mixed", 0.07, 0.2, training=agreed))
@@ -123,8 +123,27 @@ def test_an_interval_without_1_does_not_look_as_if_it_had_it(low: float, high: f
     assert words.interval({"low": low, "high": high}) == said
 
 
-def test_a_table_says_why_its_times_need_not_give_its_speeds(record: Make, row: Row) -> None:
-    assert "not the ratio of two medians" in bench.interval_note(record(row("bf16-mixed", 0.07, 0.2)))
+@pytest.mark.parametrize(
+    ("starts", "said"), [(0, "of all plans in one process; speeds"), (3, "over 3 starts of every plan in a process of its own")]
+)  # fmt: skip
+def test_a_table_says_where_its_times_are_from_and_why_they_need_not_give_its_speeds(
+    starts: int, said: str, record: Make, row: Row
+) -> None:
+    note = bench.interval_note(record(row("bf16-mixed", 0.07, 0.2), starts=starts))
+    assert said in note
+    assert "not the ratio of two medians" in note
+
+
+def test_plans_that_their_starts_do_not_tell_apart_are_level(record: Make, row: Row) -> None:
+    def started(name: str, *steps_s: float) -> PlanResult:
+        made = row(name, steps_s[0], 0.2)
+        assert made.training is not None
+        return replace(made, training=replace(made.training, starts_s=tuple((s,) * 4 for s in steps_s)))
+
+    lucky = started("bf16-mixed", 0.05, 0.07, 0.06)
+    for others, level in (((0.06, 0.05, 0.07), ["bf16-master"]), ((0.1, 0.141, 0.119), [])):
+        made = record(lucky, started("bf16-master", *others), starts=3)
+        assert made["level_with_best"] == level
 
 
 def test_a_slower_plan_is_not_recommended(record: Make, row: Row) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
 
 import torch
 
@@ -25,54 +22,21 @@ from castwise.errors import (
 )
 from castwise.jobs import Event, Progress, heard
 from castwise.jobs.bench_result import BenchResult, PlanResult, Timing
-from castwise.measure import stats
+from castwise.jobs.bench_rows import BASELINE, Row, in_turns, rows_of, started
+from castwise.measure.apart import Kind, start_apart
 from castwise.measure.environment import environment
 from castwise.measure.memory import measure_memory
-from castwise.measure.processes import Home
+from castwise.measure.processes import Home, NotThereError, delivered, not_there
 from castwise.measure.steps import InferenceRun, TrainingRun
-from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race, speedup
-from castwise.plans.plan import PRESETS, Plan, as_plan
+from castwise.measure.timing import HOPELESS, WARMUP, Lap, Runner, race
+from castwise.plans.plan import Plan
 from castwise.process import find_device
-from castwise.tuning.axes import name_of
 from castwise.workload import Workload, about_data, find_workload, users_code
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
-BASELINE = "fp32"
 PICTURE_SIDE = 128
 """Pictures are thinned to at most this many rows and columns in the record."""
-
-
-@dataclass
-class _Row:
-    """A plan while the bench works on it."""
-
-    plan: Plan
-    result: PlanResult
-    run: TrainingRun | None = None
-    training: Lap | None = None
-    inference: Lap | None = None
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    images: dict[str, list[list[float]]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, name: str, plan: Plan) -> Self:
-        return cls(plan, PlanResult(name, str(plan), plan.digest, "ok"))
-
-    @property
-    def name(self) -> str:
-        return self.result.name
-
-    @property
-    def is_ok(self) -> bool:
-        return self.result.status == "ok"
-
-    def found(self, **changes: Any) -> None:
-        """Enter something into the result."""
-        self.result = dataclasses.replace(self.result, **changes)
-
-    def note(self, text: str) -> None:
-        self.found(notes=(*self.result.notes, text))
 
 
 def bench(
@@ -82,6 +46,7 @@ def bench(
     device: torch.device | str | None = None,
     steps: int = 50,
     rounds: int = 12,
+    starts: int = 3,
     seed: int = 0,
     inference: bool = True,
     memory: bool = True,
@@ -90,17 +55,21 @@ def bench(
 ) -> BenchResult:
     """Train a workload under several plans, in turns, and measure what each costs.
 
-    Every plan trains a copy of the model of its own from the same weights on the same batches. Times of training
-    and of inference come from rounds in which each plan runs a block of steps; batches are fetched outside of them.
-    Memory is measured in a process per plan. A plan that the device cannot run, that is hopelessly slow or that
-    fails gets a row that says so and leaves the others alone.
+    Every plan trains a copy of the model of its own from the same weights on the same batches, which shows what it learns.
+    Then it is started again several times, in a process of its own, and timed in rounds in which each plan runs a block of
+    steps while the others wait; batches are fetched outside of them. Inference is timed the same way, and memory measured in a
+    process per plan. A plan that the device cannot run, that is hopelessly slow or that fails gets a row that says so and
+    leaves the others alone.
 
     Args:
         workload: A workload, or how to find one: ``sine``, ``file.py:attribute``.
         plans: Presets, plans or plan files; ``fp32`` is put first if it is not among them.
         device: By default the accelerator at hand, else the CPU.
-        steps: Training steps per plan, at least 3; the first few are not timed.
-        rounds: Interleaved rounds to spread them over; with fewer than 6 the 95 % intervals are wide.
+        steps: Training steps per plan, at least 3.
+        rounds: Interleaved rounds that are timed, over all starts.
+        starts: How often every plan is started to be timed; of one start nobody knows what another would show. 0: none is, and
+            the steps that show what a plan learns are timed, all plans in this process. A workload that cannot be sent to
+            another process is timed so too.
         seed: Of weights and data.
         inference: Measure inference too.
         memory: Measure memory too.
@@ -111,18 +80,18 @@ def bench(
         The result: ``.table()``, ``.save(folder)``.
 
     Raises:
-        PlanError: A plan that cannot be, or ``steps`` or ``rounds`` out of range.
+        PlanError: A plan that cannot be, or ``steps``, ``rounds`` or ``starts`` out of range.
         DeviceError: No such device.
         WorkloadError: A workload that cannot be found, or fails in fp32 at its first steps.
         NonFiniteError: The loss is not finite in fp32 from the first step.
     """
-    if steps < WARMUP + 1 or rounds < 1 or not hopeless > 1:
+    if steps < WARMUP + 1 or rounds < 1 or starts < 0 or not hopeless > 1:
         raise PlanError(
-            f"bench(steps={steps}, rounds={rounds}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, "
-            "rounds >= 1 and hopeless > 1"
+            f"bench(steps={steps}, rounds={rounds}, starts={starts}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, "
+            "rounds >= 1, starts >= 0 and hopeless > 1"
         )
     where = find_device("bench", device, default_device_type())
-    rows = _rows(plans)
+    rows = rows_of(plans)
     spec = workload if isinstance(workload, str) else None
     found = find_workload(workload) if isinstance(workload, str) else workload
     rounds = min(rounds, steps - WARMUP)
@@ -131,9 +100,11 @@ def bench(
     with heard(progress) as tell:
         work = _Work(found, spec, where, seed, steps, rounds, per_round, hopeless, tell, rows)
         try:
-            with users_code(f"workload {found.name!r} failed"):
+            with users_code(f"workload {found.name!r} failed"), work.home:
                 work.train()
-                if inference:
+                if starts:
+                    work.time_apart(starts, inference)
+                if inference and not work.starts:
                     work.infer()
                 if memory:
                     work.measure_memory()
@@ -141,30 +112,6 @@ def bench(
             work.close()
             torch.set_rng_state(outer)
     return work.result()
-
-
-def _rows(plans: Iterable[Any]) -> list[_Row]:
-    if isinstance(plans, (str, Plan, torch.dtype)):
-        plans = (plans,)
-    rows: dict[str, _Row] = {}
-    for given in plans:
-        plan = as_plan(given)
-        name = _name(given, plan)
-        if name in rows and rows[name].plan != plan:
-            name = f"{name} ({plan.digest[:8]})"
-        rows.setdefault(name, _Row.of(name, plan))
-    base = rows.get(BASELINE) or _Row.of(BASELINE, PRESETS[BASELINE])
-    return [base, *(row for row in rows.values() if row is not base)]
-
-
-def _name(given: object, plan: Plan) -> str:
-    if isinstance(given, str) and given in PRESETS:
-        return given
-    name = name_of(plan)
-    if name not in PRESETS and isinstance(given, (str, os.PathLike)) and str(given).endswith(".json"):
-        path = Path(given)
-        return path.parent.name if path.stem == "plan" and path.parent.name else path.stem
-    return name
 
 
 @dataclass
@@ -178,7 +125,10 @@ class _Work:
     per_round: int
     hopeless: float
     progress: Progress
-    rows: list[_Row]
+    rows: list[Row]
+    home: Home = field(default_factory=Home)
+    starts: int = 0
+    notes: tuple[str, ...] = ()
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -244,10 +194,9 @@ class _Work:
                 f"can be compared: {about_data(next(iter(self.workload.batches(self.seed))))}"
             )
 
-    def _look(self, row: _Row) -> None:
-        """What the trained model knows: weights for inference, metrics, pictures."""
+    def _look(self, row: Row) -> None:
+        """What the trained model knows: metrics, pictures."""
         assert row.run is not None
-        row.state = row.run.weights()
         with row.run.evaluating() as model:
             if self.workload.evaluate is not None:
                 metrics = self.workload.evaluate(model)
@@ -256,15 +205,51 @@ class _Work:
             if picture is not None:
                 row.images = {key: _thin(value) for key, value in picture(model).items()}
 
+    # --- times in processes of their own ------------------------------------------------------------------
+
+    def time_apart(self, starts: int, inference: bool) -> None:
+        """Time training, and inference, in starts of all plans; leave the times of this process where that cannot be."""
+        try:
+            payload = delivered(self.home, self.spec or self.workload)
+            self._start(starts, payload, TrainingRun, "timing")
+        except NotThereError as error:
+            self.notes = (f"All plans were timed once, in one process: {error}.",)
+            return
+        self.starts, self.rounds = starts, starts * -(-self.rounds // starts)
+        if inference:
+            self._start(starts, payload, InferenceRun, "inference")
+
+    def _start(self, starts: int, payload: bytes, kind: Kind, stage: str) -> None:
+        rows, rounds = [row for row in self.rows if row.is_ok], -(-self.rounds // starts)
+
+        def tell(done: int) -> None:
+            for row in rows:
+                self.progress(Event(stage, row.name, done, starts * rounds))
+
+        found = start_apart(
+            self.home, payload, [row.plan for row in rows], self.device, starts=starts, rounds=rounds, steps=self.steps,
+            seed=self.seed, kind=kind, on_round=tell,
+        )  # fmt: skip
+        for row, timed in zip(rows, found, strict=True):
+            error = timed[-1].error
+            if error is None:
+                row.starts_s[kind] = [one.times_s for one in timed]
+            elif kind is InferenceRun:
+                row.note(f"inference: {told(error, whole=False)}")
+            elif row is self.rows[0]:  # it has trained here
+                raise not_there(self.spec or self.workload, error) from error
+            else:
+                self._lost(row, error, first=False)
+
     # --- inference and memory -----------------------------------------------------------------------------
 
     def infer(self) -> None:
-        runs: list[tuple[_Row, InferenceRun]] = []
+        runs: list[tuple[Row, InferenceRun]] = []
         for row in self.rows:
             if not row.is_ok:
                 continue
             try:
-                runs.append((row, InferenceRun(self.workload, row.plan, self.device, self.seed, row.state)))
+                runs.append((row, InferenceRun(self.workload, row.plan, self.device, self.seed)))
             except Exception as error:
                 row.note(f"inference: {told(error, whole=False)}")
         if not runs:
@@ -287,21 +272,20 @@ class _Work:
         if self.device.type != "cpu":
             gc.collect()
             torch.accelerator.empty_cache()  # what this process holds is not to be had by the next
-        with Home() as home:
-            for row in self.rows:
-                if not row.is_ok:
-                    continue
-                self.progress(Event("memory", row.name, 0, 1))
-                try:
-                    what = self.spec or self.workload
-                    row.found(memory=measure_memory(what, row.plan, self.device, seed=self.seed, home=home))
-                except CastwiseError as error:
-                    row.note(sentence(error, whole=False))
-                self.progress(Event("memory", row.name, 1, 1))
+        for row in self.rows:
+            if not row.is_ok:
+                continue
+            self.progress(Event("memory", row.name, 0, 1))
+            try:
+                what = self.spec or self.workload
+                row.found(memory=measure_memory(what, row.plan, self.device, seed=self.seed, home=self.home))
+            except CastwiseError as error:
+                row.note(sentence(error, whole=False))
+            self.progress(Event("memory", row.name, 1, 1))
 
     # --- results ------------------------------------------------------------------------------------------
 
-    def _lost(self, row: _Row, error: Exception, first: bool = True) -> None:
+    def _lost(self, row: Row, error: Exception, first: bool = True) -> None:
         """A plan ended with an exception; where the baseline cannot even start, nothing can be compared."""
         if row is self.rows[0] and first:
             if isinstance(error, CastwiseError):
@@ -331,30 +315,33 @@ class _Work:
             baseline=base.name,
             steps=self.steps,
             rounds=self.rounds,
+            starts=self.starts,
             seed=self.seed,
             environment=environment(self.device),
-            plans=tuple(_plan_result(row, base) for row in self.rows),
+            plans=self._plan_results(),
             images=images,
+            notes=self.notes,
         )
 
-
-def _plan_result(row: _Row, base: _Row) -> PlanResult:
-    losses, others = row.result.losses, base.result.losses
-    final = losses[-1] if losses and row.is_ok else None
-    row.found(
-        training=_timing(row.training, base.training, row is base),
-        inference=_timing(row.inference, base.inference, row is base),
-        final_loss=final,
-        final_loss_difference=None if final is None or len(others) != len(losses) else final - others[-1],
-    )
-    return row.result
-
-
-def _timing(lap: Lap | None, base: Lap | None, is_base: bool) -> Timing | None:
-    if lap is None or lap.done:
-        return None
-    ratio = speedup(base, lap) if base is not None and not is_base else None
-    return Timing(stats.summarise(lap.seconds), ratio, tuple(lap.times_s))
+    def _plan_results(self) -> tuple[PlanResult, ...]:
+        base = self.rows[0]
+        if self.starts:
+            training, inference = (started(self.rows, kind) for kind in (TrainingRun, InferenceRun))
+        else:
+            training = [in_turns(row.training, base.training, row is base) for row in self.rows]
+            inference = [in_turns(row.inference, base.inference, row is base) for row in self.rows]
+        for row, trains, infers in zip(self.rows, training, inference, strict=True):
+            losses, others = row.result.losses, base.result.losses
+            final = losses[-1] if losses and row.is_ok else None
+            row.found(
+                training=trains,
+                inference=infers,
+                final_loss=final,
+                final_loss_difference=None
+                if final is None or len(others) != len(losses)
+                else final - others[-1],
+            )
+        return tuple(row.result for row in self.rows)
 
 
 def _stopped(slowdown: float) -> str:

@@ -22,14 +22,14 @@ BEHIND = 0.1
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per step of one plan: over rounds, against the baseline (None for itself), and in each round.
+    """Seconds per step of one plan: over rounds, against the baseline (None for itself), and by start in each round.
 
-    In rounds that it did not run it has None.
+    Where all plans were timed in one process there is one start, and None in rounds that a plan did not run.
     """
 
     step: stats.Summary
     speedup: stats.Ratio | None
-    rounds_s: tuple[float | None, ...]
+    starts_s: tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,11 @@ class BenchResult(Result):
     Attributes:
         baseline: Name of the plan that the others are compared with.
         steps: Training steps each plan took.
-        rounds: Interleaved rounds the times come from.
+        rounds: Interleaved rounds the times come from, over all starts.
+        starts: How often each plan was started to be timed, in a process of its own; 0 where all were timed in one process.
         plans: A row per plan, in the order given, the baseline first if it was added.
         images: ``target`` and a prediction per plan, rows of numbers, for workloads that have a picture.
+        notes: What else is to be known of all plans, in sentences.
     """
 
     kind: ClassVar[str] = "bench"
@@ -89,10 +91,12 @@ class BenchResult(Result):
     baseline: str
     steps: int
     rounds: int
+    starts: int
     seed: int
     environment: Environment
     plans: tuple[PlanResult, ...]
     images: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def behind(self) -> tuple[str, ...]:
@@ -164,8 +168,14 @@ def _slowness(row: PlanResult) -> float:
 
 
 def _are_level(one: PlanResult, other: PlanResult) -> bool:
-    """Whether two plans' own rounds do not tell which is faster."""
+    """Whether two plans' own rounds, or starts, do not tell which is faster."""
     assert one.training is not None
     assert other.training is not None
-    ratio = speedup(Lap(list(one.training.rounds_s)), Lap(list(other.training.rounds_s)))
-    return ratio is not None and ratio.is_tie
+    mine, others = one.training.starts_s, other.training.starts_s
+    if len(mine) == len(others) == 1:
+        ratio = speedup(Lap(list(mine[0])), Lap(list(others[0])))
+        return ratio is not None and ratio.is_tie
+    times = [
+        [[second for second in start if second is not None] for start in starts] for starts in (mine, others)
+    ]
+    return stats.restarts(times)[0, 1].is_tie

@@ -1,4 +1,4 @@
-"""Trainings raced in processes of their own, of which one runs while the others wait.
+"""Trainings, or inference, raced in processes of their own, of which one runs while the others wait.
 
 A plan that is timed beside others in one process shares their allocator, caches and threads, and a process is lucky or
 unlucky for its whole life: where its memory lies can move the time of a step by more than many rounds can tell. So what
@@ -20,7 +20,7 @@ import torch
 
 from castwise.measure.processes import Home, keep_compiled_apart, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
-from castwise.measure.steps import TrainingRun
+from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
 from castwise.plans.plan import Plan
 
@@ -33,9 +33,11 @@ LEAST_ROUNDS = 3
 COMPILING = 2
 """First steps beside the usual ones, of all, where a plan compiles: the first may be followed by another compilation."""
 
+Kind = type[TrainingRun] | type[InferenceRun]
+
 
 class Apart:
-    """A :class:`TrainingRun` in a process of its own, which waits while it is not told to run.
+    """A :class:`TrainingRun`, or inference, in a process of its own, which waits while it is not told to run.
 
     Args:
         home: Where it starts.
@@ -43,16 +45,25 @@ class Apart:
         plan: What training runs by.
         device: Device that it runs on.
         seed: Of the weights and of the data.
+        kind: What is run.
 
     Attributes:
-        losses: Of the steps it has taken, once it is closed.
+        losses: Of the steps it has taken, once it is closed; none of inference.
         compile_s: Seconds of them that compiling took, once it is closed.
     """
 
-    def __init__(self, home: Home, workload: bytes, plan: Plan, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        home: Home,
+        workload: bytes,
+        plan: Plan,
+        device: torch.device,
+        seed: int,
+        kind: Kind = TrainingRun,
+    ) -> None:
         self.losses: list[float] = []
         self.compile_s = 0.0
-        self._process = home.start(_train, workload, plan.to_json(), str(device), seed)
+        self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
 
     def warm_up(self, steps: int = WARMUP) -> float:
         """Wait until the model is built, and take the first steps, which build kernels and optimizer state, and compile.
@@ -75,7 +86,7 @@ class Apart:
         self._process.answer()
 
     def steps(self, count: int) -> float:
-        """Train for some steps; seconds that they took, by its own clock, waiting for the device included.
+        """Run some steps; seconds that they took, by its own clock, waiting for the device included.
 
         Raises:
             Exception: What a step raised there; CastwiseError where the process died.
@@ -91,18 +102,20 @@ class Apart:
         self._process.close()
 
 
-def _train(pipe: Connection, workload: bytes, plan: str, device: str, seed: int) -> tuple[list[float], float]:
+def _run(
+    pipe: Connection, workload: bytes, plan: str, device: str, seed: int, kind: Kind = TrainingRun
+) -> tuple[list[float], float]:
     where = torch.device(device)
     made = Plan.from_json(plan)
     keep_compiled_apart(made)
-    run = TrainingRun(received(workload), made, where, seed)
+    run = kind(received(workload), made, where, seed)
     pipe.send((False, None))
     while count := pipe.recv():
         pipe.send((False, _seconds(run, count, where)))
     return run.losses, run.compile_s
 
 
-def _seconds(run: TrainingRun, steps: int, device: torch.device) -> float:
+def _seconds(run: TrainingRun | InferenceRun, steps: int, device: torch.device) -> float:
     try:
         run.before(steps)
         synchronize(device)
@@ -138,12 +151,14 @@ def race_apart(
     device: torch.device,
     *,
     rounds: int,
+    steps: int | None = None,
     seed: int = 0,
     until: float = math.inf,
+    kind: Kind = TrainingRun,
     on_round: Callable[[int], None] = lambda _done: None,
     ranks: Lockstep = BY_ITSELF,
 ) -> list[Timed]:
-    """Start a training of each plan in a process of its own, and time them in turns.
+    """Start a training of each plan, or its inference, in a process of its own, and time them in turns.
 
     Args:
         home: Where they start.
@@ -151,8 +166,10 @@ def race_apart(
         plans: What they train by; the same plan may come more than once.
         device: Device that all run on.
         rounds: In each of which every one runs a block of steps, the order turning from round to round.
+        steps: That each takes at most, if one a round is not more: a workload may have no further batches.
         seed: Of weights and data.
         until: Clock time (``ranks.now()``) after which no further round begins, once there are three.
+        kind: What is run.
         on_round: Called with the number of rounds that are done.
         ranks: Who do so together: times are the slowest rank's, and a plan that fails on one fails on all.
 
@@ -161,7 +178,7 @@ def race_apart(
     """
     out = [Timed() for _ in plans]
     with contextlib.ExitStack() as stack:
-        runs = [Apart(home, workload, plan, device, seed) for plan in plans]
+        runs = [Apart(home, workload, plan, device, seed, kind) for plan in plans]
         for run in runs:
             stack.callback(run.close)
 
@@ -181,7 +198,8 @@ def race_apart(
         first = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
         step_s = each("the first steps", lambda run: run.warm_up(first), range(len(runs)))
         fastest, slowest = min(step_s.values(), default=BLOCK_S), max(step_s.values(), default=BLOCK_S)
-        block = max(1, min(64, round(min(BLOCK_S / fastest, LONGEST_BLOCK_S / slowest))))
+        block = min(64, round(min(BLOCK_S / fastest, LONGEST_BLOCK_S / slowest)))
+        block = max(1, block if steps is None else min(block, (steps - first) // rounds))
         for number in range(rounds):
             if number >= LEAST_ROUNDS and ranks.now() > until:
                 break
@@ -192,4 +210,50 @@ def race_apart(
             on_round(number + 1)
     for run, timed in zip(runs, out, strict=True):
         timed.losses, timed.compile_s = run.losses, run.compile_s
+    return out
+
+
+def start_apart(
+    home: Home,
+    workload: bytes,
+    plans: Sequence[Plan],
+    device: torch.device,
+    *,
+    starts: int,
+    rounds: int,
+    steps: int | None = None,
+    seed: int = 0,
+    kind: Kind = TrainingRun,
+    on_round: Callable[[int], None] = lambda _done: None,
+) -> list[list[Timed]]:
+    """Race plans several times, each time started anew; one that has failed is not started again.
+
+    Args:
+        home: Where they start.
+        workload: As :func:`castwise.measure.processes.portable` returns it.
+        plans: What they train by.
+        device: Device that all run on.
+        starts: How often.
+        rounds: In each start.
+        steps: As of :func:`race_apart`, in each start.
+        seed: Of weights and data.
+        kind: What is run.
+        on_round: Called with the number of rounds that are done, of all starts.
+
+    Returns:
+        By plan what each start gave, of which the last may have failed.
+    """
+    out: list[list[Timed]] = [[] for _ in plans]
+    for start in range(starts):
+        racing = [index for index, found in enumerate(out) if not found or found[-1].error is None]
+
+        def tell(done: int, before: int = start * rounds) -> None:
+            on_round(before + done)
+
+        timed = race_apart(
+            home, workload, [plans[index] for index in racing], device, rounds=rounds, steps=steps, seed=seed, kind=kind,
+            on_round=tell,
+        )  # fmt: skip
+        for index, one in zip(racing, timed, strict=True):
+            out[index].append(one)
     return out

@@ -100,6 +100,7 @@ class _Run:
     Attributes:
         compilations: How often something was compiled in its blocks, under a plan that compiles.
         compile_s: Seconds of its blocks that this took.
+        losses: Of the steps that it trained.
     """
 
     model: nn.Module
@@ -114,6 +115,7 @@ class _Run:
         self._compiled = 0, 0.0
         self.compilations = 0
         self.compile_s = 0.0
+        self.losses: list[float] = []
         self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is")
 
     def before(self, steps: int) -> None:
@@ -191,7 +193,6 @@ class TrainingRun(_Run):
         self._block: list[Any] = []
         self._losses: list[torch.Tensor] = []
         self._results: list[StepResult] = []
-        self.losses: list[float] = []
         self.skipped_steps = 0
 
     def _fetch(self, steps: int) -> None:
@@ -262,11 +263,10 @@ class InferenceRun(_Run):
         plan: Plan,
         device: torch.device,
         seed: int = 0,
-        state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(plan, device, seed)
         with self._random.in_force():
-            self.model = build_model(workload, device, seed, state).eval()
+            self.model = build_model(workload, device, seed).eval()
             batch = to_device(next(iter(workload.batches(seed))), device)
             calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
             hook = self.model.register_forward_pre_hook(

@@ -14,7 +14,7 @@ __all__ = ["PICTURES", "grids", "headline", "interval_note", "lines", "notes", "
 Record = Mapping[str, Any]
 
 FEW = 6
-"""From so many rounds on an interval needs nothing of how times are distributed; that of fewer is wide."""
+"""The interval of fewer rounds in one process, or of fewer starts, is wide."""
 _MEMORY = {
     "training peak": "training_peak_bytes",
     "inference peak": "inference_peak_bytes",
@@ -72,7 +72,8 @@ def headline(record: Record) -> str:
         if speed["high"] is None or speed["low"] <= 1.0 <= speed["high"]:
             near = f"{best['name']} and {name} are a tie"
             if speed["n"] < FEW:
-                few = f"{speed['n']} rounds do" if speed["n"] > 1 else "One round does"
+                what = "start" if record["starts"] else "round"
+                few = f"{speed['n']} {what}s do" if speed["n"] > 1 else f"One {what} does"
                 near = f"{few} not tell {best['name']} from {name}, and {FEW} or more may"
         said = (
             f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. "
@@ -111,16 +112,22 @@ def _loss_words(row: Record, base: Record) -> str:
 
 def interval_note(record: Record) -> str:
     """What the numbers in the speed table are."""
+    times = f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds"
+    if record["starts"]:
+        times += f" over {record['starts']} starts of every plan in a process of its own"
+        of = "over starts (Student's t)"
+    else:
+        times += " of all plans in one process"
+        of = "from paired rounds"
     return (
-        f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds, "
-        f"{record['steps']} training steps in all; speeds come with their 95 % interval from paired rounds. "
-        f"An interval that contains 1 is a tie. {words.PAIRED}"
+        f"{times}; speeds come with their 95 % interval {of}. An interval that contains 1 is a tie. {words.PAIRED} Losses are of "
+        f"{record['steps']} training steps of each plan."
     )
 
 
 def notes(record: Record) -> list[str]:
     """Sentences below a table: why a plan has no numbers, and what else went wrong."""
-    out = []
+    out = list(record["notes"])
     for row in record["plans"]:
         if row["status"] in ("unsupported", "failed"):
             out.append(f"{row['name']}, {row['status']}: {row['reason']}")
