@@ -247,6 +247,30 @@ def backward_of_scalar(loss: torch.Tensor) -> None:
     )
 
 
+def around_backward(block: Callable[[], contextlib.AbstractContextManager[object]]) -> Callable[[], None]:
+    """Run every backward pass in a ``block()``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
+
+    torch hands the state of the calling thread on to the engine, that of autocast too, and looks the engine up each time.
+
+    Returns:
+        What undoes it.
+    """
+    home: Any = torch.autograd.Variable
+    original = home._execution_engine
+
+    class Engine(type(original)):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            with block():
+                return original.run_backward(*args, **kwargs)
+
+    home._execution_engine = Engine()
+
+    def undo() -> None:
+        home._execution_engine = original
+
+    return undo
+
+
 def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Call ``enter`` before, and what it returns after, the backward of each autograd Function written in Python.
 

@@ -6,9 +6,10 @@ check takes one of them through what a session does with it, on a few numbers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -97,15 +98,19 @@ def _backward() -> bool:
         seen.append("enter")
         return lambda: seen.append("leave")
 
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("done")
+
     x = torch.ones(2, requires_grad=True)
-    undo = _torch.around_python_backward(enter)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(_torch.around_python_backward(enter))
+        undo.callback(_torch.around_backward(block))
         _torch.backward_of_scalar((Identity.apply(x) * 3).sum())  # type: ignore[no-untyped-call]
-    finally:
-        undo()
-    return (
-        seen == ["enter", (True, True), "leave", "end"] and x.grad is not None and x.grad.tolist() == [3, 3]
-    )
+    noted = ["begin", "enter", (True, True), "leave", "end", "done"]
+    return seen == noted and x.grad is not None and x.grad.tolist() == [3, 3]
 
 
 def _scales() -> bool:

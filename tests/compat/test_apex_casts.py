@@ -279,6 +279,38 @@ def test_casts_rest_during_backward_and_come_back() -> None:
     assert amp._amp_state.handle.is_active()
 
 
+BACKWARDS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor | None]] = {
+    "backward": lambda f, x: (f(x).backward(), x.grad)[1],  # type: ignore[func-returns-value]
+    "torch.autograd.backward": lambda f, x: (torch.autograd.backward(f(x)), x.grad)[1],  # type: ignore[func-returns-value]
+    "torch.autograd.grad": lambda f, x: torch.autograd.grad(f(x), x, create_graph=True)[0],
+    "torch.func.grad": lambda f, x: torch.func.grad(f)(x.detach()),
+    "torch.func.vjp": lambda f, x: torch.func.vjp(f, x.detach())[1](torch.ones(()))[0],
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS.keys())
+def test_casts_rest_in_every_backward_whoever_calls_it(backward: Callable[..., Tensor | None]) -> None:
+    """Apex never saw the products in formulas: a product of fp32 has gradients of fp32."""
+
+    def in_fp32(x: Tensor) -> Tensor:
+        return torch.matmul(x, square(FP32)).pow(2).sum()
+
+    want = backward(in_fp32, square(FP32).requires_grad_())
+    amp.register_float_function(torch, "matmul")
+    handle = start()
+    got = backward(in_fp32, square(FP32).requires_grad_())
+    assert handle.is_active()
+    assert want is not None
+    assert got is not None
+    assert torch.equal(got, want)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.zeros(()).backward()
+    assert handle.is_active()
+    handle._deactivate()
+    with torch.autocast("cpu", HALF):  # the engine is torch's again, whose autocast goes on in backward
+        assert not torch.equal(torch.autograd.grad(in_fp32(x := square(FP32).requires_grad_()), x)[0], want)
+
+
 class Product(torch.autograd.Function):
     """As scripts wrote them: no decorators of torch.amp."""
 

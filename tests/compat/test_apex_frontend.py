@@ -176,6 +176,40 @@ def test_contradictions_are_runtime_errors(level: str, options: dict[str, Any], 
         init(level, **options)
 
 
+class Emptied:
+    """A module that has lost a function since it was registered."""
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, AttributeError),
+        ({"patch_torch_functions_type": torch.float32}, RuntimeError),
+        ({"num_losses": "2"}, TypeError),
+    ],
+)
+def test_a_call_that_fails_leaves_nothing_and_can_be_made_again(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    model, optimizer = parts()
+    before = torch.matmul, torch.Tensor.__iadd__, optimizer.step, dict(model._forward_hooks)
+    amp.register_float_function(torch, "matmul")
+    Emptied.function = len  # type: ignore[attr-defined]
+    amp.register_float_function(Emptied, "function")
+    if not options:
+        del Emptied.function  # type: ignore[attr-defined]
+    with pytest.raises(error):
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **options)
+    assert before == (torch.matmul, torch.Tensor.__iadd__, optimizer.step, dict(model._forward_hooks))
+    assert amp._amp_state.handle is None
+    assert not torch.is_autocast_enabled("cpu")
+    Emptied.function = len  # type: ignore[attr-defined]
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
 def test_hard_override_prints_instead(capsys: pytest.CaptureFixture[str]) -> None:
     amp._amp_state.hard_override = True
     init("O1", keep_batchnorm_fp32=True)

@@ -396,6 +396,39 @@ class Routing:
         return a.dtype, b.dtype, a * b
 
 
+class Kinds:
+    def method(self, x: Tensor) -> torch.dtype:
+        return x.dtype
+
+    @classmethod
+    def of_class(cls, x: Tensor) -> torch.dtype:
+        return x.dtype
+
+    @staticmethod
+    def static(x: Tensor) -> torch.dtype:
+        return x.dtype
+
+
+class Inherits(Kinds):
+    pass
+
+
+@pytest.mark.parametrize("owner", [Kinds, Inherits])
+@pytest.mark.parametrize("name", ["method", "of_class", "static"])
+def test_methods_of_every_kind_can_be_registered_where_they_are_and_where_they_are_inherited(
+    owner: type[Kinds], name: str
+) -> None:
+    before = dict(vars(owner))
+    amp.register_half_function(owner, name)
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert getattr(owner(), name)(torch.ones(2)) is torch.float16
+    if name != "method":
+        assert getattr(owner, name)(torch.ones(2)) is torch.float16
+    amp._amp_state.handle._deactivate()
+    assert getattr(owner(), name)(torch.ones(2)) is torch.float32
+    assert dict(vars(owner)) == before
+
+
 def test_registered_functions_are_cast_until_the_handle_is_deactivated() -> None:
     plain = Routing.product
     a, b = torch.ones(2), torch.ones(2).half()

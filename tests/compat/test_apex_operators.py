@@ -298,6 +298,36 @@ def test_numbers_are_operands_inside_of_transforms(transform: Any) -> None:
         )
 
 
+TAKEN_APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "bce": lambda z: functional.binary_cross_entropy_with_logits(z, square() / 4),
+    "bce, weighed": lambda z: functional.binary_cross_entropy_with_logits(
+        z, square() / 4, square(), pos_weight=torch.full((4,), 2.0)
+    ),
+    "attention": lambda z: functional.scaled_dot_product_attention(z[None], z[None], z[None]).float(),
+    "attention, causal": lambda z: functional.scaled_dot_product_attention(
+        z[None], z[None], z[None], is_causal=True
+    ).float(),
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, FP32])
+@pytest.mark.parametrize("transform", OF_FUNC.values(), ids=OF_FUNC.keys())
+@pytest.mark.parametrize("function", TAKEN_APART.values(), ids=TAKEN_APART.keys())
+def test_what_a_transform_takes_apart_is_cast_as_a_whole(
+    function: Callable[[Tensor], Tensor], transform: Any, dtype: torch.dtype
+) -> None:
+    def f(x: Tensor) -> Tensor:
+        return function(x @ square() / 4).sum()
+
+    start()
+    got = transform(f)(square(dtype))
+    amp._amp_state.handle._deactivate()
+    want = transform(f)(square())
+    torch.testing.assert_close(
+        got.float(), want, rtol=0, atol=4 * ROUNDED * max(1.0, float(want.abs().max()))
+    )
+
+
 @pytest.mark.parametrize("dtype", [HALF, FP32])
 def test_a_scalar_is_differentiated(dtype: torch.dtype) -> None:
     start()

@@ -71,6 +71,12 @@ def test_modules_that_are_missing_say_what_to_use() -> None:
             ModuleNotFoundError, match=r"No module named 'apex.RNN': .*recurrent layers of torch.nn"
         ):
             importlib.import_module("apex.RNN")
+        with pytest.raises(
+            ModuleNotFoundError, match=r"'apex.contrib': .*cross_entropy, which has label_smoothing"
+        ):
+            importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
+        with pytest.raises(ModuleNotFoundError, match=r"'apex.contrib': .*torch.nn.utils.clip_grad_norm_"):
+            from apex.contrib.clip_grad import clip_grad_norm_  # type: ignore[import-not-found]  # noqa: F401
         with pytest.raises(ModuleNotFoundError, match=r"'apex.unheard_of': .*docs/compat.md"):
             importlib.import_module("apex.unheard_of")
         with pytest.raises(ImportError, match=r"FusedMixedPrecisionLamb.*use FusedLAMB with O2"):

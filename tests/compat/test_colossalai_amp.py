@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from castwise.compat.colossalai.amp import (
     convert_to_naive_amp,
     convert_to_torch_amp,
 )
+from castwise.compat.colossalai.utils import load_checkpoint, save_checkpoint
 from castwise.errors import StateError
 
 STEPS = 12
@@ -345,6 +347,42 @@ def test_training_goes_on_from_a_state(mode: AMP_TYPE) -> None:
         assert torch.equal(a, b)
     for each in (parts, again):
         each[1].amp.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"opt_level": "O2"}, {"opt_level": "O2", "cast_model_type": torch.bfloat16}]
+)
+def test_what_the_apex_mode_saves_of_a_model_in_half_is_fp32_and_whole(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        return convert_to_amp(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+            nn.MSELoss(),
+            AMP_TYPE.APEX,
+            options,
+        )
+
+    data = [(torch.randn(16, 4), torch.randn(16, 2)) for _ in range(8)]
+    parts = made()
+    run(parts, data[:4])
+    state = copy.deepcopy([part.state_dict() for part in parts[:2]])
+    assert {v.dtype for v in state[0].values() if v.is_floating_point()} == {torch.float32}
+    save_checkpoint(tmp_path / "saved", 1, *parts[:2])
+    run(parts, data[4:])
+    by_state, by_checkpoint = made(), made()
+    for part, saved in zip(by_state, state, strict=False):
+        part.load_state_dict(saved)
+    load_checkpoint(tmp_path / "saved", *by_checkpoint[:2])
+    for again in (by_state, by_checkpoint):
+        run(again, data[4:])
+        for a, b in zip(parts[0].state_dict().values(), again[0].state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+        again[1].amp.close()
+    parts[1].amp.close()
 
 
 def test_a_state_of_colossal_ais_own_naive_optimizer_loads() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from castwise import compat
 from castwise.compat import colossalai
 from castwise.compat.colossalai.amp import AMP_TYPE, convert_to_amp
 from castwise.compat.colossalai.context import Config, ConfigException
@@ -428,6 +429,25 @@ def _resolve(name: str) -> Any:
             except ModuleNotFoundError:
                 raise error from None
     return value
+
+
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [
+        ("nn.optimizer.hybrid_adam", "import HybridAdam from colossalai.nn.optimizer"),
+        ("legacy.nn.lr_scheduler.cosine", "CosineAnnealingWarmupLR from colossalai.nn.lr_scheduler"),
+        ("testing.comparison", "from colossalai.testing"),
+        ("zero.sharded_optim", "zero = dict"),
+    ],
+)
+def test_a_module_whose_names_are_elsewhere_says_where(module: str, advice: str) -> None:
+    assert "colossalai" not in sys.modules
+    compat.install("colossalai")
+    try:
+        with pytest.raises(ModuleNotFoundError, match=advice):
+            importlib.import_module(f"colossalai.{module}")
+    finally:
+        compat.uninstall()
 
 
 def test_the_coverage_says_what_there_is() -> None:

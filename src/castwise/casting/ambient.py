@@ -21,8 +21,9 @@ class AmbientAutocast:
     """A plan's casts in all code, from :meth:`enter` to :meth:`leave`: for a library whose users open no block.
 
     Beyond what ``castwise.autocast`` does, threads that torch hands the state of autocast on to are cast by the
-    plan as well (DataParallel, a device's thread that recomputes a forward), and so is the backward of autograd
-    Functions written in Python. A forked worker of a DataLoader is not. Weights are cast at each use, unless
+    plan as well (DataParallel, a device's thread that recomputes a forward). Backward is not, whoever calls it: its formulas
+    run in the types of the forward. But the backward of autograd Functions written in Python is, and what is computed
+    again. A forked worker of a DataLoader is not cast. Weights are cast at each use, unless
     somebody switches torch's cache on for a while (``torch.set_autocast_cache_enabled``) and calls
     :meth:`clear_cache` after it.
 
@@ -51,7 +52,7 @@ class AmbientAutocast:
         self._lease: kernels.Lease | None = None
         self._thread = 0
         self._depth = -1
-        self._restore_backward: Callable[[], None] | None = None
+        self._restore_backward: tuple[Callable[[], None], ...] = ()
 
     @property
     def entered(self) -> bool:
@@ -83,7 +84,10 @@ class AmbientAutocast:
         self._thread, self._depth = threading.get_ident(), frames.depth()
         frames.push_block(self._frame)
         frames.ambient[self.device_type] = self._frame
-        self._restore_backward = _torch.around_python_backward(self._enter_python_backward)
+        self._restore_backward = (
+            _torch.around_backward(self.suspended),
+            _torch.around_python_backward(self._enter_python_backward),
+        )
 
     def leave(self) -> None:
         """End the casts; nothing of them stays. Nothing happens where they are not in force.
@@ -101,13 +105,13 @@ class AmbientAutocast:
         frames.pop_block()
         frames.ambient.pop(self.device_type, None)
         self._depth = -1
-        assert self._restore_backward is not None
-        self._restore_backward()
+        for restore in self._restore_backward:
+            restore()
         assert self._lease is not None
         self._lease.close()
 
     def _enter_python_backward(self) -> Callable[[], None]:
-        """Torch has autocast off during backward, but a Function's own Python is code as any other."""
+        """The casts rest during backward, but a Function's own Python is code as any other."""
         device_type, dtype = self.device_type, self._frame.dtype
         before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         assert dtype is not None

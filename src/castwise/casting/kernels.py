@@ -170,6 +170,13 @@ _RULES: dict[str, Action] = {
 }  # fmt: skip
 
 
+_WHOLE_IN_FRONT: dict[str, Action] = {
+    "binary_cross_entropy_with_logits": _fp32, "scaled_dot_product_attention": _lower,
+}  # fmt: skip
+"""Operators that torch itself casts so on every device, but of which its transforms run the parts, each cast anew: among them
+an ``exp_`` that may be banned, and products of fp32 that go back to half below autograd."""
+
+
 def actions(rows: Mapping[str, Row]) -> dict[str, Action]:
     """What to do with each overridden operator, from the rows of :func:`castwise.plans.rules.overrides`."""
     out = {}
@@ -243,6 +250,7 @@ def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., An
     what runs at its lower levels goes back to the dispatch keys that were in force around the call.
     """
     places, numbers = _torch.number_places(op), _torch.NUMBERS
+    otherwise = _WHOLE_IN_FRONT.get(name, _parts)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         for place in places:
@@ -250,7 +258,7 @@ def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., An
                 return _torch.with_tensors(lambda *given: kernel(keyset, *given, **kwargs), args, places)
         frame = current_frame()
         if frame is not None and torch.is_autocast_enabled(device := frame.device_type):
-            action = frame.overrides.get(name, _parts)
+            action = frame.overrides.get(name, otherwise)
             if action is not _parts and _on(device, (*args, *kwargs.values())):
                 return action(op, device, args, kwargs)
         return go_on(keyset, *args, **kwargs)
@@ -329,7 +337,7 @@ class Lease:
 
     def __init__(self, names: Iterable[str], device_type: str) -> None:
         names = tuple(names)
-        in_front = {*names, *_torch.NUMBERS_FOR_TENSORS}  # one kernel for all devices
+        in_front = {*names, *_torch.NUMBERS_FOR_TENSORS, *_WHOLE_IN_FRONT}  # one kernel for all devices
         held = (*((name, device_type) for name in names), *((name, "") for name in in_front))
         holder = _Holder()
         self.close = functools.partial(_release, held, holder)

@@ -9,7 +9,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from castwise.compat.coverage import instead
 
@@ -33,8 +33,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         home = _home_of(fullname)
         if importlib.util.find_spec(home) is None:
-            name = home.removeprefix(f"{_HOME}.")
-            note = instead(name, inside=name) or "docs/compat.md lists those that it has"
+            name, asked = (_home_of(part).removeprefix(f"{_HOME}.") for part in (fullname, _asked(fullname)))
+            note = instead(asked, inside=name) or "docs/compat.md lists those that it has"
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: castwise, which serves it here, has no such part; {note}",
                 name=fullname,
@@ -46,6 +46,17 @@ def _home_of(fullname: str) -> str:
     # where a later version of the original put all of its parts
     legacy = f"{fullname}.".startswith("colossalai.legacy.")
     return f"{_HOME}.{fullname.replace('.legacy', '', 1) if legacy else fullname}"
+
+
+def _asked(fullname: str) -> str:
+    """The module that an import is for which has come to a package on the way to it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load":
+            name = str(frame.f_locals.get("name"))
+            fullname = name if name.startswith(f"{fullname}.") else fullname
+        frame = frame.f_back
+    return fullname
 
 
 class _Loader(importlib.abc.Loader):

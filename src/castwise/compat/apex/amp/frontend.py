@@ -106,19 +106,25 @@ def initialize(
     if not _amp_state.allow_incoming_model_not_fp32:
         casting.check_params_fp32(all_models)
     casting.check_optimizers(all_optimizers, all_models if properties.cast_model_type else [])
-    if properties.cast_model_type:
-        casting.cast_models(all_models, all_optimizers, properties, cast_model_outputs)
-    elif cast_model_outputs is not None:
-        casting.install_casts(all_models, None, cast_model_outputs)
-    for optimizer in all_optimizers:
-        stash.equip(optimizer, bool(properties.master_weights))
-    _amp_state.loss_scalers = [
+    scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
+    # What can fail comes first, so that the call can be made again.
     if properties.patch_torch_functions:
         device_type, half = casting.device_type_of(all_models), patch_torch_functions_type or torch.float16
         _begin_casts(device_type, half, all_models, properties.loss_scale)
+    try:
+        if properties.cast_model_type:
+            casting.cast_models(all_models, all_optimizers, properties, cast_model_outputs)
+    except BaseException:
+        _end_casts()
+        raise
+    if not properties.cast_model_type and cast_model_outputs is not None:
+        casting.install_casts(all_models, None, cast_model_outputs)
+    for optimizer in all_optimizers:
+        stash.equip(optimizer, bool(properties.master_weights))
+    _amp_state.loss_scalers = scalers
     return models if optimizers is None else (models, optimizers)
 
 
@@ -165,13 +171,17 @@ def _begin_casts(
     handle = AmpHandle(
         ambient, half, loss_scale, enabled and enable_caching, verbose or _amp_state.verbosity == 2
     )
-    if enabled:
-        patch_registered(handle.undo)
-        for model in models if enable_caching else ():
-            handle.undo.callback(model.register_forward_pre_hook(begin_caching).remove)
-            handle.undo.callback(model.register_forward_hook(end_caching, always_call=True).remove)
-        ambient.enter()
-        patch_torch(device_type, handle.undo)
+    try:
+        if enabled:
+            patch_registered(handle.undo)
+            for model in models if enable_caching else ():
+                handle.undo.callback(model.register_forward_pre_hook(begin_caching).remove)
+                handle.undo.callback(model.register_forward_hook(end_caching, always_call=True).remove)
+            ambient.enter()
+            patch_torch(device_type, handle.undo)
+    except BaseException:
+        handle._deactivate()
+        raise
     _amp_state.handle = handle
     return handle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -156,7 +157,6 @@ def patch(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
 def patch_registered(undo: ExitStack) -> None:
     """Put the registered decorators in place, until ``undo`` is closed. They stay registered for a later ``initialize``."""
     for module, name, decorator in _registered:
-        own = vars(module).get(name)
         wrapped = decorator(getattr(module, name))
-        static = isinstance(own, (staticmethod, classmethod))
+        static = isinstance(inspect.getattr_static(module, name, None), (staticmethod, classmethod))
         patch(module, name, staticmethod(wrapped) if static else wrapped, undo)

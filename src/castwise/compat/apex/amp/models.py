@@ -236,7 +236,7 @@ def state_dict_in_fp32(
     """Hook of a module: nothing of its own in its state dict is stored low.
 
     Apex rounds weights to half and widens them again; here a weight comes with its master's full value, so that a
-    training that resumes from it goes on where it was.
+    training that resumes from it goes on where it was. Who asks for the parameters themselves (``keep_vars``) gets them.
     """
     own = (
         *module.named_parameters(recurse=False, remove_duplicate=False),
@@ -244,7 +244,7 @@ def state_dict_in_fp32(
     )
     for name, tensor in own:
         held = state_dict.get(prefix + name)
-        if not isinstance(held, torch.Tensor) or held.dtype not in FORMATS:
+        if not isinstance(held, torch.Tensor) or held.dtype not in FORMATS or held is tensor:
             continue
         master = master_of(tensor)
         if isinstance(tensor, nn.Parameter):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise import Amp
+from castwise.compat.apex.amp.models import state_dict_in_fp32
 from castwise.compat.colossalai.amp.amp_type import AMP_TYPE
 from castwise.compat.colossalai.amp.optimizers import AmpOptimizer, ApexAMPOptimizer, NaiveAMPOptimizer
 from castwise.compat.colossalai.context import ParallelMode
@@ -103,6 +104,9 @@ def prepare(
     for module in model if isinstance(model, nn.ModuleList) and part else [model]:
         amp.prepare(module, optimizer, part=part)
     _declare_cut(amp, model)
+    if recipe.mode == "apex":
+        for module in model.modules():
+            module.register_state_dict_post_hook(state_dict_in_fp32)
     # in a pipeline its schedule runs the backward passes, and ranks do not reach them together
     kinds: dict[str, type[AmpOptimizer]] = {
         "naive": NaiveAMPOptimizer,
