@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SINE ?= sine?size=128
 demo: $(STAMP)
 	$(BIN)/castwise tune '$(SINE)' --fresh --out runs/demo-tune
-	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,runs/demo-tune/plan.json --steps 74 --rounds 12 --out runs/demo-sine
+	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,runs/demo-tune/plan.json --steps 50 --out runs/demo-sine
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
 # Two files at a time with one thread each. Files that start processes fork them from one that has imported torch.

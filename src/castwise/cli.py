@@ -129,13 +129,13 @@ def bench(
     rounds: Annotated[
         int,
         typer.Option(help="Interleaved rounds that are timed, over all starts."),
-    ] = 12,
+    ] = 15,
     starts: Annotated[
         int,
         typer.Option(
             help="How often every plan is started to be timed, in a process of its own; 0: all are timed once, in one process."
         ),
-    ] = 3,
+    ] = 5,
     device: Device = None,
     seed: Seed = 0,
     memory: Annotated[bool, typer.Option(help="Measure memory, each plan in a process of its own.")] = True,

@@ -39,7 +39,7 @@ def _unsendable(spec: str) -> Workload:
 def result(told: list[Event]) -> BenchResult:
     workload = _unsendable(str(Path(__file__).with_name("tiny_workloads.py")) + ":mlp")
     return bench(
-        workload, ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, seed=3,
+        workload, ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, starts=3, seed=3,
         progress=told.append,
     )  # fmt: skip
 
@@ -90,6 +90,7 @@ def test_losses_are_those_of_a_loop_written_by_hand(result: BenchResult, tiny: s
         ["fp32"],
         device="cpu",
         hopeless=NEVER,
+        starts=0,
         steps=9,
         rounds=3,
         seed=5,
@@ -111,7 +112,7 @@ def test_pictures_are_thinned_and_named_by_plan(result: BenchResult) -> None:
 
 def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str) -> None:
     again = bench(
-        f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, seed=3,
+        f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, starts=0, seed=3,
         inference=False, memory=False,
     )  # fmt: skip
     for one, other in zip(result.plans, again.plans, strict=True):
@@ -121,7 +122,7 @@ def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str)
 
 def test_memory_is_measured_in_a_process_of_its_own(result: BenchResult, tiny: str) -> None:
     """As much as in a fork."""
-    alone = bench(f"{tiny}:mlp", ["fp32"], device="cpu", hopeless=NEVER, steps=3, rounds=1, seed=3)
+    alone = bench(f"{tiny}:mlp", ["fp32"], device="cpu", hopeless=NEVER, steps=3, rounds=1, starts=0, seed=3)
     assert alone.plans[0].memory is not None
     assert alone.plans[0].memory == replace(result.plans[0].memory, method=alone.plans[0].memory.method)
 
@@ -232,7 +233,13 @@ def test_a_plan_that_fails_in_its_own_process_alone_says_so(tiny: str) -> None:
 
 def test_a_hopeless_plan_is_stopped_and_says_by_how_much(tiny: str) -> None:
     result = bench(
-        f"{tiny}:slow_in_low", ["bf16-mixed", "bf16-true"], device="cpu", steps=62, rounds=6, memory=False
+        f"{tiny}:slow_in_low",
+        ["bf16-mixed", "bf16-true"],
+        device="cpu",
+        starts=0,
+        steps=62,
+        rounds=6,
+        memory=False,
     )
     row = _row(result, "bf16-mixed")
     assert row.status == "stopped"
@@ -249,7 +256,14 @@ def test_a_plan_the_device_cannot_run_is_a_row_with_the_reason(tiny: str) -> Non
     impossible = replace(Plan.preset("fp32"), fp32_conv="tf32")
     names = ["tf32", impossible] if not torch.cuda.is_available() else [impossible]
     result = bench(
-        f"{tiny}:mlp", [*names, "bf16-mixed"], device="cpu", hopeless=NEVER, steps=9, rounds=3, memory=False
+        f"{tiny}:mlp",
+        [*names, "bf16-mixed"],
+        device="cpu",
+        hopeless=NEVER,
+        starts=0,
+        steps=9,
+        rounds=3,
+        memory=False,
     )
     for row in result.plans[1:-1]:
         assert row.status == "unsupported"
@@ -260,7 +274,9 @@ def test_a_plan_the_device_cannot_run_is_a_row_with_the_reason(tiny: str) -> Non
 
 def test_a_region_that_matches_nothing_is_a_row_with_the_reason(tiny: str) -> None:
     plan = replace(Plan.preset("bf16-mixed"), regions=(Region("nowhere.*", compute="fp32"),))
-    result = bench(f"{tiny}:mlp", [plan], device="cpu", hopeless=NEVER, steps=9, rounds=3, memory=False)
+    result = bench(
+        f"{tiny}:mlp", [plan], device="cpu", hopeless=NEVER, starts=0, steps=9, rounds=3, memory=False
+    )
     assert result.plans[1].status == "unsupported"
     assert "nowhere.*" in result.plans[1].reason
 
@@ -271,6 +287,7 @@ def test_an_exception_in_one_plan_does_not_lose_the_others(tiny: str) -> None:
         ["bf16-mixed", "bf16-true"],
         device="cpu",
         hopeless=NEVER,
+        starts=0,
         steps=20,
         rounds=6,
         memory=False,
@@ -295,6 +312,7 @@ def test_process_is_left_as_it_was(tiny: str) -> None:
         ["bf16-mixed", "bf16-true"],
         device="cpu",
         hopeless=NEVER,
+        starts=0,
         steps=9,
         rounds=3,
         memory=False,
@@ -328,6 +346,7 @@ def test_a_broken_workload_is_one_clear_sentence(
             ["bf16-mixed"],
             device="cpu",
             hopeless=NEVER,
+            starts=0,
             steps=12,
             rounds=2,
             memory=False,
@@ -346,7 +365,15 @@ def test_bad_numbers_and_plans_are_refused_before_any_work(tiny: str) -> None:
 def test_the_baseline_is_fp32_by_name_wherever_it_stands(tiny: str) -> None:
     plans = ["O0", Plan.preset("bf16-mixed"), "fp32", torch.float16, "O0"]
     result = bench(
-        f"{tiny}:mlp", plans, device="cpu", hopeless=NEVER, steps=4, rounds=1, inference=False, memory=False
+        f"{tiny}:mlp",
+        plans,
+        device="cpu",
+        hopeless=NEVER,
+        starts=0,
+        steps=4,
+        rounds=1,
+        inference=False,
+        memory=False,
     )
     assert [row.name for row in result.plans] == ["fp32", "O0", "bf16-mixed", "fp16-mixed"]
     assert result.plans[1].losses == result.plans[0].losses  # O0 is fp32 by another name
@@ -358,6 +385,7 @@ def test_short_runs_have_fewer_rounds(tiny: str) -> None:
         ["bf16-mixed"],
         device="cpu",
         hopeless=NEVER,
+        starts=0,
         steps=5,
         rounds=12,
         inference=False,
