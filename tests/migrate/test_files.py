@@ -84,6 +84,8 @@ def test_encodings_stay(tmp_path: Path, encoding: str, head: str) -> None:
         (b"from apex import amp\n\0\1\2", "cannot be read: it holds null bytes"),
         (b"from apex import amp\n# K\xfcnstler\n", "cannot be read: its text is not utf-8"),
         (b"# coding: klingon\nfrom apex import amp\n", "cannot be read: unknown encoding"),
+        (b"# coding: hex\nfrom apex import amp\n", "cannot be read: 'hex' is not a text encoding"),
+        (b"# coding: rot13\nfrom apex import amp\n", "cannot be read: 'rot13' is not a text encoding"),
     ],
 )
 def test_what_cannot_be_read_is_a_problem_and_stays(tmp_path: Path, raw: bytes, reason: str) -> None:
@@ -97,6 +99,25 @@ def test_what_cannot_be_read_is_a_problem_and_stays(tmp_path: Path, raw: bytes, 
     assert good.read_text() == AFTER  # the others are done
     with pytest.raises(MigrateError, match=r"^migrate: .*bad\.py (is not|cannot)"):
         result.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "good.py").write_text(BEFORE)
+    for path in (tmp_path, tmp_path / "pipe.py"):
+        (problem,) = migrate(path, write=True).problems
+        assert problem.path == tmp_path / "pipe.py"
+        assert problem.problem == "cannot be read: it is no regular file"
+    assert (tmp_path / "good.py").read_text() == AFTER
+
+
+def test_a_file_in_which_nothing_changes_keeps_every_byte(tmp_path: Path) -> None:
+    """Even those that LibCST does not keep."""
+    (tmp_path / "train.py").write_bytes(
+        b"import torch\n\x0cwith torch.autocast('cpu'):\n    pass\n\x0cx = 1\r"
+    )
+    assert migrate(tmp_path).changed == ()
 
 
 def test_a_file_that_is_no_concern_of_ours_is_not_parsed(tmp_path: Path) -> None:
@@ -254,6 +275,45 @@ def test_all_files_are_written_or_none(tmp_path: Path) -> None:
     assert [file.path.name for file in result.problems] == ["a.py", "b.py", "c.py"]
     assert result.problems[0].problem == f"was not written, since {tmp_path / 'b.py'} cannot be"
     assert {(tmp_path / name).read_text() for name in ("a.py", "b.py", "c.py")} == {BEFORE}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_what_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
+) -> None:
+    for name in ("a.py", "b.py", "c.py"):
+        (tmp_path / name).write_text(BEFORE)
+    real, calls = getattr(os, call), []
+
+    def fail(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise error
+        real(*arguments)
+
+    monkeypatch.setattr(os, call, fail)
+    if isinstance(error, OSError):
+        problems = {file.path.name: file.problem for file in migrate(tmp_path, write=True).problems}
+        assert problems.pop("b.py") == "was not written: No space left on device"
+        assert problems == dict.fromkeys(
+            ("a.py", "c.py"), f"was not written, since {tmp_path / 'b.py'} cannot be"
+        )
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            migrate(tmp_path, write=True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("a.py", "b.py", "c.py"), BEFORE
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_keeps_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    os.chown(file, 1234, 1234)
+    migrate(file, write=True)
+    assert (file.stat().st_uid, file.stat().st_gid) == (1234, 1234)
 
 
 INITIALIZES = "from timm.utils import ApexScaler\nfrom apex import amp\nm, o = amp.initialize(m, o)\n"

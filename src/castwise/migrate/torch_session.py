@@ -13,11 +13,14 @@ import libcst as cst
 from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event, check_gradients, check_windows
 from castwise.migrate.torch_objects import (
     Thing,
+    autocasts,
     check_apart,
+    check_made_by_torch,
     is_harmless,
     models_of,
     only_wrapped_later,
     references,
+    run_once,
     thing,
     wraps,
 )
@@ -84,6 +87,7 @@ class Session:
             for model in models_of(self.view, optimizer):
                 self.updated.setdefault(model.value, []).append(name)
                 self.models.setdefault(model.value, thing(self.view, model))
+            check_made_by_torch(self.view, optimizer)
         self.prepared_after = last
         check_apart(self.view, list(self.optimizers.values()))
         self._find_regions()
@@ -284,12 +288,14 @@ class Session:
             raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
         at = view.end(self.prepared_after)  # with whatever else is on its line
         only_wrapped_later(view, model, at, self.suite)
+        runs: dict[cst.With, list[cst.Call]] = {}
         for name in references(view, model):
             parent = view.parent(name)
-            called = isinstance(parent, cst.Call) and parent.func is name
-            if called and self._in_region(name):
-                continue
-            if called:
+            if isinstance(parent, cst.Call) and parent.func is name:
+                region = self._region(name)
+                if region is not None:
+                    runs.setdefault(region, []).append(parent)
+                    continue
                 raise Undecided(
                     name,
                     f"{name.value!r} runs outside of autocast here, and a prepared model always runs by the plan",
@@ -302,6 +308,14 @@ class Session:
                 raise Undecided(
                     name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
                 )
+        for region, calls in runs.items():
+            run_once(view, model.name, region, calls, self._losses())
+
+    def _losses(self) -> set[str]:
+        """Names that a backward begins at."""
+        scaled = [event.node.func for event in self.events if event.kind == "backward"]
+        calls = [each.value for each in scaled if isinstance(each, cst.Attribute)]
+        return {self.view.code(call.args[0].value) for call in calls if isinstance(call, cst.Call)}
 
     def _passes(self, small: cst.CSTNode, model: Thing) -> bool:
         """Whether a statement is a call that keeps nothing: ``init_weights(model)``, ``model.cuda()``; no ``list.append(model)``."""
@@ -313,18 +327,19 @@ class Session:
             return False
         return receiver is call.func or receiver.value == model.name or bool(self.view.origin(receiver))
 
-    def _in_region(self, node: cst.CSTNode) -> bool:
-        """Whether code runs inside one of the session's regions, and no other autocast is nearer to it."""
+    def _region(self, node: cst.CSTNode) -> cst.With | None:
+        """The outermost autocast around code, where the nearest is one of the session's regions."""
         view = self.view
+        found: cst.With | None = None
         for outer in view.around(node):
             if isinstance(outer, cst.With):
-                calls = [item.item for item in outer.items if isinstance(item.item, cst.Call)]
-                casts = [call for call in calls if view.origin(call.func) in AUTOCAST]
-                if casts:
-                    return casts[-1] in self.regions
+                if casts := autocasts(view, outer):
+                    if found is None and casts[-1] not in self.regions:
+                        return None
+                    found = outer
             elif isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
-                return False
-        return False
+                break
+        return found
 
 
 def _by_name(call: cst.Call, order: list[str]) -> dict[str, cst.BaseExpression]:
