@@ -341,13 +341,44 @@ def test_a_program_that_a_drop_in_cannot_carry_stays_whole(tmp_path: Path) -> No
     """The drop-in shares nothing with the library, so one half on each would be none."""
     (tmp_path / "train.py").write_text("from engine import step\nfrom colossalai.booster import Booster\n")
     (tmp_path / "engine.py").write_text("from colossalai.amp import AMP_TYPE\n")
-    (tmp_path / "other.py").write_text("import colossalai\n")
+    (tmp_path / "other.py").write_text("import colossalai\ncolossalai.launch(config={})\n")
     (tmp_path / "third.py").write_text(
-        "from colossalai.amp import AMP_TYPE\ntry:\n    import colossalai.booster\nexcept ImportError:\n    pass\n"
+        "from colossalai import launch\ntry:\n    import colossalai.booster\nexcept ImportError:\n    pass\n"
     )
     result = migrate(tmp_path)
     assert [file.path.name for file in result.changed] == ["other.py", "third.py"]
     assert "the program needs colossalai.booster.Booster" in result.files[0].findings[0].text
+
+
+CONFIG = "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.TORCH)\n"
+LAUNCHES = "import colossalai\ncolossalai.launch_from_torch(config='config.py')\n"
+
+
+def test_a_configuration_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_path: Path) -> None:
+    """Nothing imports it; the nearest programs that use its library are those that may load it."""
+    for name, text in {
+        "lacks/train.py": f"from colossalai.booster import Booster\n{LAUNCHES}",
+        "lacks/config.py": CONFIG,
+        "lacks/more/config.py": CONFIG,
+        "has/tools/train.py": LAUNCHES,
+        "has/configs/config.py": CONFIG,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    changed = [file.path.relative_to(tmp_path).as_posix() for file in migrate(tmp_path).changed]
+    assert changed == ["has/configs/config.py", "has/tools/train.py"]
+
+
+def test_a_helper_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_path: Path) -> None:
+    """By itself it would be one whose amp a library initializes."""
+    (tmp_path / "train.py").write_text(f"{BEFORE}m, o = amp.initialize(m, o)\nrun('helpers/step.py')\n")
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "step.py").write_text(
+        f"{BEFORE}with amp.scale_loss(l, o) as s:\n    s.backward()\n"
+    )
+    result = migrate(tmp_path)
+    assert [file.after.splitlines()[0] + "\n" for file in result.changed] == [AFTER, AFTER]
+    assert {finding.kind for file in result.files for finding in file.findings} == {"kept"}
 
 
 def test_a_copy_of_apex_in_the_program_is_left(tmp_path: Path) -> None:

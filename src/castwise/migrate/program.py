@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from castwise.migrate.served import LIBRARIES, is_module, library_of, serves
+from castwise.migrate.served import LIBRARIES, here, is_module, library_of, serves
 
-_LOADERS = {"import_module", "__import__", "find_spec", "find_loader"}
+BY_NAME = re.compile(r"import|module|package|find_spec|find_loader|available|installed", re.IGNORECASE)
+"""In the names of functions that are given a module's name as text, to load it or to ask whether it is there."""
+_DOTTED = re.compile(rf"({'|'.join(LIBRARIES)})(\.\w+)+")
+_CODE = re.compile(
+    rf"^\s*(?:from\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s+import\b|import\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s*(?:as\b|[;,#]|$))",
+    re.MULTILINE,
+)
 _INSTALL = "castwise.compat.install"
+_STARTS = {
+    "__main__",
+    "initialize",
+    "launch",
+    "launch_from_torch",
+    "launch_from_slurm",
+    "launch_from_openmpi",
+}
+"""In the words of a script that is started."""
 
 
 class Imported(NamedTuple):
@@ -110,9 +126,10 @@ def look(source: bytes) -> Script:
         if name == _INSTALL
         for library in ([_text(argument) for argument in call.args] or LIBRARIES)
     }
-    asked = set(_asked(calls))
-    if "sys.modules" in reached:
-        asked.update(_text(node) for node in nodes if isinstance(node, ast.Constant))
+    quoted = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    texts = {_text(node) for node in nodes if isinstance(node, ast.Constant) and id(node) not in quoted}
+    asked = {module for text in texts for module in named_in_text(text)}
+    asked |= texts if "sys.modules" in reached else set(_asked(calls))
     asked = {name for name in asked if library_of(name) in LIBRARIES}
     return Script(
         tuple(imports), frozenset(words), frozenset(reached - {""}), frozenset(asked), frozenset(installed)
@@ -140,10 +157,18 @@ def _has_second(call: ast.Call) -> bool:
 def _asked(calls: Iterable[tuple[str, ast.Call]]) -> Iterator[str]:
     for dotted, call in calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if name in _LOADERS and call.args:
+        if BY_NAME.search(name) and call.args:
             yield _text(call.args[0])
         elif dotted.startswith("transformers.") and name == "is_apex_available":
             yield "apex"
+
+
+def named_in_text(text: str) -> list[str]:
+    """Modules of libraries with a drop-in that a text names: as a dotted name, or in code that it holds."""
+    if _DOTTED.fullmatch(text):
+        module = ".".join(text.split(".")[:2])
+        return [module] if is_module(here(module)) else []
+    return [found[1] or found[2] for found in _CODE.finditer(text)]
 
 
 def _text(node: ast.expr) -> str:
@@ -204,6 +229,9 @@ def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping
                 importers[other].add(file)
             if "ApexScaler" in each.names and not found and not each.level:
                 outside.add(file)
+    for file in scripts:
+        for other in _loaded_by_name(file, scripts, importers):
+            importers[file].add(other)
     stays: dict[Path, dict[str, Stay]] = {file: {} for file in scripts}
     for group in _together(importers):
         together = [scripts[file] for file in group]
@@ -222,6 +250,35 @@ def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping
     for file in scripts:
         stays[file].update({library: Stay("own") for library in _own(file, root)})
     return stays
+
+
+def _loaded_by_name(
+    file: Path, scripts: Mapping[Path, Script], importers: Mapping[Path, Collection[Path]]
+) -> list[Path]:
+    """Who may load a script that nothing imports and nobody starts, as a configuration: the nearest that use its library.
+
+    One on Apex that is whole by itself needs nobody.
+    """
+    script = scripts[file]
+    used = _libraries(script) - (
+        {"apex"} if script.asked or not _why_others_find_apex([script], False) else set()
+    )
+    alone = not importers[file] and not any(file in others for others in importers.values())
+    if not used or not alone or _STARTS & script.words:
+        return []
+    users = [
+        other
+        for other, each in scripts.items()
+        if used & _libraries(each) and (_STARTS & each.words or importers[other])
+    ]
+    for folder in file.parents:
+        if near := [other for other in users if other != file and folder in other.parents]:
+            return near
+    return []
+
+
+def _libraries(script: Script) -> set[str]:
+    return {library_of(each.module) for each in script.imports if not each.level} & {*LIBRARIES}
 
 
 def _is_started(script: Script) -> bool:
