@@ -361,6 +361,8 @@ def test_a_configuration_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_
         "lacks/config.py": CONFIG,
         "lacks/more/config.py": CONFIG,
         "has/tools/train.py": LAUNCHES,
+        "half/train.py": "from colossalai.amp import convert_to_amp\nfrom colossalai.booster import Booster\n",
+        "half/config.py": CONFIG,
         "has/configs/config.py": CONFIG,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -233,6 +233,13 @@ class _DropIns:
         for argument in node.args:
             if dotted and argument.keyword is not None:
                 self._say_row(node, f"{dotted}({argument.keyword.value})")
+            is_backend = argument.keyword is not None and argument.keyword.value.endswith("backend")
+            if (
+                is_backend
+                and isinstance(text := argument.value, cst.SimpleString)
+                and text.evaluated_value == "apex"
+            ):
+                self._moves(node, "apex") if "apex" in self.stays else self._say_text(node, "apex")
         first = node.args[0].value if node.args else None
         if isinstance(first, cst.SimpleString) and BY_NAME.search(_last(self.view.code(node.func))):
             name = first.evaluated_value
@@ -247,9 +254,12 @@ class _DropIns:
                 self._say_text(node, str(name))
 
     def look_at_text(self, node: cst.SimpleString) -> None:
-        """List modules of libraries that a text names, which is not a docstring."""
+        """List modules of libraries that a text names, which is neither a docstring nor an annotation."""
         text = node.evaluated_value
-        if isinstance(text, str) and not isinstance(self.view.parent(node), cst.Expr):
+        is_code = not isinstance(self.view.parent(node), cst.Expr) and not any(
+            isinstance(outer, cst.Annotation) for outer in self.view.around(node)
+        )
+        if isinstance(text, str) and is_code:
             for name in named_in_text(text):
                 if library_of(name) in self.libraries - self.stays.keys():
                     self._say_text(node, name)

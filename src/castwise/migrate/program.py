@@ -21,15 +21,8 @@ _CODE = re.compile(
     re.MULTILINE,
 )
 _INSTALL = "castwise.compat.install"
-_STARTS = {
-    "__main__",
-    "initialize",
-    "launch",
-    "launch_from_torch",
-    "launch_from_slurm",
-    "launch_from_openmpi",
-}
-"""In the words of a script that is started."""
+_STARTS = re.compile(r"__main__$|initialize|launch|convert_to_")
+"""In the words of a script that is started: no configuration, and no part of a program."""
 
 
 class Imported(NamedTuple):
@@ -126,7 +119,10 @@ def look(source: bytes) -> Script:
         if name == _INSTALL
         for library in ([_text(argument) for argument in call.args] or LIBRARIES)
     }
-    quoted = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    quoted = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings, and annotations:
+    for node in nodes:
+        for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            quoted.update(map(id, ast.walk(each)) if isinstance(each, ast.expr) else ())
     texts = {_text(node) for node in nodes if isinstance(node, ast.Constant) and id(node) not in quoted}
     asked = {module for text in texts for module in named_in_text(text)}
     asked |= texts if "sys.modules" in reached else set(_asked(calls))
@@ -161,6 +157,9 @@ def _asked(calls: Iterable[tuple[str, ast.Call]]) -> Iterator[str]:
             yield _text(call.args[0])
         elif dotted.startswith("transformers.") and name == "is_apex_available":
             yield "apex"
+        for argument in call.keywords:
+            if (argument.arg or "").endswith("backend") and _text(argument.value) == "apex":
+                yield "apex.amp"  # which that library imports
 
 
 def named_in_text(text: str) -> list[str]:
@@ -264,12 +263,12 @@ def _loaded_by_name(
         {"apex"} if script.asked or not _why_others_find_apex([script], False) else set()
     )
     alone = not importers[file] and not any(file in others for others in importers.values())
-    if not used or not alone or _STARTS & script.words:
+    if not used or not alone or any(map(_STARTS.match, script.words)):
         return []
     users = [
         other
         for other, each in scripts.items()
-        if used & _libraries(each) and (_STARTS & each.words or importers[other])
+        if used & _libraries(each) and (any(map(_STARTS.match, each.words)) or importers[other])
     ]
     for folder in file.parents:
         if near := [other for other in users if other != file and folder in other.parents]:

@@ -24,6 +24,8 @@ _HARMLESS = {
 _GIVES_ITSELF = {"train", "eval", "requires_grad_"}
 _HOLDS_ITSELF = {"modules", "named_modules"}
 _LOOPS = (cst.For, cst.While, cst.BaseComp)
+_LOW = {"torch.float16", "torch.half", "torch.bfloat16"}
+_LAZY = re.compile(r"torch\.nn\.(modules\.\w+\.)?Lazy\w+")
 _NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode"}
 
 
@@ -195,22 +197,40 @@ def _runs(view: View, loop: cst.For | cst.CompFor) -> bool:
     return any(isinstance(node, cst.Name) and node.value in called for node in inside(loop.target))
 
 
-def check_made_by_torch(view: View, optimizer: Thing) -> None:
-    """See that an optimizer is one of ``torch.optim.Optimizer``, as far as the script defines its class.
+def check_derives(view: View, one: Thing, base: str) -> None:
+    """See that a variable's class derives from one of torch's, as far as the script defines it.
 
     Raises:
         Undecided: It looks like one only, which is enough for torch's scaler.
     """
-    value = view.assigned_value(optimizer.assignments[0])
-    waiting = [value.func] if isinstance(value, cst.Call) else []
+    made = [view.assigned_value(item) for item in one.assignments]
+    waiting = [value.func for value in made if isinstance(value, cst.Call)]
     while waiting:
         for item in _bindings(view, waiting.pop()):
             if isinstance(item.node, cst.ClassDef):
-                bases = [base.value for base in item.node.bases]
-                if not [base for base in bases if view.code(base) not in ("object", "ABC", "abc.ABC")]:
-                    why = f"{optimizer.name!r} is no torch.optim.Optimizer"
-                    raise Undecided(optimizer.assignments[0].node, why)
+                bases = [each.value for each in item.node.bases]
+                if not [each for each in bases if view.code(each) not in ("object", "ABC", "abc.ABC")]:
+                    raise Undecided(one.assignments[0].node, f"{one.name!r} is no {base}")
                 waiting += bases
+
+
+def check_weights(view: View, model: Thing, until: tuple[int, int]) -> None:
+    """See that a model's weights have a shape and are not made low until it is prepared, as far as it is written.
+
+    Raises:
+        Undecided: A session would refuse them.
+    """
+    values = [value for item in model.assignments if (value := view.assigned_value(item)) is not None]
+    uses = [name for name in references(view, model) if view.position(name) < until]
+    for node in (inner for place in (*values, *map(view.small, uses)) for inner in inside(place)):
+        outer = view.parent(node)
+        is_called = isinstance(outer, cst.Call) and outer.func is node
+        if is_called and isinstance(node, cst.Attribute) and node.attr.value in ("half", "bfloat16"):
+            raise Undecided(node, f"weights of {model.name!r} are stored in low precision")
+        if isinstance(node, (cst.Name, cst.Attribute)) and view.origin(node) in _LOW:
+            raise Undecided(node, f"weights of {model.name!r} are stored in low precision")
+        if isinstance(node, (cst.Name, cst.Attribute)) and _LAZY.fullmatch(view.origin(node) or ""):
+            raise Undecided(node, f"weights of {model.name!r} have no shape before the model runs")
 
 
 def run_once(

@@ -15,7 +15,8 @@ from castwise.migrate.torch_objects import (
     Thing,
     autocasts,
     check_apart,
-    check_made_by_torch,
+    check_derives,
+    check_weights,
     is_harmless,
     models_of,
     only_wrapped_later,
@@ -32,6 +33,7 @@ _SCALE_FIELDS = {
     "backoff_factor": "backoff",
     "growth_interval": "interval",
 }
+_FLOOR = 2.0**-14
 _BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _FP16 = {"torch.float16", "torch.half"}
 _UNSEEN = re.compile(r"\bset_autocast_|(?<![.\w])(?<!def )(?:(?:exec|eval)\(|(?:globals|locals|vars)\(\s*\))")
@@ -87,7 +89,7 @@ class Session:
             for model in models_of(self.view, optimizer):
                 self.updated.setdefault(model.value, []).append(name)
                 self.models.setdefault(model.value, thing(self.view, model))
-            check_made_by_torch(self.view, optimizer)
+            check_derives(self.view, optimizer, "torch.optim.Optimizer")
         self.prepared_after = last
         check_apart(self.view, list(self.optimizers.values()))
         self._find_regions()
@@ -143,6 +145,8 @@ class Session:
             number = view.number(value)
             if number is None:
                 raise Undecided(value, f"{name} is not a number written out")
+            if name == "init_scale" and number < _FLOOR:
+                raise Undecided(value, "the scale begins below 2**-14, where that of a session ends")
             items.append(
                 f"+loss_scale.{_SCALE_FIELDS[name]}={str(number).replace('e+', 'e').removesuffix('.0')}"
             )
@@ -288,6 +292,8 @@ class Session:
             raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
         at = view.end(self.prepared_after)  # with whatever else is on its line
         only_wrapped_later(view, model, at, self.suite)
+        check_derives(view, model, "torch.nn.Module")
+        check_weights(view, model, at)
         runs: dict[cst.With, list[cst.Call]] = {}
         for name in references(view, model):
             parent = view.parent(name)
