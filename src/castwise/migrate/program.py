@@ -139,7 +139,13 @@ def _dotted(node: ast.expr, means: Mapping[str, str]) -> str:
         parts.append(node.attr)
         node = node.value
     start = means.get(node.id) if isinstance(node, ast.Name) else None
-    return ".".join([start, *reversed(parts)]) if start else ""
+    return _original(".".join([start, *reversed(parts)])) if start else ""
+
+
+def _original(dotted: str) -> str:
+    """A name of a drop-in as the library's own, so that a script which is migrated already counts as before."""
+    name = dotted.removeprefix("castwise.compat.")
+    return name if library_of(name) in LIBRARIES else dotted
 
 
 def _has_second(call: ast.Call) -> bool:
@@ -277,7 +283,10 @@ def _loaded_by_name(
 
 
 def _libraries(script: Script) -> set[str]:
-    return {library_of(each.module) for each in script.imports if not each.level} & {*LIBRARIES}
+    names = [
+        f"{each.module}.{name}" for each in script.imports if not each.level for name in each.names or ("",)
+    ]
+    return {library_of(_original(name)) for name in names} & {*LIBRARIES}
 
 
 def _is_started(script: Script) -> bool:
