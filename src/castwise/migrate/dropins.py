@@ -217,8 +217,8 @@ class _DropIns:
         if not dotted:
             return
         stays = library_of(dotted) in self.stays
-        if not stays and isinstance(node, cst.Attribute) and self.view.code(node) == "colossalai.legacy":
-            self.edits.replace(node, cst.Name("colossalai"))
+        if not stays and isinstance(node, cst.Attribute) and "colossalai.legacy" in self.view.origins(node):
+            self.edits.replace(node, node.value)
         if isinstance(self.view.parent(node), cst.Attribute):
             return  # the whole chain is looked at
         part = lacks(dotted)
