@@ -171,6 +171,24 @@ def _bindings(view: View, called: cst.BaseExpression) -> list[meta.Assignment]:
     return [item for item in found if isinstance(item, meta.Assignment)]
 
 
+def keeps(view: View, called: cst.Name) -> bool:
+    """Whether a function of the script puts what it is given somewhere, as far as it is written."""
+    for item in _bindings(view, called):
+        if isinstance(item.node, cst.FunctionDef):
+            given = {each.name.value for each in item.node.params.params}
+            for node in inside(item.node.body):
+                if isinstance(node, cst.Name) and node.value in given:
+                    user = view.parent(node)
+                    around = None if user is None else view.parent(user)
+                    is_handed_on = isinstance(around, cst.Call) and isinstance(around.func, cst.Attribute)
+                    is_put = isinstance(user, (cst.Assign, cst.AnnAssign, cst.Element, cst.DictElement))
+                    if (is_put and getattr(user, "value", None) is node) or (
+                        isinstance(user, cst.Arg) and is_handed_on
+                    ):
+                        return True
+    return False
+
+
 def is_harmless(view: View, name: cst.Name) -> bool:
     """Whether this use of a model neither runs it nor hands it to code that might, under another name either."""
     outer = view.parent(name)

@@ -18,6 +18,7 @@ from castwise.migrate.torch_objects import (
     check_derives,
     check_weights,
     is_harmless,
+    keeps,
     models_of,
     only_wrapped_later,
     references,
@@ -330,6 +331,8 @@ class Session:
         while isinstance(receiver, (cst.Attribute, cst.Subscript, cst.Call)):
             receiver = receiver.func if isinstance(receiver, cst.Call) else receiver.value
         if not isinstance(call, cst.Call) or not isinstance(receiver, cst.Name) or wraps(self.view, call):
+            return False
+        if receiver is call.func and keeps(self.view, receiver):
             return False
         return receiver is call.func or receiver.value == model.name or bool(self.view.origin(receiver))
 
