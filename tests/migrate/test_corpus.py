@@ -122,6 +122,23 @@ def test_what_becomes_of_a_program(program: Program) -> None:
     assert migrate(program.after).changed == ()
 
 
+def test_half_a_program_is_finished_by_a_second_run(program: Program, tmp_path: Path) -> None:
+    """As after a first run that was killed."""
+    done = {file.path.relative_to(program.after): file for file in program.result.changed}
+    if len(done) < 2:
+        pytest.skip("it is written whole or not at all")
+    for one in done:
+        for is_done in (True, False):
+            folder = tmp_path / f"{one.as_posix().replace('/', '-')}-{is_done}"
+            unpack(program.name, folder)
+            for path in (path for path in done if (path == one) is is_done):
+                (folder / path).write_text(done[path].after, encoding="utf-8")
+            migrate(folder, write=True)
+            assert {path: (folder / path).read_text(encoding="utf-8") for path in done} == {
+                path: file.after for path, file in done.items()
+            }
+
+
 def test_torch_amp_is_rewritten_whole_or_not_at_all(program: Program) -> None:
     """Beside a session stays no autocast of torch's but a model's own and islands of fp32."""
     for path, text in program.texts.items():

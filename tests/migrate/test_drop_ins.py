@@ -62,6 +62,7 @@ REWRITTEN = {
     "from colossalai.legacy.amp import AMP_TYPE": "from castwise.compat.colossalai.amp import AMP_TYPE",
     "import colossalai.legacy as cl\ncl.amp.AMP_TYPE": "import castwise.compat.colossalai as cl\ncl.amp.AMP_TYPE",
     "import colossalai.legacy\ncolossalai.legacy.amp.AMP_TYPE": "from castwise.compat import colossalai\ncolossalai.amp.AMP_TYPE",
+    "import colossalai as c\nc.legacy.amp.AMP_TYPE": "import castwise.compat.colossalai as c\nc.amp.AMP_TYPE",
     "from colossalai.initialize import launch": "from castwise.compat.colossalai.initialize import launch",
 }  # fmt: skip
 

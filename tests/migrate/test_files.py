@@ -84,6 +84,8 @@ def test_encodings_stay(tmp_path: Path, encoding: str, head: str) -> None:
         (b"from apex import amp\n\0\1\2", "cannot be read: it holds null bytes"),
         (b"from apex import amp\n# K\xfcnstler\n", "cannot be read: its text is not utf-8"),
         (b"# coding: klingon\nfrom apex import amp\n", "cannot be read: unknown encoding"),
+        (b"# coding: hex\nfrom apex import amp\n", "cannot be read: 'hex' is not a text encoding"),
+        (b"# coding: rot13\nfrom apex import amp\n", "cannot be read: 'rot13' is not a text encoding"),
     ],
 )
 def test_what_cannot_be_read_is_a_problem_and_stays(tmp_path: Path, raw: bytes, reason: str) -> None:
@@ -97,6 +99,25 @@ def test_what_cannot_be_read_is_a_problem_and_stays(tmp_path: Path, raw: bytes, 
     assert good.read_text() == AFTER  # the others are done
     with pytest.raises(MigrateError, match=r"^migrate: .*bad\.py (is not|cannot)"):
         result.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "good.py").write_text(BEFORE)
+    for path in (tmp_path, tmp_path / "pipe.py"):
+        (problem,) = migrate(path, write=True).problems
+        assert problem.path == tmp_path / "pipe.py"
+        assert problem.problem == "cannot be read: it is no regular file"
+    assert (tmp_path / "good.py").read_text() == AFTER
+
+
+def test_a_file_in_which_nothing_changes_keeps_every_byte(tmp_path: Path) -> None:
+    """Even those that LibCST does not keep."""
+    (tmp_path / "train.py").write_bytes(
+        b"import torch\n\x0cwith torch.autocast('cpu'):\n    pass\n\x0cx = 1\r"
+    )
+    assert migrate(tmp_path).changed == ()
 
 
 def test_a_file_that_is_no_concern_of_ours_is_not_parsed(tmp_path: Path) -> None:
@@ -256,6 +277,45 @@ def test_all_files_are_written_or_none(tmp_path: Path) -> None:
     assert {(tmp_path / name).read_text() for name in ("a.py", "b.py", "c.py")} == {BEFORE}
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_what_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
+) -> None:
+    for name in ("a.py", "b.py", "c.py"):
+        (tmp_path / name).write_text(BEFORE)
+    real, calls = getattr(os, call), []
+
+    def fail(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise error
+        real(*arguments)
+
+    monkeypatch.setattr(os, call, fail)
+    if isinstance(error, OSError):
+        problems = {file.path.name: file.problem for file in migrate(tmp_path, write=True).problems}
+        assert problems.pop("b.py") == "was not written: No space left on device"
+        assert problems == dict.fromkeys(
+            ("a.py", "c.py"), f"was not written, since {tmp_path / 'b.py'} cannot be"
+        )
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            migrate(tmp_path, write=True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("a.py", "b.py", "c.py"), BEFORE
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_keeps_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(BEFORE)
+    os.chown(file, 1234, 1234)
+    migrate(file, write=True)
+    assert (file.stat().st_uid, file.stat().st_gid) == (1234, 1234)
+
+
 INITIALIZES = "from timm.utils import ApexScaler\nfrom apex import amp\nm, o = amp.initialize(m, o)\n"
 
 
@@ -281,13 +341,46 @@ def test_a_program_that_a_drop_in_cannot_carry_stays_whole(tmp_path: Path) -> No
     """The drop-in shares nothing with the library, so one half on each would be none."""
     (tmp_path / "train.py").write_text("from engine import step\nfrom colossalai.booster import Booster\n")
     (tmp_path / "engine.py").write_text("from colossalai.amp import AMP_TYPE\n")
-    (tmp_path / "other.py").write_text("import colossalai\n")
+    (tmp_path / "other.py").write_text("import colossalai\ncolossalai.launch(config={})\n")
     (tmp_path / "third.py").write_text(
-        "from colossalai.amp import AMP_TYPE\ntry:\n    import colossalai.booster\nexcept ImportError:\n    pass\n"
+        "from colossalai import launch\ntry:\n    import colossalai.booster\nexcept ImportError:\n    pass\n"
     )
     result = migrate(tmp_path)
     assert [file.path.name for file in result.changed] == ["other.py", "third.py"]
     assert "the program needs colossalai.booster.Booster" in result.files[0].findings[0].text
+
+
+CONFIG = "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.TORCH)\n"
+LAUNCHES = "import colossalai\ncolossalai.launch_from_torch(config='config.py')\n"
+
+
+def test_a_configuration_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_path: Path) -> None:
+    """Nothing imports it; the nearest programs that use its library are those that may load it."""
+    for name, text in {
+        "lacks/train.py": f"from colossalai.booster import Booster\n{LAUNCHES}",
+        "lacks/config.py": CONFIG,
+        "lacks/more/config.py": CONFIG,
+        "has/tools/train.py": LAUNCHES,
+        "half/train.py": "from colossalai.amp import convert_to_amp\nfrom colossalai.booster import Booster\n",
+        "half/config.py": CONFIG,
+        "has/configs/config.py": CONFIG,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    changed = [file.path.relative_to(tmp_path).as_posix() for file in migrate(tmp_path).changed]
+    assert changed == ["has/configs/config.py", "has/tools/train.py"]
+
+
+def test_a_helper_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_path: Path) -> None:
+    """By itself it would be one whose amp a library initializes."""
+    (tmp_path / "train.py").write_text(f"{BEFORE}m, o = amp.initialize(m, o)\nrun('helpers/step.py')\n")
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "step.py").write_text(
+        f"{BEFORE}with amp.scale_loss(l, o) as s:\n    s.backward()\n"
+    )
+    result = migrate(tmp_path)
+    assert [file.after.splitlines()[0] + "\n" for file in result.changed] == [AFTER, AFTER]
+    assert {finding.kind for file in result.files for finding in file.findings} == {"kept"}
 
 
 def test_a_copy_of_apex_in_the_program_is_left(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import libcst as cst
 
 from castwise.migrate.edits import Edits, small, statement
-from castwise.migrate.program import Stay
+from castwise.migrate.program import BY_NAME, Stay, named_in_text
 from castwise.migrate.served import (
     LIBRARIES,
     here,
@@ -32,7 +32,6 @@ _KERNELS = re.compile(
     r"|(scaled|generic_scaled)_(upper_triang_)?(masked_)?softmax_cuda)$"
 )
 """Modules that Apex compiles and installs under names of their own."""
-_BY_TEXT = re.compile(r"(^|\.)(import_module|__import__|find_spec|find_loader)$")
 
 
 def rewrite_imports(edits: Edits, stays: Mapping[str, Stay] = MappingProxyType({})) -> None:
@@ -50,6 +49,8 @@ def rewrite_imports(edits: Edits, stays: Mapping[str, Stay] = MappingProxyType({
             drop_ins.look_at_name(node)
         elif isinstance(node, cst.Call):
             drop_ins.look_at_call(node)
+        elif isinstance(node, cst.SimpleString):
+            drop_ins.look_at_text(node)
     if any(stay.kind == "install" and stay.starts for stay in stays.values()) and drop_ins.stayed:
         _install(edits, [library for library in LIBRARIES if library in drop_ins.stayed])
 
@@ -216,8 +217,8 @@ class _DropIns:
         if not dotted:
             return
         stays = library_of(dotted) in self.stays
-        if not stays and isinstance(node, cst.Attribute) and self.view.code(node) == "colossalai.legacy":
-            self.edits.replace(node, cst.Name("colossalai"))
+        if not stays and isinstance(node, cst.Attribute) and "colossalai.legacy" in self.view.origins(node):
+            self.edits.replace(node, node.value)
         if isinstance(self.view.parent(node), cst.Attribute):
             return  # the whole chain is looked at
         part = lacks(dotted)
@@ -232,8 +233,15 @@ class _DropIns:
         for argument in node.args:
             if dotted and argument.keyword is not None:
                 self._say_row(node, f"{dotted}({argument.keyword.value})")
+            is_backend = argument.keyword is not None and argument.keyword.value.endswith("backend")
+            if (
+                is_backend
+                and isinstance(text := argument.value, cst.SimpleString)
+                and text.evaluated_value == "apex"
+            ):
+                self._moves(node, "apex") if "apex" in self.stays else self._say_text(node, "apex")
         first = node.args[0].value if node.args else None
-        if isinstance(first, cst.SimpleString) and _BY_TEXT.search(self.view.code(node.func)):
+        if isinstance(first, cst.SimpleString) and BY_NAME.search(_last(self.view.code(node.func))):
             name = first.evaluated_value
             library = library_of(name) if isinstance(name, str) else ""
             if library not in self.libraries:
@@ -243,8 +251,22 @@ class _DropIns:
             elif library in self.stays:
                 self._moves(node, library)
             else:
-                said = f"{name!s} is named as text, which stays: castwise.compat.install() serves it by that name"
-                self.edits.say(node, "left", said)
+                self._say_text(node, str(name))
+
+    def look_at_text(self, node: cst.SimpleString) -> None:
+        """List modules of libraries that a text names, which is neither a docstring nor an annotation."""
+        text = node.evaluated_value
+        is_code = not isinstance(self.view.parent(node), cst.Expr) and not any(
+            isinstance(outer, cst.Annotation) for outer in self.view.around(node)
+        )
+        if isinstance(text, str) and is_code:
+            for name in named_in_text(text):
+                if library_of(name) in self.libraries - self.stays.keys():
+                    self._say_text(node, name)
+
+    def _say_text(self, node: cst.CSTNode, name: str) -> None:
+        said = f"{name} is named as text, which stays: castwise.compat.install() serves it by that name"
+        self.edits.say(node, "left", said)
 
     def _dotted(self, node: cst.CSTNode) -> str:
         """What a name or attribute is in the drop-in; empty for anything else."""
@@ -309,6 +331,10 @@ class _DropIns:
         elif found is not None and found.status == "differs" and dotted not in self.said:
             self.said.add(dotted)
             self.edits.say(node, "differs", f"{dotted}: {found.note.replace('`', '')}")
+
+
+def _last(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
 
 
 def _dotted(name: str) -> cst.BaseExpression:

@@ -60,7 +60,7 @@ class Edits:
     def apply(self) -> str:
         """The script with all changes made."""
         if not (self.changes or self.inserted or self.dropped):
-            return self.view.module.code
+            return self.view.text
         return self.view.module.visit(_Applier(self)).code
 
 

@@ -39,10 +39,12 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     texts: dict[Path, tuple[str, str]] = {}
     for file in found:
         try:
+            if not file.is_file():
+                raise OSError("it is no regular file")
             raws[file] = file.read_bytes()
             if not given.is_dir() or _CONCERNS.search(raws[file]):
                 texts[file] = _decode(raws[file])
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        except (OSError, SyntaxError, ValueError, LookupError) as error:  # codecs raise what they like
             results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
     root = given if given.is_dir() else _root(given)
     others = {} if given.is_dir() else _others(given, root)
@@ -166,20 +168,56 @@ def _write(
             problems[result.path] = f"was not written: {_reason(error)}"
     if problems:
         barred = ", ".join(str(path) for path in problems)
-        problems = {
-            path: problems.get(path, f"was not written, since {barred} cannot be")
-            for path in [*texts, *problems]
-        }
-        return [dataclasses.replace(each, problem=problems.get(each.path, each.problem)) for each in results]
-    return [_put(each, raws[each.path], texts[each.path]) if each.path in texts else each for each in results]
+        others = dict.fromkeys(texts, f"was not written, since {barred} cannot be")
+        return _with_problems(results, {**others, **problems})
+    problems = _put(texts, raws)
+    if problems:
+        return _with_problems(results, problems)
+    return [dataclasses.replace(each, written=each.path in texts) for each in results]
 
 
-def _put(result: FileResult, before: bytes, after: bytes) -> FileResult:
+def _with_problems(results: Iterable[FileResult], problems: Mapping[Path, str]) -> list[FileResult]:
+    return [dataclasses.replace(each, problem=problems.get(each.path, each.problem)) for each in results]
+
+
+def _put(texts: Mapping[Path, bytes], raws: Mapping[Path, bytes]) -> dict[Path, str]:
+    """Write all texts beside their files, then put each in the place of its file; back again where one cannot be."""
+    staged: dict[Path, str] = {}
+    placed: list[Path] = []
+    path = Path()
     try:
-        _replace(result.path.resolve(), before, after)
-    except OSError as error:
-        return dataclasses.replace(result, problem=f"was not written: {_reason(error)}")
-    return dataclasses.replace(result, written=True)
+        for path, text in texts.items():
+            staged[path] = _stage(path.resolve(), text)
+        for path, name in staged.items():
+            _check_writable(path.resolve(), raws[path])
+            placed.append(path)
+            os.replace(name, path.resolve())
+    except BaseException as error:
+        kept = [path for path in placed if not _put_back(path.resolve(), raws[path], texts[path])]
+        if not isinstance(error, OSError):
+            raise
+        others = {
+            other: f"was written, and could not be put back, while {path} could not be written"
+            if other in kept
+            else f"was not written, since {path} cannot be"
+            for other in texts
+        }
+        return {**others, path: f"was not written: {_reason(error)}"}
+    finally:
+        for name in staged.values():
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+    return {}
+
+
+def _put_back(path: Path, before: bytes, after: bytes) -> bool:
+    """Whether a file that may have been written holds what it held, or what somebody else wrote."""
+    try:
+        if path.read_bytes() == after:
+            os.replace(_stage(path, before), path)
+    except OSError:
+        return False
+    return True
 
 
 def _check_writable(path: Path, before: bytes) -> None:
@@ -190,21 +228,23 @@ def _check_writable(path: Path, before: bytes) -> None:
         raise OSError("it was changed by somebody else meanwhile")
 
 
-def _replace(path: Path, before: bytes, after: bytes) -> None:
-    _check_writable(path, before)
-    mode = stat.S_IMODE(path.stat().st_mode)
+def _stage(path: Path, text: bytes) -> str:
+    """Write a text into a new file beside its own, with the same mode and owner; returns its name."""
+    now = path.stat()
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(after)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, mode)
-        os.replace(name, path)
+        with contextlib.suppress(OSError, AttributeError):  # nobody but root may, and not on Windows
+            os.chown(name, now.st_uid, now.st_gid)
+        os.chmod(name, stat.S_IMODE(now.st_mode))
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+    return name
 
 
 def _reason(error: Exception) -> str:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from castwise.migrate.served import LIBRARIES, is_module, library_of, serves
+from castwise.migrate.served import LIBRARIES, here, is_module, library_of, serves
 
-_LOADERS = {"import_module", "__import__", "find_spec", "find_loader"}
+BY_NAME = re.compile(r"import|module|package|find_spec|find_loader|available|installed", re.IGNORECASE)
+"""In the names of functions that are given a module's name as text, to load it or to ask whether it is there."""
+_DOTTED = re.compile(rf"({'|'.join(LIBRARIES)})(\.\w+)+")
+_CODE = re.compile(
+    rf"^\s*(?:from\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s+import\b|import\s+((?:{'|'.join(LIBRARIES)})[\w.]*)\s*(?:as\b|[;,#]|$))",
+    re.MULTILINE,
+)
 _INSTALL = "castwise.compat.install"
+_STARTS = re.compile(r"__main__$|initialize|launch|convert_to_")
+"""In the words of a script that is started: no configuration, and no part of a program."""
 
 
 class Imported(NamedTuple):
@@ -110,9 +119,13 @@ def look(source: bytes) -> Script:
         if name == _INSTALL
         for library in ([_text(argument) for argument in call.args] or LIBRARIES)
     }
-    asked = set(_asked(calls))
-    if "sys.modules" in reached:
-        asked.update(_text(node) for node in nodes if isinstance(node, ast.Constant))
+    quoted = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings, and annotations:
+    for node in nodes:
+        for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            quoted.update(map(id, ast.walk(each)) if isinstance(each, ast.expr) else ())
+    texts = {_text(node) for node in nodes if isinstance(node, ast.Constant) and id(node) not in quoted}
+    asked = {module for text in texts for module in named_in_text(text)}
+    asked |= texts if "sys.modules" in reached else set(_asked(calls))
     asked = {name for name in asked if library_of(name) in LIBRARIES}
     return Script(
         tuple(imports), frozenset(words), frozenset(reached - {""}), frozenset(asked), frozenset(installed)
@@ -126,7 +139,13 @@ def _dotted(node: ast.expr, means: Mapping[str, str]) -> str:
         parts.append(node.attr)
         node = node.value
     start = means.get(node.id) if isinstance(node, ast.Name) else None
-    return ".".join([start, *reversed(parts)]) if start else ""
+    return _original(".".join([start, *reversed(parts)])) if start else ""
+
+
+def _original(dotted: str) -> str:
+    """A name of a drop-in as the library's own, so that a script which is migrated already counts as before."""
+    name = dotted.removeprefix("castwise.compat.")
+    return name if library_of(name) in LIBRARIES else dotted
 
 
 def _has_second(call: ast.Call) -> bool:
@@ -140,10 +159,21 @@ def _has_second(call: ast.Call) -> bool:
 def _asked(calls: Iterable[tuple[str, ast.Call]]) -> Iterator[str]:
     for dotted, call in calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if name in _LOADERS and call.args:
+        if BY_NAME.search(name) and call.args:
             yield _text(call.args[0])
         elif dotted.startswith("transformers.") and name == "is_apex_available":
             yield "apex"
+        for argument in call.keywords:
+            if (argument.arg or "").endswith("backend") and _text(argument.value) == "apex":
+                yield "apex.amp"  # which that library imports
+
+
+def named_in_text(text: str) -> list[str]:
+    """Modules of libraries with a drop-in that a text names: as a dotted name, or in code that it holds."""
+    if _DOTTED.fullmatch(text):
+        module = ".".join(text.split(".")[:2])
+        return [module] if is_module(here(module)) else []
+    return [found[1] or found[2] for found in _CODE.finditer(text)]
 
 
 def _text(node: ast.expr) -> str:
@@ -204,6 +234,9 @@ def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping
                 importers[other].add(file)
             if "ApexScaler" in each.names and not found and not each.level:
                 outside.add(file)
+    for file in scripts:
+        for other in _loaded_by_name(file, scripts, importers):
+            importers[file].add(other)
     stays: dict[Path, dict[str, Stay]] = {file: {} for file in scripts}
     for group in _together(importers):
         together = [scripts[file] for file in group]
@@ -222,6 +255,38 @@ def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping
     for file in scripts:
         stays[file].update({library: Stay("own") for library in _own(file, root)})
     return stays
+
+
+def _loaded_by_name(
+    file: Path, scripts: Mapping[Path, Script], importers: Mapping[Path, Collection[Path]]
+) -> list[Path]:
+    """Who may load a script that nothing imports and nobody starts, as a configuration: the nearest that use its library.
+
+    One on Apex that is whole by itself needs nobody.
+    """
+    script = scripts[file]
+    used = _libraries(script) - (
+        {"apex"} if script.asked or not _why_others_find_apex([script], False) else set()
+    )
+    alone = not importers[file] and not any(file in others for others in importers.values())
+    if not used or not alone or any(map(_STARTS.match, script.words)):
+        return []
+    users = [
+        other
+        for other, each in scripts.items()
+        if used & _libraries(each) and (any(map(_STARTS.match, each.words)) or importers[other])
+    ]
+    for folder in file.parents:
+        if near := [other for other in users if other != file and folder in other.parents]:
+            return near
+    return []
+
+
+def _libraries(script: Script) -> set[str]:
+    names = [
+        f"{each.module}.{name}" for each in script.imports if not each.level for name in each.names or ("",)
+    ]
+    return {library_of(_original(name)) for name in names} & {*LIBRARIES}
 
 
 def _is_started(script: Script) -> bool:

@@ -11,6 +11,16 @@ from castwise.compat.coverage import Covered, covered, instead
 
 LIBRARIES = ("apex", "colossalai")
 """Libraries that have a drop-in."""
+_OF_ANY_MODULE = {
+    "__dict__",
+    "__doc__",
+    "__file__",
+    "__loader__",
+    "__name__",
+    "__package__",
+    "__path__",
+    "__spec__",
+}
 
 
 def library_of(dotted: str) -> str:
@@ -67,6 +77,8 @@ def lacks(dotted: str) -> str:
     for part in parts:
         names, at = _bound(at) or {}, f"{at}.{part}"
         inside = _bound(at)
+        if part in _OF_ANY_MODULE:
+            return ""
         if part in names and (inside is None or inside.get(part)):
             return ""  # a class, a function or an object, even where the module that defines it has its name
         if inside is None:

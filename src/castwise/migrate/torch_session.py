@@ -13,11 +13,16 @@ import libcst as cst
 from castwise.migrate.torch_loop import AUTOCAST, SCALER, Event, check_gradients, check_windows
 from castwise.migrate.torch_objects import (
     Thing,
+    autocasts,
     check_apart,
+    check_derives,
+    check_weights,
     is_harmless,
+    keeps,
     models_of,
     only_wrapped_later,
     references,
+    run_once,
     thing,
     wraps,
 )
@@ -29,6 +34,7 @@ _SCALE_FIELDS = {
     "backoff_factor": "backoff",
     "growth_interval": "interval",
 }
+_FLOOR = 2.0**-14
 _BACKWARD = {"retain_graph", "create_graph", "inputs"}
 _FP16 = {"torch.float16", "torch.half"}
 _UNSEEN = re.compile(r"\bset_autocast_|(?<![.\w])(?<!def )(?:(?:exec|eval)\(|(?:globals|locals|vars)\(\s*\))")
@@ -84,6 +90,7 @@ class Session:
             for model in models_of(self.view, optimizer):
                 self.updated.setdefault(model.value, []).append(name)
                 self.models.setdefault(model.value, thing(self.view, model))
+            check_derives(self.view, optimizer, "torch.optim.Optimizer")
         self.prepared_after = last
         check_apart(self.view, list(self.optimizers.values()))
         self._find_regions()
@@ -139,6 +146,8 @@ class Session:
             number = view.number(value)
             if number is None:
                 raise Undecided(value, f"{name} is not a number written out")
+            if name == "init_scale" and number < _FLOOR:
+                raise Undecided(value, "the scale begins below 2**-14, where that of a session ends")
             items.append(
                 f"+loss_scale.{_SCALE_FIELDS[name]}={str(number).replace('e+', 'e').removesuffix('.0')}"
             )
@@ -284,12 +293,16 @@ class Session:
             raise Undecided(model.assignments[0].node, f"{model.name!r} is not made beside the scaler")
         at = view.end(self.prepared_after)  # with whatever else is on its line
         only_wrapped_later(view, model, at, self.suite)
+        check_derives(view, model, "torch.nn.Module")
+        check_weights(view, model, at)
+        runs: dict[cst.With, list[cst.Call]] = {}
         for name in references(view, model):
             parent = view.parent(name)
-            called = isinstance(parent, cst.Call) and parent.func is name
-            if called and self._in_region(name):
-                continue
-            if called:
+            if isinstance(parent, cst.Call) and parent.func is name:
+                region = self._region(name)
+                if region is not None:
+                    runs.setdefault(region, []).append(parent)
+                    continue
                 raise Undecided(
                     name,
                     f"{name.value!r} runs outside of autocast here, and a prepared model always runs by the plan",
@@ -302,6 +315,14 @@ class Session:
                 raise Undecided(
                     name, f"{name.value!r} is handed on here, to code that may run it outside of autocast"
                 )
+        for region, calls in runs.items():
+            run_once(view, model.name, region, calls, self._losses())
+
+    def _losses(self) -> set[str]:
+        """Names that a backward begins at."""
+        scaled = [event.node.func for event in self.events if event.kind == "backward"]
+        calls = [each.value for each in scaled if isinstance(each, cst.Attribute)]
+        return {self.view.code(call.args[0].value) for call in calls if isinstance(call, cst.Call)}
 
     def _passes(self, small: cst.CSTNode, model: Thing) -> bool:
         """Whether a statement is a call that keeps nothing: ``init_weights(model)``, ``model.cuda()``; no ``list.append(model)``."""
@@ -311,20 +332,23 @@ class Session:
             receiver = receiver.func if isinstance(receiver, cst.Call) else receiver.value
         if not isinstance(call, cst.Call) or not isinstance(receiver, cst.Name) or wraps(self.view, call):
             return False
+        if receiver is call.func and keeps(self.view, receiver):
+            return False
         return receiver is call.func or receiver.value == model.name or bool(self.view.origin(receiver))
 
-    def _in_region(self, node: cst.CSTNode) -> bool:
-        """Whether code runs inside one of the session's regions, and no other autocast is nearer to it."""
+    def _region(self, node: cst.CSTNode) -> cst.With | None:
+        """The outermost autocast around code, where the nearest is one of the session's regions."""
         view = self.view
+        found: cst.With | None = None
         for outer in view.around(node):
             if isinstance(outer, cst.With):
-                calls = [item.item for item in outer.items if isinstance(item.item, cst.Call)]
-                casts = [call for call in calls if view.origin(call.func) in AUTOCAST]
-                if casts:
-                    return casts[-1] in self.regions
+                if casts := autocasts(view, outer):
+                    if found is None and casts[-1] not in self.regions:
+                        return None
+                    found = outer
             elif isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.GeneratorExp)):
-                return False
-        return False
+                break
+        return found
 
 
 def _by_name(call: cst.Call, order: list[str]) -> dict[str, cst.BaseExpression]:

@@ -35,6 +35,7 @@ class View:
     """
 
     def __init__(self, text: str) -> None:
+        self.text = text
         try:
             tree = cst.parse_module(text)
         except cst.ParserSyntaxError as error:
