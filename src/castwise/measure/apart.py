@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure.processes import Home, keep_compiled_apart, received
+from castwise.measure.processes import Home, keep_compiled_apart, page_faults, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
@@ -50,6 +50,7 @@ class Apart:
     Attributes:
         losses: Of the steps it has taken, once it is closed; none of inference.
         compile_s: Seconds of them that compiling took, once it is closed.
+        faults: Page faults per step after the first steps, once it is closed.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Apart:
         kind: Kind = TrainingRun,
     ) -> None:
         self.losses: list[float] = []
-        self.compile_s = 0.0
+        self.compile_s = self.faults = 0.0
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
 
     def warm_up(self, steps: int = WARMUP) -> float:
@@ -98,21 +99,25 @@ class Apart:
         """End the process; does nothing to one that has ended."""
         with contextlib.suppress(Exception):  # one that failed has no losses to tell
             self._process.send(0)
-            self.losses, self.compile_s = self._process.answer()
+            self.losses, self.compile_s, self.faults = self._process.answer()
         self._process.close()
 
 
 def _run(
     pipe: Connection, workload: bytes, plan: str, device: str, seed: int, kind: Kind = TrainingRun
-) -> tuple[list[float], float]:
+) -> tuple[list[float], float, float]:
     where = torch.device(device)
     made = Plan.from_json(plan)
     keep_compiled_apart(made)
     run = kind(received(workload), made, where, seed)
     pipe.send((False, None))
+    taken = first = since = 0
     while count := pipe.recv():
         pipe.send((False, _seconds(run, count, where)))
-    return run.losses, run.compile_s
+        taken += count
+        if taken <= WARMUP:
+            first, since = taken, page_faults()
+    return run.losses, run.compile_s, (page_faults() - since) / max(1, taken - first)
 
 
 def _seconds(run: TrainingRun | InferenceRun, steps: int, device: torch.device) -> float:
@@ -135,12 +140,14 @@ class Timed:
         times_s: Seconds per step, by round.
         losses: Of its steps; every plan of a start has taken as many, but for one that failed.
         compile_s: Seconds that compiling took, before the first round and in none.
+        faults: Page faults per step: how often memory was given back and asked for anew.
         error: What ended it, if something did.
     """
 
     times_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     compile_s: float = 0.0
+    faults: float = 0.0
     error: Exception | None = None
 
 
@@ -209,7 +216,7 @@ def race_apart(
                 out[index].times_s.append(seconds / block)
             on_round(number + 1)
     for run, timed in zip(runs, out, strict=True):
-        timed.losses, timed.compile_s = run.losses, run.compile_s
+        timed.losses, timed.compile_s, timed.faults = run.losses, run.compile_s, run.faults
     return out
 
 

@@ -70,6 +70,15 @@ def keep_compiled_apart(plan: Plan) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
+def page_faults() -> int:
+    """How many pages of memory the system has given this process so far; 0 where it does not tell."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 class NotThereError(WorkloadError):
     """A workload that cannot leave this process, or does not run in another."""
 
