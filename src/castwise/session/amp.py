@@ -25,7 +25,7 @@ from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Watch, Window, gradients
 from castwise.session import storage
-from castwise.session.apply import apply
+from castwise.session.apply import apply, apply_late
 from castwise.session.checks import (
     check_apart,
     check_group,
@@ -124,7 +124,8 @@ class Amp:
         Args:
             model: In any state of training, on its device.
             optimizers: Those that update it. Several models are prepared by several calls, each with the optimizers
-                that update it; one that updates several models is given with each.
+                that update it; one that updates several models is given with each. One that is made later is given then, with the
+                model again, unless the plan stores parameters low.
             methods: Methods other than ``forward`` that are called from outside, to run by the plan too.
             inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
                 trained any more. Norm layers keep their weights.
@@ -143,6 +144,10 @@ class Amp:
         check_uncompiled(model, self.plan)
         check_uncompiled(target, self.plan)
         owner = _prepared.get(target)
+        late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
+        if owner is self and late and not (inference or self.plan.stores_low):
+            self._join(target, late)
+            return (model, *optimizers)
         if owner is not None:
             raise StateError(
                 f"prepare: this {type(target).__name__} is already prepared, by "
@@ -173,12 +178,7 @@ class Amp:
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
             if self.scaler.is_enabled() and not self._members.models:
                 self._watch.refuse_strangers(log.callback)
-            for optimizer in optimizers:
-                if not self._members.holds(optimizer):
-                    log.on(optimizer, self._members.remove_optimizer)
-                    self._members.add_optimizer(optimizer)
-                    if _torch.has_step_hooks(optimizer):
-                        self._watch.follow(optimizer, log.callback)
+            self._take_in(optimizers, log)
             log.on(target, self._members.remove)
             self._members.add(target, root)
             log.on(target, _prepared.pop, None)
@@ -190,6 +190,25 @@ class Amp:
         if inference or not self.plan.keeps_masters:
             storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
         return (model, *optimizers) if optimizers else model
+
+    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take in optimizers that were made after their model was prepared."""
+        for optimizer in optimizers:
+            check_optimizer(optimizer, model, self.plan)
+            self._watch.check_alone(optimizer)
+        if self.scaler.is_enabled():
+            check_apart(model, [*self._members.optimizers, *optimizers])
+        with self._undo.transaction() as log:
+            apply_late(optimizers, self.plan, log)
+            self._take_in(optimizers, log)
+
+    def _take_in(self, optimizers: Sequence[Optimizer], log: UndoLog) -> None:
+        for optimizer in optimizers:
+            if not self._members.holds(optimizer):
+                log.on(optimizer, self._members.remove_optimizer)
+                self._members.add_optimizer(optimizer)
+                if _torch.has_step_hooks(optimizer):
+                    self._watch.follow(optimizer, log.callback)
 
     def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
         """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.

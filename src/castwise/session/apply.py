@@ -20,6 +20,7 @@ from castwise.casting import frames, tracing
 from castwise.errors import StateError
 from castwise.fused import check_updates, fuse
 from castwise.masters.sync import sync
+from castwise.plans.plan import Plan
 from castwise.resolve import Resolution
 from castwise.session import storage
 from castwise.session.undo import UndoLog
@@ -88,6 +89,17 @@ def apply(
         log.on(model, _torch.leave_uncompiled, root)
         _torch.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
     return root
+
+
+def apply_late(optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
+    """Have optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
+    for optimizer in optimizers:
+        if plan.memory_format == "channels_last":
+            log.on(optimizer, masters.restride_state)
+            masters.restride_state(optimizer)
+        if plan.optimizer == "fused":
+            fuse(optimizer, log.callback)
+        check_updates(optimizer)
 
 
 def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
