@@ -247,28 +247,43 @@ def backward_of_scalar(loss: torch.Tensor) -> None:
     )
 
 
-def around_backward(block: Callable[[], contextlib.AbstractContextManager[object]]) -> Callable[[], None]:
-    """Run every backward pass in a ``block()``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
+_around_backward: tuple[Callable[..., Any], ...] = ()
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+
+
+def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
+    """Run every backward pass by ``run``: ``backward``, ``autograd.grad`` and torch.func's, which share one engine.
 
     torch hands the state of the calling thread on to the engine, that of autocast too, and looks the engine up each time.
+
+    Args:
+        run: Called with the engine's function and all that it is to be called with: outputs, gradients of outputs and so on.
 
     Returns:
         What undoes it.
     """
+    global _around_backward
     home: Any = torch.autograd.Variable
-    original = home._execution_engine
-
-    class Engine(type(original)):  # type: ignore[misc]
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            with block():
-                return original.run_backward(*args, **kwargs)
-
-    home._execution_engine = Engine()
+    _around_backward = (*_around_backward, run)
+    home._execution_engine = _Engine()
 
     def undo() -> None:
-        home._execution_engine = original
+        global _around_backward
+        _around_backward = tuple(other for other in _around_backward if other is not run)
+        if not _around_backward:
+            home._execution_engine = _ENGINE
 
     return undo
+
+
+class _Engine(type(_ENGINE)):  # type: ignore[misc]
+    """The engine, with what is around it."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        call = _ENGINE.run_backward
+        for run in _around_backward:
+            call = functools.partial(run, call)
+        return call(*args, **kwargs)
 
 
 def around_python_backward(enter: Callable[[], Callable[[], None]]) -> Callable[[], None]:
@@ -721,6 +736,54 @@ def _begin_telling() -> None:
 
     never_trace(_tell_step_watchers)
     register_optimizer_step_pre_hook(_tell_step_watchers)
+
+
+def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None]:
+    """Have ``look`` called with each module that is called, before anything of the call has happened, but for compiled code.
+
+    torch's own hooks for all modules come when a module's hooks have been read: those that ``look`` adds would not be called.
+
+    Returns:
+        What undoes it.
+    """
+    home: Any = torch.nn.Module
+    original = home.__call__
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            look(self)
+        return original(self, *args, **kwargs)
+
+    home.__call__ = call
+
+    def undo() -> None:
+        if home.__call__ is call:
+            home.__call__ = original
+
+    return undo
+
+
+def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callable[[], None]:
+    """Have ``look`` called with each optimizer that is made, which torch has no hook for.
+
+    Returns:
+        What undoes it.
+    """
+    home: Any = torch.optim.Optimizer
+    original = home.__init__
+
+    @functools.wraps(original)
+    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        look(self)
+
+    home.__init__ = made
+
+    def undo() -> None:
+        if home.__init__ is made:
+            home.__init__ = original
+
+    return undo
 
 
 def watch_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,16 +99,16 @@ def _backward() -> bool:
         seen.append("enter")
         return lambda: seen.append("leave")
 
-    @contextlib.contextmanager
-    def block() -> Iterator[None]:
+    def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         seen.append("begin")
-        yield
+        found = call(*args, **kwargs)
         seen.append("done")
+        return found
 
     x = torch.ones(2, requires_grad=True)
     with contextlib.ExitStack() as undo:
         undo.callback(_torch.around_python_backward(enter))
-        undo.callback(_torch.around_backward(block))
+        undo.callback(_torch.around_backward(around))
         _torch.backward_of_scalar((Identity.apply(x) * 3).sum())  # type: ignore[no-untyped-call]
     noted = ["begin", "enter", (True, True), "leave", "end", "done"]
     return seen == noted and x.grad is not None and x.grad.tolist() == [3, 3]

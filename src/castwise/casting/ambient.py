@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ class AmbientAutocast:
         frames.push_block(self._frame)
         frames.ambient[self.device_type] = self._frame
         self._restore_backward = (
-            _torch.around_backward(self.suspended),
+            _torch.around_backward(self._rest_in_backward),
             _torch.around_python_backward(self._enter_python_backward),
         )
 
@@ -109,6 +110,10 @@ class AmbientAutocast:
             restore()
         assert self._lease is not None
         self._lease.close()
+
+    def _rest_in_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.suspended():
+            return backward(*args, **kwargs)
 
     def _enter_python_backward(self) -> Callable[[], None]:
         """The casts rest during backward, but a Function's own Python is code as any other."""
