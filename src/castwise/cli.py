@@ -169,6 +169,33 @@ def bench(
             _answer(result.table(), lambda: result.save(folder))
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[
+        str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
+    ] = None,
+    plan: Annotated[
+        str, typer.Option(help="A preset, a plan line or the path of a plan file.")
+    ] = "bf16-mixed",
+    module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
+) -> None:
+    """Run an unmodified training script under a plan; under torchrun on all ranks."""
+    with _errors(show_traceback=False):
+        from castwise.plans.plan import as_plan
+        from castwise.script import Follower, check, execute
+
+        check(script, module)
+        follower = Follower(as_plan(plan))
+    follower.begin()
+    try:
+        execute(script, arguments or (), is_module=module)
+    finally:
+        follower.end()
+
+
 @app.command()
 def tune(
     workload: WorkloadName,

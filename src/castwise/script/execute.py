@@ -1,0 +1,91 @@
+"""Run a script, or a module, as the interpreter does: its arguments, its folder, its errors, its exit code and its signals."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib.machinery
+import os
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from castwise.errors import CastwiseError
+
+
+def check(target: str, is_module: bool) -> None:
+    """See that there is such a script; a module is looked for when it is run.
+
+    Raises:
+        CastwiseError: There is none.
+    """
+    if not is_module and not Path(target).is_file():
+        what = "is a folder" if Path(target).is_dir() else "does not exist"
+        raise CastwiseError(
+            f"castwise run {target!r}: {what}; allowed: the path of a Python script, as for python itself, or -m and the name of "
+            "a module. Options of castwise come before it, the script's own after it"
+        )
+
+
+def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = False) -> None:
+    """Run a script in this process, as ``__main__``, and end the process as the script ends where it does not return.
+
+    Args:
+        target: Path of the script, or name of the module.
+        arguments: The script's own, ``sys.argv[1:]``.
+        is_module: As ``python -m``.
+
+    Raises:
+        SystemExit: The script's own, or 1 after an error that it did not catch, whose traceback has been shown.
+    """
+    try:
+        sys.argv = [target, *arguments]
+        if is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(target)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        _show(error)
+        _end_by_signal()
+    except BaseException as error:
+        _show(error)
+        raise SystemExit(1) from None
+
+
+def _run_file(target: str) -> None:
+    main = types.ModuleType("__main__")
+    vars(main).update(
+        __file__=target, __builtins__=builtins, __loader__=importlib.machinery.SourceFileLoader("__main__", target)
+    )  # fmt: skip
+    sys.modules["__main__"] = main
+    sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+    with open(target, "rb") as file:
+        code = compile(file.read(), target, "exec", dont_inherit=True)
+    exec(code, vars(main))
+
+
+def _show(error: BaseException) -> None:
+    """The traceback from the script's own first line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _end_by_signal() -> None:
+    """End as the interpreter does after an interrupt: whoever started this process sees that a signal ended it."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,106 @@
+"""``castwise run``: scripts as their projects publish them give what the same plan gives them by hand."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fresh import SOURCE, run_python
+
+PUBLISHED = Path(__file__).with_name("published")
+BY_HAND: dict[str, dict[str, str]] = {
+    "digits": {
+        "    scheduler = ": "    global amp\n    amp = castwise.Amp(PLAN)\n    amp.prepare(model, optimizer)\n    scheduler = ",
+        "loss.backward()": "amp.backward(loss)", "optimizer.step()": "amp.step(optimizer)",
+    },
+    "nanogpt": {
+        "if compile:": "amp = castwise.Amp(PLAN)\namp.prepare(model, optimizer)\nif compile:",
+        "scaler.scale(loss).backward()": "amp.backward(loss)", "scaler.unscale_(optimizer)": "amp.unscale_(optimizer)",
+        "scaler.step(optimizer)": "amp.step(optimizer)",
+    },
+    "dcgan": {
+        "# prepared here": "amp = castwise.Amp(PLAN)\namp.prepare(netD, optimizerD)\namp.prepare(netG, optimizerG)",
+        "errD_real.backward()": "amp.backward(errD_real)", "errD_fake.backward()": "amp.backward(errD_fake)",
+        "errG.backward()": "amp.backward(errG)", "optimizerD.step()": "amp.step(optimizerD)",
+        "optimizerG.step()": "amp.step(optimizerG)",
+    },
+    "vae": {
+        "def loss_function": "amp = castwise.Amp(PLAN)\namp.prepare(model, optimizer)\n\n\ndef loss_function",
+        "loss.backward()": "amp.backward(loss)", "optimizer.step()": "amp.step(optimizer)",
+    },
+    "word_lm": {
+        "# prepared here": "amp = castwise.Amp(PLAN)\namp.prepare(model)", "loss.backward()": "amp.backward(loss)",
+    },
+    "lbfgs": {
+        "# prepared here": "amp = castwise.Amp(PLAN)\namp.prepare(seq, optimizer)", "loss.backward()": "amp.backward(loss)",
+        "optimizer.step(closure)": "amp.step(optimizer, closure=closure)",
+    },
+}  # fmt: skip
+PLANS = ("bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master")
+CASES = [(name, plan) for name in BY_HAND for plan in PLANS if name != "word_lm" or plan == "bf16-mixed"]
+
+
+def run(folder: Path, text: str, *words: str, before: str = "") -> str:
+    """What a script prints under ``castwise run``."""
+    (folder / "train.py").write_text(text)
+    said = f"{before}\nfrom castwise.cli import main\nmain(['run', *{list(words)!r}])"
+    return run_python(said, folder)
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_a_script_gives_what_the_plan_gives_it_by_hand(name: str, plan: str, tmp_path: Path) -> None:
+    text = (PUBLISHED / f"{name}.txt").read_text()
+    hand = text
+    for old, new in BY_HAND[name].items():
+        assert old in hand
+        hand = hand.replace(old, new)
+    expected = run_python(f"import castwise\nPLAN = {plan!r}\n{hand}", tmp_path)
+    plain = run_python(text, tmp_path)
+    found = run(tmp_path, text, "--plan", plan, "train.py")
+    assert found == expected
+    assert found != plain
+
+
+def test_arguments_and_files_are_the_scripts_own(tmp_path: Path) -> None:
+    text = (PUBLISHED / "digits.txt").read_text()
+    found = run(tmp_path, text, "train.py", "--epochs", "1", "--save-model", "--workers", "1")
+    assert found.count("Test set") == 1
+    assert (tmp_path / "mnist_cnn.pt").is_file()
+
+
+ODD = {
+    "exits": ("import sys\nprint(sys.argv[1:], __name__, __file__)\nsys.exit(3)", 3, "['--plan', 'x'] __main__ train.py\n", ""),
+    "raises": ("def f():\n    raise ValueError('here')\nf()", 1, "", 'File "train.py", line 3, in <module>'),
+    "has no model": ("print('done')", 0, "done\n", "no model was seen in training"),
+    "does not compile": ("print('done'", 1, "", "SyntaxError"),
+    "is interrupted": ("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass", -signal.SIGINT, "", "KeyboardInterrupt"),
+    "autocasts itself": (
+        "import torch\nm = torch.nn.Linear(2, 2)\nwith torch.autocast('cpu'):\n    print(m(torch.ones(1, 2)).dtype)", 0,
+        "torch.bfloat16\n", "the script autocasts it itself",
+    ),
+    "scales itself": (
+        "import torch\nm = torch.nn.Linear(2, 2)\ns = torch.amp.GradScaler('cpu')\nprint(m(torch.ones(1, 2)).sum().grad_fn.name())", 0,
+        "SumBackward0\n", "by a GradScaler",
+    ),
+    "has a model that is refused": (
+        "import torch\nm = torch.nn.DataParallel(torch.jit.script(torch.nn.Linear(2, 2)))\nprint(m(torch.ones(1, 2)).shape)", 0,
+        "torch.Size([1, 2])\n", "runs as it would without castwise",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_exit_code_output_and_signals_are_the_scripts_own(what: str, tmp_path: Path) -> None:
+    text, code, out, said = ODD[what]
+    (tmp_path / "train.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "castwise", "run", "train.py", "--plan", "x"], cwd=tmp_path, capture_output=True, text=True,
+        env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, out), done.stderr
+    assert said in done.stderr
+    assert "castwise/script" not in done.stderr  # no frame of ours in a traceback
