@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,16 +31,53 @@ def forks() -> ForkServerContext:
     return context
 
 
+def serve_forks() -> None:
+    """Have the processes that this one starts by :func:`forks` be forks of a copy of it, while it has no threads yet."""
+
+    def copy(_: bytes, command: Sequence[str], kept: Collection[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for fd in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, *kept}:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            try:
+                exec(command[-1], {})
+            finally:
+                os._exit(0)
+        return pid
+
+    forks()
+    real, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, copy
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.util.spawnv_passfds = real
+
+
+def _serve(there: socket.socket) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    serve("fork", there.detach())
+
+
+@contextlib.contextmanager
+def forked_home() -> Iterator[socket.socket]:
+    """A line to what a search's processes are forked from, as :meth:`Home.line` gives one, but it is a fork itself."""
+    line, there = socket.socketpair()
+    process = forks().Process(target=_serve, args=(there,))
+    with there:
+        process.start()
+    with line:
+        yield line
+    process.join()
+
+
 def fork_home() -> None:
     """Have searches of this process, which has no threads yet, measure in forks of a copy of it: it has imported torch."""
     line, there = socket.socketpair()
     if os.fork() == 0:
         line.close()
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(null, stream)
         try:
-            serve("fork", there.detach())
+            _serve(there)
         finally:
             os._exit(0)
     there.close()
