@@ -7,8 +7,10 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
 import os
+import runpy
 import signal
 import socket
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -93,6 +95,13 @@ def _enter(
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
     torch.set_num_threads(1)
     function(argument)
+
+
+def run_script(words: list[str]) -> None:
+    """What Python does with a script and its arguments."""
+    sys.argv[:] = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 class Forked:
