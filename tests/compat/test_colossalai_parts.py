@@ -358,7 +358,11 @@ def test_functions_that_run_several_times() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("differ", [False, True])
-def test_processes_of_a_test_compare_what_they_have(differ: bool) -> None:
+def test_processes_of_a_test_compare_what_they_have(differ: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters where it differs, as for a user; else forks, which need no seconds to import torch."""
+    if not differ:
+        forks()
+        monkeypatch.setattr(testing, "start_and_join", functools.partial(start_processes, start_method="forkserver"))
     run = testing.rerun_if_address_is_in_use()(testing.spawn)
     said = pytest.raises(ProcessRaisedException, match="expected equal tensors") if differ else nullcontext()
     with said:
