@@ -70,7 +70,8 @@ def forked_home() -> Iterator[socket.socket]:
         process.start()
     with line:
         yield line
-    process.join()
+    process.join(10)
+    process.kill()  # nothing, if it has ended
 
 
 def fork_home() -> None:
