@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from castwise.measure.processes import Home
+
+from .processes import forked_home
 
 os.environ["CASTWISE_CACHE_DIR"] = ""  # what one test's search finds is nothing to another's
 
@@ -49,20 +52,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_home() -> Iterator[None]:
-    """Processes that measure are forked from one that is started once, since it imports torch."""
-    real, lines = Home.line, []
+def one_home() -> Iterator[Callable[[Home], socket.socket]]:
+    """Processes that measure are forks of one, which is a fork of what tests fork: an interpreter would import torch again.
 
-    def line(self: Home) -> socket.socket:
+    What is yielded starts the interpreter.
+    """
+    lines: list[socket.socket] = []
+
+    def line(_: Home) -> socket.socket:
         if not lines:
-            lines.append(real(kept))
+            lines.append(stack.enter_context(forked_home()))
         return lines[0].dup()
 
-    with pytest.MonkeyPatch.context() as patch, Home() as kept:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        real = Home.line
         patch.setattr(Home, "line", line)
-        yield
-        for one in lines:
-            one.close()
+        yield real
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
 import gc
+import os
+
+os.environ["TORCH_WARM_POOL"] = "0"  # or Inductor starts processes where there is Triton
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure
 import pytest
+import rich.markdown
 import sklearn.datasets
+import tqdm
+
+tqdm.tqdm.monitor_interval = 0  # no thread that a fork would lose
+
 import torch._dynamo.backends.debugging
 import torch._functorch.aot_autograd
+import torch._inductor.pattern_matcher
+import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.run
@@ -18,9 +28,15 @@ import torch.distributed.tensor.parallel
 import torch.utils.tensorboard
 
 import castwise.cli
-import castwise.compat.apex
+import castwise.compat.apex.amp
+import castwise.compat.colossalai
+import castwise.jobs.stages
 import castwise.jobs.train
 import castwise.jobs.tune
+import castwise.report.train
+import castwise.workloads.gpt
+from castwise.workloads import digits
 
+digits.split()  # is read once, too
 gc.collect()
 gc.freeze()  # a fork then copies none of it where its collector looks

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
+import runpy
 import signal
 import socket
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,16 +33,54 @@ def forks() -> ForkServerContext:
     return context
 
 
+def serve_forks() -> None:
+    """Have the processes that this one starts by :func:`forks` be forks of a copy of it, while it has no threads yet."""
+
+    def copy(_: bytes, command: Sequence[str], kept: Collection[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for fd in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, *kept}:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            try:
+                exec(command[-1], {})
+            finally:
+                os._exit(0)
+        return pid
+
+    forks()
+    real, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, copy
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.util.spawnv_passfds = real
+
+
+def _serve(there: socket.socket) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    serve("fork", there.detach())
+
+
+@contextlib.contextmanager
+def forked_home() -> Iterator[socket.socket]:
+    """A line to what a search's processes are forked from, as :meth:`Home.line` gives one, but it is a fork itself."""
+    line, there = socket.socketpair()
+    process = forks().Process(target=_serve, args=(there,))
+    with there:
+        process.start()
+    with line:
+        yield line
+    process.join(10)
+    process.kill()  # nothing, if it has ended
+
+
 def fork_home() -> None:
     """Have searches of this process, which has no threads yet, measure in forks of a copy of it: it has imported torch."""
     line, there = socket.socketpair()
     if os.fork() == 0:
         line.close()
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(null, stream)
         try:
-            serve("fork", there.detach())
+            _serve(there)
         finally:
             os._exit(0)
     there.close()
@@ -54,6 +96,13 @@ def _enter(
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
     torch.set_num_threads(1)
     function(argument)
+
+
+def run_script(words: list[str]) -> None:
+    """What Python does with a script and its arguments."""
+    sys.argv[:] = words
+    sys.path.insert(0, str(Path(words[0]).parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 class Forked:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import Forked, run_script
+
 ROOT = Path(__file__).parent.parent
 
 RAISES = "raise RuntimeError('planted')\n"
@@ -67,6 +69,13 @@ def run_part(bench: Path, *arguments: str) -> tuple[int, str, str]:
     return part.returncode, *said
 
 
+def forked(script: Path, *arguments: str) -> Forked:
+    """A benchmark that has ended."""
+    process = Forked(run_script, [str(script), *arguments], script.parent, script.with_suffix(".said"))
+    process.wait(100)
+    return process
+
+
 @pytest.fixture(scope="module", autouse=True)
 def broken_part(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A part of three benchmarks, of which one fails and one hangs: it waits while the other tests run."""
@@ -98,23 +107,8 @@ def runs(process: int) -> bool:
 
 def test_a_benchmark_keeps_to_its_budget(bench: Path) -> None:
     """The real one, to its first rounds."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(bench / "bench_overhead.py"),
-            "--device",
-            "cpu",
-            "--budget",
-            "1",
-            "--steps",
-            "5",
-        ],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = forked(bench / "bench_overhead.py", "--device", "cpu", "--budget", "1", "--steps", "5")
+    assert done.code == 0, done.said("err")
     whole = result(bench, "overhead")
     assert "finished" not in whole
     assert {row["format"] for row in whole["rows"]} >= {"bf16", "fp16", "bf16, guard on the MLP"}
@@ -181,16 +175,9 @@ def test_a_loop_that_fails_takes_nothing_from_the_others(bench: Path) -> None:
     """
     script = bench / "bench_loops.py"
     script.write_text(textwrap.dedent(code), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 1
-    assert "failed: unbuildable, fails" in done.stderr
+    done = forked(script)
+    assert done.code == 1
+    assert "failed: unbuildable, fails" in done.said("err")
     rows = {row["loop"]: row for row in result(bench, "loops")["rows"]}
     assert rows["unbuildable"]["error"] == rows["fails"]["error"] == "RuntimeError: planted"
     assert 0.2 < rows["again"]["ratio"] < 5

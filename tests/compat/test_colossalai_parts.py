@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from castwise.compat import colossalai
 from castwise.compat.colossalai import testing
@@ -31,6 +31,7 @@ from castwise.compat.colossalai.utils import free_port, set_to_cuda
 from castwise.errors import PlanError, UnknownNameError
 
 from ..fresh import run_python
+from ..processes import forks
 from . import colossalai_cases as cases
 
 RATES = (0.8, 0.1)
@@ -358,7 +359,13 @@ def test_functions_that_run_several_times() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("differ", [False, True])
-def test_processes_of_a_test_compare_what_they_have(differ: bool) -> None:
+def test_processes_of_a_test_compare_what_they_have(differ: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters where it differs, as for a user; else forks, which need no seconds to import torch."""
+    if not differ:
+        forks()
+        monkeypatch.setattr(
+            testing, "start_and_join", functools.partial(start_processes, start_method="forkserver")
+        )
     run = testing.rerun_if_address_is_in_use()(testing.spawn)
     said = pytest.raises(ProcessRaisedException, match="expected equal tensors") if differ else nullcontext()
     with said:

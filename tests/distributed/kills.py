@@ -16,7 +16,7 @@ import torch
 import torch.distributed.run
 
 import castwise.__main__
-from tests.processes import Forked, children_of, command, forks
+from tests.processes import Forked, children_of, command, serve_forks
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = "gpt?layers=2&width=32&context=32&batch=8"
@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
 def torchrun(words: list[str]) -> None:
     """torchrun, in this process."""
     os.environ |= environment()
-    forks()  # those of torchrun's workers, too, have imported torch
+    serve_forks()  # those of torchrun's workers, too, have imported torch
     torch.distributed.run.main(words)
 
 

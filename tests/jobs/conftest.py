@@ -6,8 +6,27 @@ from pathlib import Path
 
 import pytest
 
+from castwise.jobs import Event
+from castwise.jobs.doctor import doctor
+from castwise.jobs.doctor_result import DoctorResult
+
 
 @pytest.fixture
 def tiny() -> str:
     """Path of the tiny workloads, for ``f"{tiny}:mlp"``."""
     return str(Path(__file__).with_name("tiny_workloads.py"))
+
+
+@pytest.fixture(scope="session")
+def examined() -> tuple[DoctorResult, list[Event]]:
+    """This device as a doctor finds it, and what it told while it looked."""
+    told: list[Event] = []
+    return doctor(small=True, device="cpu", progress=told.append), told
+
+
+@pytest.fixture
+def rates_are_known(examined: tuple[DoctorResult, list[Event]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A doctor of a workload takes the rates found before, whose measurement lasts longer than all that it does else."""
+    found, _ = examined
+    monkeypatch.setattr("castwise.jobs.doctor.measure_rates", lambda *_, **__: found.rates)
+    monkeypatch.setattr("castwise.jobs.doctor.measure_bandwidth", lambda *_, **__: found.bandwidth)

@@ -187,7 +187,7 @@ def test_one_sentence_says_what_is_wrong_and_where(job: str, call: str, tmp_path
 
 @pytest.mark.parametrize("call", ["tune", "doctor", "bench"])
 def test_what_fails_in_a_process_that_castwise_started_is_said_with_its_place(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CASTWISE_TEST_CALLER", str(os.getpid()))
     job = Workload("job", network, sgd, batches, raises_elsewhere)
@@ -197,6 +197,7 @@ def test_what_fails_in_a_process_that_castwise_started_is_said_with_its_place(
         assert [row.notes for row in found.plans] == [(f"memory was not measured: {text}",)] * 2
         return
     if call == "doctor":  # which times it here in that case
+        request.getfixturevalue("rates_are_known")
         CALLS[call](job, tmp_path)
         return
     notes = castwise.tune(job, device="cpu", budget_s=5, memory=False).evidence.notes

@@ -140,9 +140,8 @@ def test_verdicts_leave_the_baseline_out():
     assert [(v.format, v.verdict) for v in verdicts(rates, "cpu")] == [("bf16", "fast")]
 
 
-def test_a_doctor_without_a_workload():
-    events = []
-    result = doctor(small=True, device="cpu", progress=events.append)
+def test_a_doctor_without_a_workload(examined):
+    result, events = examined
     assert result.workload is None
     assert {v.format for v in result.verdicts} >= {"bf16", "fp16"}
     assert all(v.verdict in ("fast", "no gain", "avoid") and v.reason for v in result.verdicts)
@@ -156,6 +155,7 @@ def test_a_doctor_without_a_workload():
         assert last.done == last.total
 
 
+@pytest.mark.usefixtures("rates_are_known")
 def test_a_doctor_with_a_workload_prints_it():
     result = doctor("sine?size=16", small=True, device="cpu")
     assert result.workload is not None

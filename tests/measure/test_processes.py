@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -194,8 +195,13 @@ def scaled(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean() * SCALE
 
 
-def test_import_paths_that_are_no_strings_do_not_end_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "FORKS", False)
+@pytest.mark.parametrize("forks", [False, True])
+def test_import_paths_that_are_no_strings_do_not_end_the_processes(
+    forks: bool, one_home: Callable[[Home], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each an interpreter, or a fork of one, neither of which has imported what the tests' own have."""
+    monkeypatch.setattr(processes, "FORKS", forks)
+    monkeypatch.setattr(Home, "line", one_home)
     monkeypatch.setattr(sys, "path", [pathlib.Path("/tmp"), *sys.path])
     with Home() as home:
         assert delivered(home, workload())
