@@ -2,15 +2,20 @@
 
 A home is the process that the trainings of a search are forked from (``castwise.measure.processes``). Each of ``HOMES`` starts
 fp32 and a low plan ``STARTS`` times, the homes taking turns. Of the logarithm of fp32's time over the plan's, ``sd`` is the
-standard deviation between starts of a home, ``homes_f`` the variance between homes over what that explains (F with 4 and 20
-degrees of freedom: above 2.9 in one of twenty where homes have nothing of their own), and ``times_f`` the same between turns.
+standard deviation between starts of a home, ``homes_f`` the variance between homes over what that explains (F with 3 and 12
+degrees of freedom: above 3.5 in one of twenty where homes have nothing of their own), and ``times_f`` the same between turns.
+``faults`` are page faults per step of fp32 and of the plan: the least, the median and the most of the starts. Each job is
+measured twice: as it is, and with what keeps a process from giving memory back (``castwise.tuning.final.KEEPS_MEMORY``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import os
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +23,10 @@ import torch
 from castwise import Plan
 from castwise.measure.apart import race_apart
 from castwise.measure.processes import Home, portable
+from castwise.tuning.final import KEEPS_MEMORY
 from common import Results, arguments
 
-HOMES, STARTS, ROUNDS = 5, 6, 5
+HOMES, STARTS, ROUNDS = 4, 5, 5
 JOBS = {
     "sine?size=128": "bf16-mixed+memory_format=channels_last",
     "gpt": "bf16-mixed+ops.scaled_dot_product_attention=unfused+optimizer=fused",
@@ -28,20 +34,39 @@ JOBS = {
 }
 
 
-def measure(workload: str, plan: Plan, device: torch.device) -> list[list[float]]:
-    """Logarithms of ratios, by turn and home."""
+def measure(workload: str, plan: Plan, device: torch.device) -> dict[str, Any]:
+    """What the starts of all homes give."""
     with contextlib.ExitStack() as stack:
         homes = [stack.enter_context(Home()) for _ in range(HOMES)]
         sent = portable(workload)
-        turns = []
+        turns, times_s, faults = [], ([], []), ([], [])
         for turn in range(STARTS):
             found = {}
             for home in range(HOMES) if turn % 2 == 0 else reversed(range(HOMES)):
                 base, low = race_apart(homes[home], sent, [Plan.preset("fp32"), plan], device, rounds=ROUNDS)
+                for one, seconds, count in zip((base, low), times_s, faults, strict=True):
+                    seconds += one.times_s
+                    count.append(one.faults)
                 logs = [math.log(a / b) for a, b in zip(base.times_s, low.times_s, strict=True)]
                 found[home] = statistics.median(logs)
             turns.append([found[home] for home in range(HOMES)])
-        return turns
+        return {
+            **analysed(turns),
+            "step_ms": [1e3 * statistics.median(seconds) for seconds in times_s],
+            "faults": [[min(count), statistics.median(count), max(count)] for count in faults],
+        }
+
+
+@contextlib.contextmanager
+def environment(words: str) -> Iterator[None]:
+    """A block in which processes start with these variables."""
+    given = dict(word.split("=") for word in words.split())
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del os.environ[name]
 
 
 def analysed(turns: list[list[float]]) -> dict[str, Any]:
@@ -67,13 +92,10 @@ def main() -> None:
     given = arguments(__doc__).parse_args()
     device = torch.device(given.device)
     with Results("starts", device, __doc__, given.budget) as results:
-        for name, plan in JOBS.items():
-            with results.part(name):
-                results.add({
-                    "workload": name,
-                    "plan": plan,
-                    **analysed(measure(name, Plan.parse(plan), device)),
-                })
+        for (name, plan), words in itertools.product(JOBS.items(), ("", KEEPS_MEMORY)):
+            with results.part(f"{name} {words}"), environment(words):
+                found = measure(name, Plan.parse(plan), device)
+                results.add({"workload": name, "plan": plan, "environment": words, **found})
 
 
 if __name__ == "__main__":

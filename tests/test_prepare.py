@@ -512,3 +512,56 @@ def test_a_prepare_that_fails_leaves_the_optimizers_state_to_the_last_bit(
             assert torch.equal(after["state"][index][key], value)
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
+
+
+# --- optimizers that are made later -------------------------------------------------------------------------
+
+
+def trained(plan: str, late: bool) -> list[torch.Tensor]:
+    model = Net()
+    with castwise.Amp(plan, device="cpu") as amp:
+        if late:
+            amp.prepare(model)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        amp.prepare(model, optimizer)
+        for _ in range(3):
+            amp.backward(model(X).square().mean())
+            amp.step(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+    assert not any(group["fused"] for group in optimizer.param_groups)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "plan", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-mixed+memory_format=channels_last+optimizer=fused"]
+)
+def test_an_optimizer_that_is_made_later_joins(plan: str) -> None:
+    for late, early in zip(trained(plan, late=True), trained(plan, late=False), strict=True):
+        assert torch.equal(late, early)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed+memory_format=channels_last+optimizer=fused"])
+def test_one_that_has_joined_is_guarded_and_let_go_with_the_session(plan: str) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model(X)  # the running mean moves
+    before = photograph(model, optimizer, values=False)
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model)
+        amp.prepare(model, optimizer)
+        amp.backward(model(X * torch.inf).mean())
+        assert amp.step(optimizer).skipped
+        with pytest.raises(StateError, match="already prepared, by this Amp"):
+            amp.prepare(model, optimizer)
+    after = photograph(model, optimizer, values=False)
+    del before["state"], after["state"]  # which a fused kernel makes before it is told to skip
+    assert same(after, before)
+
+
+@pytest.mark.parametrize("plan", MASTERS)
+def test_one_that_is_made_after_parameters_were_stored_low_is_refused(plan: str) -> None:
+    model = Net()
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(model)
+        with pytest.raises(StateError, match="already prepared, by this Amp"):
+            amp.prepare(model, OPTIMIZERS["adamw"](model.parameters()))

@@ -247,6 +247,28 @@ def backward_of_scalar(loss: torch.Tensor) -> None:
     )
 
 
+def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that a backward from some outputs leaves gradients on.
+
+    Returns:
+        They, and whether there may be others that the graph does not show, since it is made again in backward.
+    """
+    found = [output for output in outputs if output.grad_fn is None and output.requires_grad]
+    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, hides = set(waiting), False
+    while waiting:
+        node = waiting.pop()
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            found.append(node.variable)
+        hides = hides or kind == "CheckpointFunctionBackward"
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return found, hides
+
+
 _around_backward: tuple[Callable[..., Any], ...] = ()
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 

@@ -185,15 +185,58 @@ def run(
     """Run an unmodified training script under a plan; under torchrun on all ranks."""
     with _errors(show_traceback=False):
         from castwise.plans.plan import as_plan
-        from castwise.script import Follower, check, execute
+        from castwise.script import EnoughError, Follower, Gate, check, execute
 
         check(script, module)
         follower = Follower(as_plan(plan))
     follower.begin()
+    if (gate := Gate.of_this_process(follower)) is not None:
+        gate.begin()
     try:
         execute(script, arguments or (), is_module=module)
+    except EnoughError:
+        os._exit(0)  # what the script would do at its end is not wanted
     finally:
         follower.end()
+
+
+@app.command(name="try", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def try_(
+    script: Annotated[
+        str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
+    ] = None,
+    plans: Annotated[
+        str, typer.Option(help="Between commas: presets, plan lines or paths of plan files.")
+    ] = "fp32,bf16-mixed,bf16-master,fp16-mixed",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds that are timed.", min=1)] = 8,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Run in the working folder, and not in copies of it.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the record instead of the table.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Run a script's first steps under several plans, in turns, and show what each makes of them."""
+    with _errors(show_traceback):
+        from castwise.script import try_script
+
+        chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
+        result = try_script(
+            script,
+            arguments or (),
+            is_module=module,
+            plans=chosen,
+            rounds=rounds,
+            in_place=in_place,
+            progress=True,
+        )
+        if json:
+            print(result.to_json())
+        else:
+            _answer(result.table(), lambda: ())
 
 
 @app.command()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from castwise import Plan
-from tests.soak import pairs, some
+from tests.soak import examples, pairs, some
 
 from . import model
 from .model import BATCH, LOSS, Net, Options, Trace
@@ -91,7 +91,10 @@ def test_two_processes_train_like_one(two: World, layout: str, plan: str) -> Non
 
 @pytest.mark.parametrize(("layout", "plan"), pairs(FOUR, ["fp16-mixed", "fp16-master", "bf16-master"]))
 def test_four_processes_train_like_one(four: World, layout: str, plan: str) -> None:
-    check(four, layout, plan + (LOSS_SCALE if plan.startswith("fp16") else ""), Options(steps=12))
+    steps = examples(6, 12)
+    check(
+        four, layout, plan + (LOSS_SCALE if plan.startswith("fp16") else ""), Options(steps=steps), steps / 12
+    )
 
 
 def test_stages_are_sharded_by_the_regions_that_they_have(four: World) -> None:
@@ -104,7 +107,8 @@ def test_a_compiled_stage_in_ddp(four: World) -> None:
 
 @pytest.mark.parametrize("layout", ["ddp.hand.pp", "fsdp.tp.pp"])
 def test_eight_processes_train_like_one(eight: World, layout: str) -> None:
-    check(eight, layout, "fp16-master" + LOSS_SCALE, Options(steps=8))
+    steps = examples(4, 8)
+    check(eight, layout, "fp16-master" + LOSS_SCALE, Options(steps=steps), steps / 8)
 
 
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.fresh import SOURCE, run_python
+from tests.processes import command
 
 PUBLISHED = Path(__file__).with_name("published")
 BY_HAND: dict[str, dict[str, str]] = {
@@ -41,7 +41,9 @@ BY_HAND: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 PLANS = ("bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master")
-CASES = [(name, plan) for name in BY_HAND for plan in PLANS if name != "word_lm" or plan == "bf16-mixed"]
+MIXED = {"word_lm": PLANS[:1], "lbfgs": PLANS[:2]}
+"""What scripts can train by that update weights by hand, or call their model inside a step alone."""
+CASES = [(name, plan) for name in BY_HAND for plan in MIXED.get(name, PLANS)]
 
 
 def run(folder: Path, text: str, *words: str, before: str = "") -> str:
@@ -63,6 +65,30 @@ def test_a_script_gives_what_the_plan_gives_it_by_hand(name: str, plan: str, tmp
     found = run(tmp_path, text, "--plan", plan, "train.py")
     assert found == expected
     assert found != plain
+
+
+@pytest.mark.parametrize("plan", ["bf16-master", "fp16-master"])
+@pytest.mark.parametrize("name", MIXED)
+def test_what_a_plan_comes_too_late_for_runs_as_it_would(name: str, plan: str, tmp_path: Path) -> None:
+    text = (PUBLISHED / f"{name}.txt").read_text()
+    assert run(tmp_path, text, "--plan", plan, "train.py") == run_python(text, tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
+def test_ranks_of_torchrun_give_what_the_plan_gives_them_by_hand(plan: str, tmp_path: Path) -> None:
+    text = (PUBLISHED / "ddp.txt").read_text()
+    text += "    print(end='', flush=True)\n    os._exit(0)\n"  # gloo's own teardown aborts now and then
+    hand = text.replace("# prepared here", f"amp = castwise.Amp({plan!r})\n    amp.prepare(model)")
+    hand = hand.replace("# optimizer prepared here", "amp.prepare(model, optimizer)")
+    hand = hand.replace("loss.backward()", "amp.backward(loss)\n        amp.unscale_(optimizer)")
+    hand = "import castwise\n" + hand.replace("optimizer.step()", "amp.step(optimizer)")
+    found = {}
+    for name, script, given in (("hand", hand, "fp32"), ("run", text, plan), ("plain", text, "fp32")):
+        (tmp_path / f"{name}.py").write_text(script)
+        ranks = command(tmp_path, 2, "run", "--plan", given, f"{name}.py")
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].said("err")
+        found[name] = [rank.said("out") for rank in ranks]
+    assert found["run"] == found["hand"] != found["plain"]
 
 
 def test_arguments_and_files_are_the_scripts_own(tmp_path: Path) -> None:
@@ -104,3 +130,38 @@ def test_exit_code_output_and_signals_are_the_scripts_own(what: str, tmp_path: P
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert said in done.stderr
     assert "castwise/script" not in done.stderr  # no frame of ours in a traceback
+
+
+OTHERS = """
+import torch
+m, left = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+for each in (m, left):
+    torch.nn.init.constant_(each.weight, 0.5)
+o, p = torch.optim.SGD(m.parameters(), 0.5), torch.optim.SGD(left.parameters(), 0.5)
+x, leaf = torch.ones(2, 4), torch.ones(4, requires_grad=True)
+m(x).sum().backward()
+with torch.autocast("cpu"):
+    loss = left(x).sum()
+loss.backward()
+(leaf * 2).sum().backward()
+(m(x * leaf) + leaf.square()).sum().backward()
+print(m.weight.grad.tolist(), left.weight.grad.tolist(), leaf.grad.tolist())
+print([g.tolist() for g in torch.autograd.grad(m(x * leaf).sum(), (leaf, m.weight))])
+o.step()
+m(x).sum().backward()
+print(m.weight.grad.tolist(), leaf.grad.tolist())
+late = torch.optim.SGD([*m.parameters()], 1.0)
+o.zero_grad()
+(m(x) * float("inf")).sum().backward()
+before = m.weight.tolist()
+o.step()
+print(m.weight.tolist() == before)
+"""
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024"])
+def test_gradients_are_true_whoever_holds_them(plan: str, tmp_path: Path) -> None:
+    found = run(tmp_path, OTHERS, "--plan", plan, "train.py")
+    *gradients, skipped = run_python(OTHERS, tmp_path).splitlines()
+    assert found.splitlines() == [*gradients, "True"]
+    assert skipped == "False"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from castwise.errors import CastwiseError
+from castwise.script.gate import EnoughError
 
 
 def check(target: str, is_module: bool) -> None:
@@ -40,6 +41,7 @@ def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = Fal
 
     Raises:
         SystemExit: The script's own, or 1 after an error that it did not catch, whose traceback has been shown.
+        EnoughError: It is only tried, and has taken its steps.
     """
     try:
         sys.argv = [target, *arguments]
@@ -48,7 +50,7 @@ def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = Fal
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_file(target)
-    except SystemExit:
+    except (SystemExit, EnoughError):
         raise
     except KeyboardInterrupt as error:
         _show(error)

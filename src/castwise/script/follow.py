@@ -1,8 +1,8 @@
 """See what a script trains, and have it train by a plan.
 
-A model is prepared when the script first calls it to train it, together with the optimizers that update it: the outermost
-module with parameters that is called while gradients are on; or when DistributedDataParallel takes it in. An optimizer that is
-made later joins then. What ``backward`` is called on is scaled where the plan has a loss scale, and gradients
+A model is prepared when the script first calls it, together with the optimizers that update it: the outermost module that is
+called and has parameters of an optimizer, or any that are trained where gradients are on; or when DistributedDataParallel takes
+it in. An optimizer that is made later joins then. What ``backward`` is called on is scaled where the plan has a loss scale, and gradients
 are unscaled when it returns, so that the script clips, adds up and reads what it would without a scale. A step on gradients that
 are not finite updates nothing.
 
@@ -12,6 +12,7 @@ What cannot be followed is said once, and runs as it would have without castwise
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise import _torch
 from castwise.errors import CastwiseError, sentence
@@ -55,10 +57,14 @@ class Follower:
         self.sessions: dict[str, Amp] = {}
         self._say = say
         self._said: set[str] = set()
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._numbers = itertools.count()
+        self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        """Of the script, in the order in which they were made, which is the same on all ranks."""
+        self._joined: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Those that train by the plan, as the optimizers in ``_joined`` do."""
+        self._is_late = False
+        self._stepping: Optimizer | None = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules of models that are prepared, or are left alone."""
         self._undo: list[Callable[[], None]] = []
@@ -67,9 +73,12 @@ class Follower:
     def begin(self) -> None:
         """Look from now on."""
         self._begun = True
+        _torch.watch_every_step(self._begin_step)
         wrappers.on_ddp(self._meet_ddp)
         self._undo = [
-            _torch.after_optimizers(self._meet_optimizer), _torch.before_calls(self._meet), _torch.around_backward(self._backward)
+            _torch.after_optimizers(self._meet_optimizer), _torch.before_calls(self._meet), _torch.around_backward(self._backward),
+            lambda: _torch.forget_every_step(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step).remove,
         ]  # fmt: skip
 
     def end(self) -> None:
@@ -77,12 +86,16 @@ class Follower:
         self._begun = False
         while self._undo:
             self._undo.pop()()
-        skipped = sum(amp.skipped_steps for amp in self.sessions.values())
-        if skipped:
+        if skipped := self.skipped_steps:
             self._say(f"{skipped} steps were skipped, since a gradient was not finite")
         elif not self.sessions:
-            by = " by one of torch's optimizers" if self.plan.loss_scale or self.plan.stores_low else ""
+            by = " by one of torch's optimizers" if self._needs_optimizers else ""
             self._once(f"no model was seen in training{by}, so nothing ran under the plan")
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that updated nothing."""
+        return sum(amp.skipped_steps for amp in self.sessions.values())
 
     def _once(self, text: str) -> None:
         if text not in self._said:
@@ -96,57 +109,83 @@ class Follower:
     # --- what is met ----------------------------------------------------------------------------------------
 
     def _meet_optimizer(self, optimizer: Optimizer) -> None:
-        if not self._begun or optimizer in self._optimizers:
+        if self._begun and optimizer not in self._optimizers.values():
+            self._optimizers[next(self._numbers)] = optimizer  # its own __init__ may go on: it joins later
+            self._is_late = bool(self._models)
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        self._stepping = optimizer
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping = None
+
+    def _join(self) -> None:
+        """Let optimizers in that were made after their model was prepared."""
+        if not self._is_late:
             return
-        self._optimizers.add(optimizer)
-        for model in list(self._models):
-            amp = Amp.of(model)
-            if amp is not None and _holds(optimizer, model):
-                self._guarded(model, amp, [optimizer])
+        self._is_late = False
+        for number, optimizer in self._optimizers.items():
+            for model in self._models if number not in self._joined else ():
+                amp = Amp.of(model)
+                if amp is not None and _holds(optimizer, model):
+                    try:
+                        amp.prepare(model, optimizer)
+                        self._joined[number] = optimizer
+                    except CastwiseError as error:
+                        kind = type(optimizer).__name__
+                        self._once(f"{kind} steps as it would without castwise: {sentence(error)}")
 
     def _meet(self, module: nn.Module) -> None:
-        if module in self._known or not torch.is_grad_enabled() or not self._begun:
+        if module in self._known or not self._begun:
             return
         model = wrappers.unwrap(module)
         if model in self._known:
             self._known.add(module)
-            return
-        optimizers = self._optimizers_of(model)
-        early = self.plan.loss_scale is None and not self.plan.stores_low  # the script may update it by hand
-        if optimizers or (early and _is_trained(model)):
-            self._prepare(model, optimizers)
+        elif _is_trained(model) and (
+            self._numbers_of(model) or (torch.is_grad_enabled() and not self._needs_optimizers)
+        ):
+            self._prepare(model)
             self._known.add(module)
 
     def _meet_ddp(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
         model = wrappers.unwrap(module)
         if self._begun and model not in self._known and _is_trained(model):
-            self._prepare(model, self._optimizers_of(model))
+            self._prepare(model)
 
-    def _optimizers_of(self, model: nn.Module) -> list[Optimizer]:
-        return [optimizer for optimizer in self._optimizers if _holds(optimizer, model)]
+    @property
+    def _needs_optimizers(self) -> bool:
+        """Whether a model that the script updates by hand cannot train by the plan."""
+        return self.plan.loss_scale is not None or self.plan.stores_low
 
-    def _prepare(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    def _numbers_of(self, model: nn.Module) -> list[int]:
+        return [number for number, optimizer in self._optimizers.items() if _holds(optimizer, model)]
+
+    def _prepare(self, model: nn.Module) -> None:
+        numbers = self._numbers_of(model)
         device_type = next(model.parameters()).device.type
         ours = {id(amp.scaler) for amp in self.sessions.values()}
         if torch.is_autocast_enabled(device_type):
             self._leave_alone(model, "the script autocasts it itself")
         elif any(_is_scaler(thing) and id(thing) not in ours for thing in gc.get_objects()):
             self._leave_alone(model, "the script scales its loss itself, by a GradScaler")
-        elif self.plan.stores_low and not optimizers:
+        elif self.plan.stores_low and not numbers:
             self._leave_alone(model, f"the plan {self.plan} needs the optimizer before the model is wrapped")
+        elif self.plan.stores_low and self._stepping is not None and _holds(self._stepping, model):
+            kind = type(self._stepping).__name__
+            self._leave_alone(
+                model, f"its first call is inside a step of {kind}, too late for the plan {self.plan}"
+            )
         else:
-            self._guarded(model, self._session(device_type), optimizers)
-
-    def _guarded(self, model: nn.Module, amp: Amp, optimizers: list[Optimizer]) -> None:
-        try:
-            amp.prepare(model, *optimizers)
-        except CastwiseError as error:
-            self._leave_alone(model, sentence(error))
-            return
-        self._models.add(model)
-        self._joined.update(optimizers)
-        self._known.update(model.modules())
-        self._once(f"{type(model).__name__} trains under {self.plan}")
+            optimizers = {number: self._optimizers[number] for number in numbers}
+            try:
+                self._session(device_type).prepare(model, *optimizers.values())
+            except CastwiseError as error:
+                self._leave_alone(model, sentence(error))
+                return
+            self._models.add(model)
+            self._joined.update(optimizers)
+            self._known.update(model.modules())
+            self._once(f"{type(model).__name__} trains under {self.plan}")
 
     def _session(self, device_type: str) -> Amp:
         if device_type not in self.sessions:
@@ -156,38 +195,37 @@ class Follower:
     # --- backward -------------------------------------------------------------------------------------------
 
     def _backward(self, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        amp = self._session_of(outputs)
-        # inside another backward the scale is there already
-        if amp is None or self.plan.loss_scale is None or not self._begun or _torch.graph_task_id() != -1:
+        if not self._begun or _torch.graph_task_id() != -1:  # inside another backward
+            return call(outputs, grads, *args, **kwargs)
+        self._join()
+        amp = None if self.plan.loss_scale is None else self._session_of(outputs)
+        if amp is None:
+            return call(outputs, grads, *args, **kwargs)
+        leaves, hides = _torch.leaves_below(outputs)
+        own = self._held()
+        others = [leaf for leaf in leaves if id(leaf) not in own]
+        if len(others) == len(leaves) and not hides:  # nothing of this trains by the plan
             return call(outputs, grads, *args, **kwargs)
         outputs = tuple(out.float() if out.dtype in LOW_DTYPES else out for out in outputs)
         if not kwargs.get("accumulate_grad", True):
             return self._grad(amp, call, outputs, grads, *args, **kwargs)
-        strays = self._strays()
-        aside = set_aside(strays)
+        aside = set_aside(others)
         scale = amp.scale(torch.ones((), device=outputs[0].device))
         try:
             found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
-            for grad in [p.grad for p in strays if p.grad is not None]:
+            for grad in [leaf.grad for leaf in others if leaf.grad is not None]:
                 grad.div_(scale)
         finally:
             add_up(aside)
-        for optimizer in self._joined:
+        for optimizer in self._joined.values():
             if gradients.lie_on(optimizer):
                 amp.unscale_(optimizer)
         return found
 
-    def _strays(self) -> list[torch.Tensor]:
-        """Parameters of the models that no optimizer updates."""
-        held = {
-            id(model_param_of(p))
-            for optimizer in self._joined
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        return list(
-            {id(p): p for model in self._models for p in model.parameters() if id(p) not in held}.values()
-        )
+    def _held(self) -> set[int]:
+        """By ``id``, the parameters whose gradients the sessions unscale."""
+        groups = (group for optimizer in self._joined.values() for group in optimizer.param_groups)
+        return {id(model_param_of(parameter)) for group in groups for parameter in group["params"]}
 
     def _grad(
         self, amp: Amp, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any
@@ -220,6 +258,6 @@ def _holds(optimizer: Optimizer, model: nn.Module) -> bool:
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _is_scaler(thing: object) -> bool:
+def _is_scaler(thing: Any) -> bool:
     # isinstance would ask proxies, which answer with warnings
-    return issubclass(type(thing), torch.amp.GradScaler) and thing.is_enabled()
+    return issubclass(type(thing), torch.amp.GradScaler) and bool(thing.is_enabled())

@@ -140,14 +140,14 @@ class Amp:
             PlanError: Parameters already stored in a format that contradicts the plan, or ranks with different plans.
             StateError: A wrong order of wrapping, or something prepared twice.
         """
+        late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
+        if late and not (inference or self.plan.stores_low) and self._has(model):
+            self._join(_torch.without_compiler(model), late)
+            return (model, *optimizers)
         target = check_model(model, self.device_type)
         check_uncompiled(model, self.plan)
         check_uncompiled(target, self.plan)
         owner = _prepared.get(target)
-        late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
-        if owner is self and late and not (inference or self.plan.stores_low):
-            self._join(target, late)
-            return (model, *optimizers)
         if owner is not None:
             raise StateError(
                 f"prepare: this {type(target).__name__} is already prepared, by "
@@ -190,6 +190,9 @@ class Amp:
         if inference or not self.plan.keeps_masters:
             storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
         return (model, *optimizers) if optimizers else model
+
+    def _has(self, model: Any) -> bool:
+        return isinstance(model, nn.Module) and Amp.of(model) is self
 
     def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take in optimizers that were made after their model was prepared."""

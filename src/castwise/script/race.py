@@ -1,0 +1,266 @@
+"""``castwise try``: a script's first steps under several plans, in processes of their own, of which one runs at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import ClassVar
+
+from castwise.casting import default_device_type
+from castwise.errors import CastwiseError
+from castwise.jobs import Event, Progress, heard
+from castwise.jobs.result import Result
+from castwise.measure import stats
+from castwise.measure.environment import Environment, environment
+from castwise.plans.plan import Plan, as_plan
+from castwise.script.execute import check
+from castwise.script.gate import ADDRESS, Block
+from castwise.tuning.axes import name_of
+
+PLANS = ("fp32", "bf16-mixed", "bf16-master", "fp16-mixed")
+BLOCK_S, WARMUP = 0.12, 2
+LARGEST_BYTES = 1 << 30
+"""A folder that holds more is not copied."""
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "node_modules")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a script did under one plan.
+
+    Attributes:
+        plan: The plan's name or line.
+        status: ``ok``, or ``failed``.
+        step: Seconds per step, over rounds.
+        speedup: Over the first plan, from paired rounds; None for itself.
+        final_loss: After as many steps as every plan took.
+        peak_bytes: The most memory.
+        skipped: Steps that updated nothing.
+        reason: Why it failed.
+        notes: What castwise said of it.
+    """
+
+    plan: str
+    status: str = "ok"
+    step: stats.Summary | None = None
+    speedup: stats.Ratio | None = None
+    final_loss: float | None = None
+    peak_bytes: int | None = None
+    skipped: int = 0
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TryResult(Result):
+    """A script under several plans.
+
+    Attributes:
+        script: As it was given.
+        steps: That each plan took.
+        rounds: That were timed.
+        plans: A row per plan, in the order given.
+    """
+
+    kind: ClassVar[str] = "try"
+    script: str
+    steps: int
+    rounds: int
+    environment: Environment
+    plans: tuple[Tried, ...]
+
+
+@dataclass
+class _Child:
+    """A script that runs under a plan, and waits."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    log: Path
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    last: Block | None = None
+    is_over: bool = False
+
+    def wait(self) -> bool:
+        """Take in the block that it runs; whether it came to its end."""
+        try:
+            self.last = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.is_over = True
+            return False
+        self.losses += self.last.losses
+        return True
+
+    def run(self, steps: int) -> float | None:
+        """Seconds per step of a block; None where the script ended in it."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(steps)
+        return self.last.seconds if self.wait() and self.last is not None else None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send(0)
+        self.pipe.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def said(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()
+
+
+def try_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    is_module: bool = False,
+    plans: Sequence[Plan | str | os.PathLike[str]] = PLANS,
+    rounds: int = 8,
+    in_place: bool = False,
+    progress: Progress | bool | None = None,
+) -> TryResult:
+    """Run a script's first steps under several plans, in turns.
+
+    Each plan runs the whole script in a process, and in a copy of the working folder, of its own; all wait but one. After the
+    last round the processes end.
+
+    Args:
+        script: Path of the script, or name of the module.
+        arguments: The script's own.
+        is_module: As ``python -m``.
+        plans: What it is run under; the others are compared with the first.
+        rounds: Interleaved rounds that are timed.
+        in_place: Run in the working folder itself, where every process writes what the script writes.
+        progress: As of :func:`castwise.bench`.
+
+    Returns:
+        The result: ``.table()``, ``.to_json()``.
+
+    Raises:
+        CastwiseError: No such script, a folder that is too large to be copied, or no step under the first plan.
+        PlanError: A plan that cannot be.
+    """
+    check(script, is_module)
+    names = list(dict.fromkeys(name_of(as_plan(plan)) for plan in plans))
+    with heard(progress) as tell, contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="castwise-try-")))
+        children = []
+        for number, name in enumerate(names):
+            folder = Path.cwd() if in_place else _copied(scratch / str(number))
+            children.append(_started(name, script, arguments, is_module, folder, scratch / f"{number}.log"))
+            stack.callback(children[-1].close)
+        steps = _race(children, rounds, tell)
+        for child in children:
+            child.close()
+        _check_first(children[0], script)
+        return TryResult(
+            script, steps, min(len(child.seconds) for child in children if child.seconds), environment(default_device_type()),
+            tuple(_tried(child, children[0], steps) for child in children),
+        )  # fmt: skip
+
+
+def _copied(folder: Path) -> Path:
+    """A copy of the working folder, without what is no part of a program's data."""
+    here = Path.cwd()
+    if sum(_sizes(here)) > LARGEST_BYTES:
+        raise CastwiseError(
+            f"castwise try: the working folder holds more than {LARGEST_BYTES >> 30} GiB, which is not copied for each plan; run "
+            "it from a folder with less in it, or with --in-place, where every plan's run writes what the script writes"
+        )
+    shutil.copytree(here, folder, symlinks=True, ignore=_LEFT_OUT)
+    return folder
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for at, folders, files in os.walk(folder):
+        folders[:] = set(folders) - _LEFT_OUT(at, folders)
+        for name in files:
+            with contextlib.suppress(OSError):
+                yield os.lstat(os.path.join(at, name)).st_size
+
+
+def _started(
+    name: str, script: str, arguments: Sequence[str], is_module: bool, folder: Path, log: Path
+) -> _Child:
+    here, there = Pipe()
+    words = [*(["-m"] if is_module else []), script, *arguments]
+    with open(log, "wb") as out, there:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "castwise", "run", "--plan", name, *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=out, pass_fds=[there.fileno()], env={**os.environ, ADDRESS: str(there.fileno())},
+        )  # fmt: skip
+    return _Child(name, process, here, log)
+
+
+def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> int:
+    """Time blocks of steps in turns; returns how many steps every script took that took any."""
+    for child in children:
+        child.wait()  # the first step: all start at once, since starting is not timed
+        tell(Event("starting", child.name, 1, 1))
+    step_s = {}
+    for child in children:
+        warm = [child.run(1) for _ in range(WARMUP) if not child.is_over]
+        if warm and warm[-1] is not None:
+            step_s[child.name] = warm[-1]
+    racing = [child for child in children if child.name in step_s]
+    if not racing:
+        return 0
+    block = max(1, round(BLOCK_S / min(step_s.values())))
+    done = 0
+    for number in range(rounds):
+        order = [racing[(number + turn) % len(racing)] for turn in range(len(racing))]
+        taken = {child.name: child.run(block) for child in (order if number % 2 == 0 else order[::-1])}
+        if None in taken.values():
+            break  # a script of so few steps
+        for child in racing:
+            child.seconds.append(taken[child.name] or 0.0)
+            tell(Event("timing", child.name, number + 1, rounds))
+        done += block
+    return 1 + WARMUP + done
+
+
+def _check_first(child: _Child, script: str) -> None:
+    if not child.seconds:
+        took = (
+            "no step of an optimizer was seen" if child.last is None else "it ended before it could be timed"
+        )
+        last = _last_words(child.said)
+        raise CastwiseError(
+            f"castwise try {script!r}: under {child.name} {took}; its last words: {last}. Run it by castwise run --plan {child.name} to see all that it says"
+        )
+
+
+def _last_words(said: Sequence[str]) -> str:
+    """The last line that a script has printed, or else castwise of it."""
+    lines = [line for line in said if line.strip()]
+    return next(
+        (line for line in reversed(lines) if not line.startswith("castwise run:")), (lines or ["none"])[-1]
+    )
+
+
+def _tried(child: _Child, first: _Child, steps: int) -> Tried:
+    said = child.said
+    notes = tuple(line.removeprefix("castwise run: ") for line in said if line.startswith("castwise run: "))
+    row = Tried(child.name, notes=notes)
+    if not child.seconds:
+        return dataclasses.replace(row, status="failed", reason=_last_words(said))
+    assert child.last is not None
+    return dataclasses.replace(
+        row, step=stats.summarise(child.seconds), final_loss=child.losses[steps - 1], peak_bytes=child.last.peak_bytes,
+        speedup=None if child is first else stats.paired_speedup(first.seconds, child.seconds), skipped=child.last.skipped,
+    )  # fmt: skip
