@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import socket
 import sys
@@ -51,9 +53,7 @@ def test_two_nodes_train_like_one(tmp_path: Path) -> None:
     """Two torchrun agents with a rendezvous on loopback, against two processes of one agent."""
     one = Training(tmp_path / "one", steps=8, layout="fsdp2")
     one.run()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _listening_port()
     words = [
         "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
         "--rdzv-id", "castwise", "--local-addr", "127.0.0.1", *kills.FORKED,
@@ -68,3 +68,12 @@ def test_two_nodes_train_like_one(tmp_path: Path) -> None:
     got = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
     for name, value in torch.load(one.out / "model.pt", weights_only=True).items():
         assert torch.equal(got[name], value), name
+
+
+def _listening_port() -> int:
+    """A port below those that the system gives to connections, so that none takes it before torchrun does."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port between 20000 and 32000 is free")

@@ -67,11 +67,9 @@ def browser(folder: Path) -> Iterator[Browser]:
     """Start chromedriver and a Chromium with an empty profile in ``folder``; both end with the block."""
     assert CHROMIUM is not None
     assert DRIVER is not None
-    log = folder / "chromedriver.txt"
-    with log.open("w") as out:
-        driver = subprocess.Popen([DRIVER, "--port=0"], stdout=out, stderr=subprocess.STDOUT)
+    driver, port = _start(folder / "chromedriver.txt")
     try:
-        address = f"http://127.0.0.1:{_port(driver, log)}"
+        address = f"http://127.0.0.1:{port}"
         options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={folder / 'profile'}"]}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         session = _post(f"{address}/session", {"capabilities": {"alwaysMatch": wanted}})
@@ -86,14 +84,20 @@ def browser(folder: Path) -> Iterator[Browser]:
         driver.wait(timeout=30)
 
 
-def _port(driver: subprocess.Popen[bytes], log: Path) -> int:
-    for _ in range(300):
-        words = log.read_text().split("on port ")
-        if len(words) > 2 or (len(words) == 2 and "successfully" in words[0]):
-            return int(words[-1].split(".")[0])
-        assert driver.poll() is None, log.read_text()
-        time.sleep(0.1)
-    raise TimeoutError(log.read_text())
+def _start(log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Chromedriver and its port: free on IPv6, where it chooses, it may be taken on IPv4, and the driver ends."""
+    for _ in range(20):
+        with log.open("w") as out:
+            driver = subprocess.Popen([str(DRIVER), "--port=0"], stdout=out, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 30
+        while driver.poll() is None and time.monotonic() < deadline:
+            words = log.read_text().split("on port ")
+            if len(words) > 2 or (len(words) == 2 and "successfully" in words[0]):
+                return driver, int(words[-1].split(".")[0])
+            time.sleep(0.1)
+        driver.kill()
+        driver.wait()
+    raise RuntimeError(log.read_text())
 
 
 def _post(address: str, body: dict[str, Any]) -> Any:

@@ -44,9 +44,12 @@ def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = Fal
         EnoughError: It is only tried, and has taken its steps.
     """
     try:
+        folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+        # in the place of what the interpreter has put there for castwise itself
+        own = sys.path[:1] if sys.path[:1] in ([""], [os.getcwd()], [os.path.dirname(sys.argv[0])]) else []
+        sys.path[: len(own)] = [folder]
         sys.argv = [target, *arguments]
         if is_module:
-            sys.path.insert(0, os.getcwd())
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             _run_file(target)
@@ -66,7 +69,6 @@ def _run_file(target: str) -> None:
         __file__=target, __builtins__=builtins, __loader__=importlib.machinery.SourceFileLoader("__main__", target)
     )  # fmt: skip
     sys.modules["__main__"] = main
-    sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
     with open(target, "rb") as file:
         code = compile(file.read(), target, "exec", dont_inherit=True)
     exec(code, vars(main))

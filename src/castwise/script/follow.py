@@ -65,6 +65,7 @@ class Follower:
         """Those that train by the plan, as the optimizers in ``_joined`` do."""
         self._is_late = False
         self._stepping: Optimizer | None = None
+        """Whose step runs now, or raised."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules of models that are prepared, or are left alone."""
         self._undo: list[Callable[[], None]] = []
