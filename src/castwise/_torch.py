@@ -771,9 +771,13 @@ def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None
     home: Any = torch.nn.Module
     original = home.__call__
 
+    @torch._disable_dynamo
+    def see(module: torch.nn.Module) -> None:  # below a graph break it would be compiled
+        look(module)
+
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            look(self)
+            see(self)
         return original(self, *args, **kwargs)
 
     home.__call__ = call

@@ -64,6 +64,7 @@ def execute(target: str, arguments: Sequence[str] = (), *, is_module: bool = Fal
 
 
 def _run_file(target: str) -> None:
+    target = os.path.abspath(target)
     main = types.ModuleType("__main__")
     vars(main).update(
         __file__=target, __builtins__=builtins, __loader__=importlib.machinery.SourceFileLoader("__main__", target)

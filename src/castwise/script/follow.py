@@ -66,6 +66,8 @@ class Follower:
         self._is_late = False
         self._stepping: Optimizer | None = None
         """Whose step runs now, or raised."""
+        self._scaling: Amp | None = None
+        """By which a backward runs now that is scaled."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules of models that are prepared, or are left alone."""
         self._undo: list[Callable[[], None]] = []
@@ -116,6 +118,9 @@ class Follower:
 
     def _begin_step(self, optimizer: Optimizer) -> None:
         self._stepping = optimizer
+        amp = self._scaling
+        if amp is not None and _torch.graph_task_id() != -1 and optimizer in self._joined.values():
+            amp.unscale_(optimizer)  # a hook steps while backward goes on
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
@@ -212,11 +217,13 @@ class Follower:
             return self._grad(amp, call, outputs, grads, *args, **kwargs)
         aside = set_aside(others)
         scale = amp.scale(torch.ones((), device=outputs[0].device))
+        self._scaling = amp
         try:
             found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
             for grad in [leaf.grad for leaf in others if leaf.grad is not None]:
                 grad.div_(scale)
         finally:
+            self._scaling = None
             add_up(aside)
         for optimizer in self._joined.values():
             if gradients.lie_on(optimizer):
@@ -232,7 +239,7 @@ class Follower:
         self, amp: Amp, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """``torch.autograd.grad`` through the scale: gradients that are handed out hold none."""
-        scale = amp.scaler.scale_tensor()
+        scale = amp.scaler.scale_tensor().clone()  # saved where this is differentiated again
         found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
         return tuple(None if grad is None else grad / scale for grad in found)
 
