@@ -771,7 +771,7 @@ def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None
     home: Any = torch.nn.Module
     original = home.__call__
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def see(module: torch.nn.Module) -> None:  # below a graph break it would be compiled
         look(module)
 
