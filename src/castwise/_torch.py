@@ -768,22 +768,51 @@ def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None
     Returns:
         What undoes it.
     """
-    home: Any = torch.nn.Module
-    original = home.__call__
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def see(module: torch.nn.Module) -> None:  # below a graph break it would be compiled
         look(module)
 
-    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            see(self)
-        return original(self, *args, **kwargs)
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                see(self)
+            return call(self, *args, **kwargs)
 
-    home.__call__ = call
+        return called
+
+    return _instead_of_call(around)
+
+
+def around_calls(run: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``run(call, module, *args, **kwargs)`` called in place of each call of a module, but for compiled code.
+
+    Returns:
+        What undoes it.
+    """
+
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def run_uncompiled(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return call(self, *args, **kwargs)
+            return run_uncompiled(call, self, *args, **kwargs)
+
+        return called
+
+    return _instead_of_call(around)
+
+
+def _instead_of_call(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    home: Any = torch.nn.Module
+    original = home.__call__
+    home.__call__ = called = around(original)
 
     def undo() -> None:
-        if home.__call__ is call:
+        if home.__call__ is called:
             home.__call__ = original
 
     return undo

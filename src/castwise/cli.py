@@ -215,6 +215,22 @@ def try_(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Run in the working folder, and not in copies of it.")
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune", help="Find the plan for the script's model, loss and batches, and try it too."
+        ),
+    ] = False,
+    budget: Annotated[float, typer.Option(help="Seconds that tuning may take, about.")] = 170.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the tuned plan, its evidence and its page.",
+            parser=_path,
+            metavar="PATH",
+            show_default="runs/try-SCRIPT",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the record instead of the table.")] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
     show_traceback: Traceback = False,
@@ -231,12 +247,15 @@ def try_(
             plans=chosen,
             rounds=rounds,
             in_place=in_place,
+            tune=tune,
+            budget_s=budget,
+            out=out,
             progress=True,
         )
         if json:
             print(result.to_json())
         else:
-            _answer(result.table(), lambda: ())
+            _answer(result.table(), lambda: [Path(file) for file in result.files])
 
 
 @app.command()

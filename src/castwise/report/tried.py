@@ -35,6 +35,11 @@ def lines(record: Record) -> list[Grid | Line]:
             for note in row["notes"]
             if "trains under" not in note
         ),
+        *(
+            (Line(f"Tuned for this script: {record['tuned']}. {record['answer']}", "bold"),)
+            if record["tuned"]
+            else ()
+        ),
         Line(
             f"Times are medians ± half the interquartile range of {record['rounds']} rounds, with all that the script does between "
             f"two steps; each plan ran in a process of its own, one at a time. Brackets hold 95 % intervals from paired rounds of "

@@ -94,3 +94,11 @@ def _end_by_signal() -> None:
         stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def last_words(said: Sequence[str]) -> str:
+    """The last line that a script has printed, or else castwise of it."""
+    lines = [line for line in said if line.strip()]
+    return next(
+        (line for line in reversed(lines) if not line.startswith("castwise run:")), (lines or ["none"])[-1]
+    )

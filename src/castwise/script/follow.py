@@ -133,7 +133,7 @@ class Follower:
         for number, optimizer in self._optimizers.items():
             for model in self._models if number not in self._joined else ():
                 amp = Amp.of(model)
-                if amp is not None and _holds(optimizer, model):
+                if amp is not None and holds(optimizer, model):
                     try:
                         amp.prepare(model, optimizer)
                         self._joined[number] = optimizer
@@ -147,7 +147,7 @@ class Follower:
         model = wrappers.unwrap(module)
         if model in self._known:
             self._known.add(module)
-        elif _is_trained(model) and (
+        elif is_trained(model) and (
             self._numbers_of(model) or (torch.is_grad_enabled() and not self._needs_optimizers)
         ):
             self._prepare(model)
@@ -155,7 +155,7 @@ class Follower:
 
     def _meet_ddp(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
         model = wrappers.unwrap(module)
-        if self._begun and model not in self._known and _is_trained(model):
+        if self._begun and model not in self._known and is_trained(model):
             self._prepare(model)
 
     @property
@@ -164,7 +164,7 @@ class Follower:
         return self.plan.loss_scale is not None or self.plan.stores_low
 
     def _numbers_of(self, model: nn.Module) -> list[int]:
-        return [number for number, optimizer in self._optimizers.items() if _holds(optimizer, model)]
+        return [number for number, optimizer in self._optimizers.items() if holds(optimizer, model)]
 
     def _prepare(self, model: nn.Module) -> None:
         numbers = self._numbers_of(model)
@@ -176,7 +176,7 @@ class Follower:
             self._leave_alone(model, "the script scales its loss itself, by a GradScaler")
         elif self.plan.stores_low and not numbers:
             self._leave_alone(model, f"the plan {self.plan} needs the optimizer before the model is wrapped")
-        elif self.plan.stores_low and self._stepping is not None and _holds(self._stepping, model):
+        elif self.plan.stores_low and self._stepping is not None and holds(self._stepping, model):
             kind = type(self._stepping).__name__
             self._leave_alone(
                 model, f"its first call is inside a step of {kind}, too late for the plan {self.plan}"
@@ -257,11 +257,13 @@ def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) 
     )
 
 
-def _is_trained(model: nn.Module) -> bool:
+def is_trained(model: nn.Module) -> bool:
+    """Whether any of its parameters takes a gradient."""
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def _holds(optimizer: Optimizer, model: nn.Module) -> bool:
+def holds(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer updates any of a model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 

@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from castwise.casting import default_device_type
 from castwise.errors import CastwiseError
 from castwise.jobs import Event, Progress, heard
 from castwise.jobs.result import Result
+from castwise.jobs.tune_result import TuneResult
 from castwise.measure import stats
 from castwise.measure.environment import Environment, environment
 from castwise.plans.plan import Plan, as_plan
-from castwise.script.execute import check
+from castwise.script.execute import check, last_words
 from castwise.script.gate import ADDRESS, Block
+from castwise.script.record import tune_script
 from castwise.tuning.axes import name_of
 
 PLANS = ("fp32", "bf16-mixed", "bf16-master", "fp16-mixed")
@@ -70,6 +72,9 @@ class TryResult(Result):
         steps: That each plan took.
         rounds: That were timed.
         plans: A row per plan, in the order given.
+        tuned: The plan that was found for the script, its line; None where none was looked for.
+        answer: What the tuner says of it, in words.
+        files: What the tuner wrote.
     """
 
     kind: ClassVar[str] = "try"
@@ -78,6 +83,9 @@ class TryResult(Result):
     rounds: int
     environment: Environment
     plans: tuple[Tried, ...]
+    tuned: str | None = None
+    answer: str = ""
+    files: tuple[str, ...] = ()
 
 
 @dataclass
@@ -132,6 +140,9 @@ def try_script(
     plans: Sequence[Plan | str | os.PathLike[str]] = PLANS,
     rounds: int = 8,
     in_place: bool = False,
+    tune: bool = False,
+    budget_s: float = 170.0,
+    out: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TryResult:
     """Run a script's first steps under several plans, in turns.
@@ -146,19 +157,31 @@ def try_script(
         plans: What it is run under; the others are compared with the first.
         rounds: Interleaved rounds that are timed.
         in_place: Run in the working folder itself, where every process writes what the script writes.
+        tune: First tune the model on the loss and the batches of the script's first steps, and try that plan too.
+        budget_s: Seconds that tuning may take, about.
+        out: Folder for the tuned plan, its evidence and its page; ``runs/try-SCRIPT`` by default.
         progress: As of :func:`castwise.bench`.
 
     Returns:
         The result: ``.table()``, ``.to_json()``.
 
     Raises:
-        CastwiseError: No such script, a folder that is too large to be copied, or no step under the first plan.
+        CastwiseError: No such script, a folder that is too large to be copied, no step under the first plan, or nothing to tune.
         PlanError: A plan that cannot be.
     """
     check(script, is_module)
-    names = list(dict.fromkeys(name_of(as_plan(plan)) for plan in plans))
+    chosen = [as_plan(plan) for plan in plans]
     with heard(progress) as tell, contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="castwise-try-")))
+        found = None
+        if tune:
+            into = Path(f"runs/try-{Path(script).stem}" if out is None else out).resolve()
+            found = tune_script(
+                script, arguments, is_module=is_module, folder=Path.cwd() if in_place else _copied(scratch / "tune"),
+                out=str(into), budget_s=budget_s,
+            )  # fmt: skip
+            chosen.append(found.plan)
+        names = list(dict.fromkeys(map(name_of, chosen)))
         children = []
         for number, name in enumerate(names):
             folder = Path.cwd() if in_place else _copied(scratch / str(number))
@@ -171,7 +194,12 @@ def try_script(
         return TryResult(
             script, steps, min(len(child.seconds) for child in children if child.seconds), environment(default_device_type()),
             tuple(_tried(child, children[0], steps) for child in children),
+            **({} if found is None else _told(found)),
         )  # fmt: skip
+
+
+def _told(found: TuneResult) -> dict[str, Any]:
+    return {"tuned": name_of(found.plan), "answer": found.answer, "files": tuple(map(str, found.files))}
 
 
 def _copied(folder: Path) -> Path:
@@ -239,18 +267,10 @@ def _check_first(child: _Child, script: str) -> None:
         took = (
             "no step of an optimizer was seen" if child.last is None else "it ended before it could be timed"
         )
-        last = _last_words(child.said)
+        last = last_words(child.said)
         raise CastwiseError(
             f"castwise try {script!r}: under {child.name} {took}; its last words: {last}. Run it by castwise run --plan {child.name} to see all that it says"
         )
-
-
-def _last_words(said: Sequence[str]) -> str:
-    """The last line that a script has printed, or else castwise of it."""
-    lines = [line for line in said if line.strip()]
-    return next(
-        (line for line in reversed(lines) if not line.startswith("castwise run:")), (lines or ["none"])[-1]
-    )
 
 
 def _tried(child: _Child, first: _Child, steps: int) -> Tried:
@@ -258,7 +278,7 @@ def _tried(child: _Child, first: _Child, steps: int) -> Tried:
     notes = tuple(line.removeprefix("castwise run: ") for line in said if line.startswith("castwise run: "))
     row = Tried(child.name, notes=notes)
     if not child.seconds:
-        return dataclasses.replace(row, status="failed", reason=_last_words(said))
+        return dataclasses.replace(row, status="failed", reason=last_words(said))
     assert child.last is not None
     return dataclasses.replace(
         row, step=stats.summarise(child.seconds), final_loss=child.losses[steps - 1], peak_bytes=child.last.peak_bytes,
