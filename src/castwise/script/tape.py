@@ -99,7 +99,8 @@ class Replay:
 
         def find(source: Source) -> Tensor:
             if source.kind == "given":
-                return leaves.get(source.key, given[source.key])
+                number: int = source.key
+                return leaves.get(number, given[number])
             return values[source.key] if source.kind == "value" else model.get_parameter(source.key)
 
         for step in tape.steps:
