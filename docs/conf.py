@@ -32,6 +32,8 @@ highlight_language = "text"  # what a block is in, it says
 myst_heading_anchors = 4  # links between pages are those of a code host
 autodoc_typehints = "none"  # types are in the signatures
 autodoc_member_order = "bysource"
+nitpicky = True  # a docstring that names what is not on the page fails the build
+nitpick_ignore_regex = [(r"py:\w+", r"(collections|nn|torch)\..*|Optimizer|ParallelStyle|Tensor")]  # of others
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Source", "notes_style")]
 
@@ -64,6 +66,17 @@ def on_site(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([\w/]+)\)", r"\1 (`\2`)", source[0])  # folders are not on the site
 
 
+def without_types(_app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Tell napoleon that results and properties begin with no type: it takes what is before a colon for one."""
+    starts = [0] * (what == "property") + [
+        number + 1 for number, line in enumerate(lines) if line.strip() in ("Returns:", "Yields:")
+    ]
+    for start in starts:
+        words = lines[start].lstrip()
+        lines[start] = f"{lines[start].removesuffix(words)}: {words}"
+
+
 def setup(app: Sphinx) -> None:
     """What sphinx-build calls."""
     app.connect("source-read", on_site)
+    app.connect("autodoc-process-docstring", without_types, priority=400)  # napoleon's is 500

@@ -14,6 +14,7 @@ from typing import Any
 
 import castwise
 from castwise import casting, checkpoint, errors, masters, scaler, updates, workload
+from castwise.numerics import damage, parity
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -46,8 +47,10 @@ on this page."""
 
 FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
-    ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
+    ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
+    ("castwise.numerics.damage", damage, ("Estimate",)),
+    ("castwise.numerics.parity", parity, ("RegionParity",)),
     ("castwise.plans.plan", plan, ("as_plan",)),
     ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),
     (
@@ -65,7 +68,7 @@ FURTHER = (
         ),
     ),
     ("castwise.updates", updates, ("lamb_", "novograd_", "total_norm")),
-    ("castwise.workload", workload, ("find_workload",)),
+    ("castwise.workload", workload, ("find_workload", "Pipeline")),
 )
 """What a user may want of single modules: what to import it from, the module, names. Drop-ins may use no more."""
 
