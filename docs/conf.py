@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE.parent / "scripts"
+NOTEBOOKS = runpy.run_path(str(SCRIPTS / "notebooks.py"))
 sys.path.insert(0, str(HERE.parent / "src"))
 
 import castwise  # noqa: E402
@@ -61,9 +62,19 @@ def on_site(app: Sphinx, name: str, source: list[str]) -> None:
     """What the site has instead of a page, or beside it."""
     if name == "index":
         source[0] += navigation(source[0], app.env.found_docs - {"index"})
+    if name in NOTEBOOKS["NAMES"]:
+        title, rest = source[0].split("\n", 1)
+        source[0] = f'{title}\n\n<p><a href="{name}.ipynb" download>This page as a notebook</a></p>\n{rest}'
     if name == "api":
         source[0] = runpy.run_path(str(SCRIPTS / "api_page.py"))["reference"]()
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([\w/]+)\)", r"\1 (`\2`)", source[0])  # folders are not on the site
+    # what else a repository has, folders and pages for contributors, is not on the site
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([\w/]+(?:\.md)?)(?:#[\w-]+)?\)", r"\1 (`\2`)", source[0])
+
+
+def finish(app: Sphinx, failure: Exception | None) -> None:
+    """Put the notebooks beside their pages."""
+    if failure is None and app.builder.format == "html":
+        NOTEBOOKS["write"](Path(app.outdir))
 
 
 def without_types(_app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
@@ -79,4 +90,5 @@ def without_types(_app: Sphinx, what: str, _name: str, _obj: object, _options: o
 def setup(app: Sphinx) -> None:
     """What sphinx-build calls."""
     app.connect("source-read", on_site)
+    app.connect("build-finished", finish)
     app.connect("autodoc-process-docstring", without_types, priority=400)  # napoleon's is 500
