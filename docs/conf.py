@@ -34,7 +34,9 @@ myst_heading_anchors = 4  # links between pages are those of a code host
 autodoc_typehints = "none"  # types are in the signatures
 autodoc_member_order = "bysource"
 nitpicky = True  # a docstring that names what is not on the page fails the build
-nitpick_ignore_regex = [(r"py:\w+", r"(collections|nn|torch)\..*|Optimizer|ParallelStyle|Tensor")]  # of others
+nitpick_ignore_regex = [
+    (r"py:\w+", r"(collections|nn|torch)\..*|Optimizer|ParallelStyle|Tensor")
+]  # of others
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Source", "notes_style")]
 
@@ -54,7 +56,8 @@ def navigation(index: str, pages: set[str]) -> str:
             told.append((title, linked))
     told += [("More", sorted(pages))] if pages else []
     return "".join(
-        f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(linked) + "\n```\n" for title, linked in told
+        f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(linked) + "\n```\n"
+        for title, linked in told
     )
 
 
@@ -77,7 +80,9 @@ def finish(app: Sphinx, failure: Exception | None) -> None:
         NOTEBOOKS["write"](Path(app.outdir))
 
 
-def without_types(_app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+def without_types(
+    _app: Sphinx, what: str, _name: str, _obj: object, _options: object, lines: list[str]
+) -> None:
     """Tell napoleon that results and properties begin with no type: it takes what is before a colon for one."""
     starts = [0] * (what == "property") + [
         number + 1 for number, line in enumerate(lines) if line.strip() in ("Returns:", "Yields:")

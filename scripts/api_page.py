@@ -94,7 +94,9 @@ def reference() -> str:
     parts = ["# API\n\nWhat `import castwise` offers. Each name is an attribute of `castwise`.\n\n"]
     for title, names in SECTIONS.items():
         parts.append(f"## {title}\n\n")
-        parts += (f"### {name}\n\n{_directive(f'castwise.{name}', getattr(castwise, name))}" for name in names)
+        parts += (
+            f"### {name}\n\n{_directive(f'castwise.{name}', getattr(castwise, name))}" for name in names
+        )
         if title == "Errors":
             parts += ["In `castwise.errors`, each also the builtin that a caller would expect:\n\n"]
             parts += (_directive(f"castwise.errors.{name}", getattr(errors, name))

@@ -33,7 +33,9 @@ def write(folder: Path, *, execute: bool = False) -> None:
         if execute:
             import nbclient
 
-            nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+            nbclient.NotebookClient(
+                book, timeout=300, resources={"metadata": {"path": str(folder)}}
+            ).execute()
         nbformat.write(book, folder / f"{name}.ipynb")
 
 

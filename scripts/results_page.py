@@ -106,12 +106,21 @@ def table(whole: bool) -> str:
         ]
         lines.append(line + [told(row["over_best_of_grid"]), searched(row)] * whole)
     mean = math.exp(statistics.fmean(math.log(row["over_autocast"][0]) for row in rows))
-    return f"{markdown(lines)}\nOver one-line autocast that is {mean:.2f} times as fast in the geometric mean.\n"
+    return (
+        f"{markdown(lines)}\nOver one-line autocast that is {mean:.2f} times as fast in the geometric mean.\n"
+    )
 
 
 def formats() -> str:
     """How often which format won, with what gain, and what one line of autocast gains on the same jobs."""
-    lines = [["what castwise chose", "jobs", "its speed against fp32", "of one-line autocast in bf16, on the same jobs"]]
+    lines = [
+        [
+            "what castwise chose",
+            "jobs",
+            "its speed against fp32",
+            "of one-line autocast in bf16, on the same jobs",
+        ]
+    ]
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in jobs():
         plan = Plan.parse(row["plan"])
@@ -134,7 +143,14 @@ def between(values: list[float]) -> str:
 def gradients() -> str:
     """What the parity test says of healthy models in each format, and of those with a planted fault."""
     rows = measured("parity-cpu")
-    lines = [["format", "healthy models: trials that pass", "largest damage of them", "models with a planted fault of range or rounding"]]
+    lines = [
+        [
+            "format",
+            "healthy models: trials that pass",
+            "largest damage of them",
+            "models with a planted fault of range or rounding",
+        ]
+    ]
     for name in ("bf16", "fp16"):
         healthy = [row for row in rows if row["what"] == "healthy" and row["format"] == name]
         planted = [row for row in rows if row["what"] == "planted" and row["format"] == name]

@@ -27,7 +27,12 @@ OWN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 def start(*words: str) -> None:
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env={**os.environ, **OWN}, capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, **OWN},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -48,7 +53,9 @@ def test_every_page_is_in_the_navigation_and_nothing_comes_from_elsewhere(site: 
     tree = re.search(r'<div class="sidebar-tree">(.*?)</div>', index, re.DOTALL).group(1)
     linked = set(re.findall(r'href="([\w-]+)\.html"', tree))
     assert linked == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(
+        r"^## (.*)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert re.findall(r'class="caption-text">(.*?)<', tree)[: len(headings)] == headings
     for page in site.glob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -79,7 +86,9 @@ def test_a_page_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     source.mkdir()
     (source / "index.md").write_text("# A page\n\n" + "\n\n".join(broken), encoding="utf-8")
     conf = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
-    (source / "conf.py").write_text(conf.replace("Path(__file__)", f"Path({str(ROOT / 'docs' / 'conf.py')!r})"))
+    (source / "conf.py").write_text(
+        conf.replace("Path(__file__)", f"Path({str(ROOT / 'docs' / 'conf.py')!r})")
+    )
     with pytest.raises(AssertionError) as failed:
         build(source, tmp_path / "site")
     assert not [said for said in broken.values() if said not in str(failed.value)], failed.value
@@ -105,7 +114,9 @@ def test_notebooks_run_and_print_what_their_pages_say(executed: Path, site: Path
             assert said is None or prints(printed, said), printed
         offered = json.loads((site / name).read_text(encoding="utf-8"))
         assert [cell["source"] for cell in offered["cells"]] == [cell["source"] for cell in book["cells"]]
-        assert f'href="{name}"' in (site / page.split("/")[1].replace(".md", ".html")).read_text(encoding="utf-8")
+        assert f'href="{name}"' in (site / page.split("/")[1].replace(".md", ".html")).read_text(
+            encoding="utf-8"
+        )
         for target in re.findall(r"\]\(([\w-]+\.html)", json.dumps(offered)):
             assert (site / target).exists(), f"{name} links to {target}"
 
