@@ -29,7 +29,7 @@ lint: $(STAMP)
 
 # The pages of docs/ as a site, made without a network. Warnings are errors; the tests build it too.
 docs: $(STAMP)
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 	@printf 'Open in a browser: %s\n' "$(CURDIR)/build/docs/index.html"
 
 # Every benchmark; each writes bench/results/<name>-<device>.json.

@@ -130,6 +130,21 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
             assert anchor in slugs, f"{page} links to {target}; {name} has {sorted(slugs)}"
 
 
+def test_what_castwise_is_quoted_to_say_it_says() -> None:
+    """Each phrase of the tables of troubleshooting has three words in a row that stand in a string of the package."""
+    files = (ROOT / "src" / "castwise").rglob("*.py")
+    joined = re.sub(r'["\']\s+f?["\']', "", "\n".join(path.read_text(encoding="utf-8") for path in files))
+    source = re.sub(r"\{[^{}]*\}", "{}", joined)
+    shown = [("they say", row) for row in table("docs/troubleshooting.md", "No speed-up")]
+    shown += [("what you see", row) for row in table("docs/troubleshooting.md", "What errors say")]
+    phrases = [phrase for column, row in shown for phrase in code(row[column])]
+    assert len(phrases) > 12
+    for phrase in phrases:
+        words = re.sub(r"'[^']*'|\b[bf]+p?\d\d and \w+", "{}", phrase).split()
+        runs = [" ".join(words[start : start + 3]) for start in range(max(1, len(words) - 2))]
+        assert any(run in source for run in runs), f"castwise does not say {phrase!r}"
+
+
 # --- generated pages ----------------------------------------------------------------------------------------
 
 
@@ -225,7 +240,9 @@ def commands_shown(page: str) -> list[list[str]]:
     else:
         shell = re.findall(r"^```(?:console|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         shown = [
-            line for block in shell for line in re.findall(r"^(?:\$ )?castwise (.*)$", block, re.MULTILINE)
+            line
+            for block in shell
+            for line in re.findall(r"^(?:\$ )?(?:torchrun .*-m )?castwise (.*)$", block, re.MULTILINE)
         ]
         shown += re.findall(r"`castwise ([a-z]+ [^`|A-Z]*)`", text)
     return [shlex.split(line, comments=True) for line in shown]
