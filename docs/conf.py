@@ -22,7 +22,6 @@ project = "castwise"
 author = "the castwise contributors"
 version = release = castwise.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "castwise"
 html_show_sphinx = False
@@ -36,7 +35,7 @@ nitpick_ignore_regex = [
     (r"py:\w+", r"(collections|nn|torch)\..*|Optimizer|ParallelStyle|Tensor")
 ]  # of others
 napoleon_numpy_docstring = False
-napoleon_custom_sections = [("Source", "notes_style")]
+napoleon_custom_sections = ["Source"]
 
 
 def navigation(index: str, pages: set[str]) -> str:
