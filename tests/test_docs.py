@@ -15,7 +15,7 @@ import typer
 
 from castwise import cli
 from castwise.plans.plan import PRESETS, LossScale, Plan
-from castwise.plans.rules import BASES, RULES
+from castwise.plans.rules import BASES, RULES, base_table
 
 from .fresh import run_interpreter, run_python
 
@@ -227,6 +227,26 @@ def test_the_table_of_loss_scale_has_its_fields() -> None:
     assert {name for row in rows for name in code(row["field of `LossScale`"])} == {
         f.name for f in dataclasses.fields(LossScale)
     }
+
+
+def test_diagrams_say_what_the_tables_and_defaults_say() -> None:
+    columns = re.findall(
+        r'class="name"[^>]*>(\w+)</text>\n<text[^>]*>[^<]*</text>\n<text[^>]*>([^<]*)<',
+        read("docs/img/dispatch.svg"),
+    )
+    assert {rule for rule, _ in columns} == {"lower", "fp32", "widest", "as_is"}
+    for rule, said in columns:
+        names, _, device = said.partition(" (on a ")
+        for device_type in ("cpu",) if device else ("cpu", "cuda"):
+            rules = base_table("native", device_type)
+            for name in names.split(", "):
+                assert (rules[name].rule if name in rules else "as_is") == rule, (device_type, name)
+    default = LossScale()
+    text = read("docs/img/scaling.svg")
+    assert f"after {default.interval} in a row" in text
+    assert (default.growth, default.backoff, default.hysteresis) == (2.0, 0.5, 1)
+    assert "S doubles" in text
+    assert "S halves" in text
 
 
 # --- commands -----------------------------------------------------------------------------------------------
