@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint bench soak gpu gpu-test gpu-bench-core gpu-bench-tune changelog clean
+.PHONY: demo test lint docs bench soak gpu gpu-test gpu-bench-core gpu-bench-tune changelog clean
 
 # Finds the plan for a job on this machine, and shows it beside fp32 and one-line torch.autocast. Writes pages under runs/.
 # Sized for two cores; a GPU has use for `make demo SINE=sine`, whose grid is that of the article it comes from.
@@ -20,12 +20,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-CHECKED := src tests bench scripts examples
+CHECKED := src tests bench scripts examples docs/conf.py
 lint: $(STAMP)
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# The pages of docs/ as a site, made without a network. Warnings are errors; the tests build it too.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
+	@printf 'Open in a browser: %s\n' "$(CURDIR)/build/docs/index.html"
 
 # Every benchmark; each writes bench/results/<name>-<device>.json.
 bench: $(STAMP)
@@ -58,4 +63,4 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

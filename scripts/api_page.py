@@ -1,4 +1,7 @@
-"""Write docs/api.md: every public name with its signature and the first sentence of its docstring."""
+"""Write docs/api.md: every public name with its signature and the first sentence of its docstring.
+
+On the site that page has the docstrings themselves, under the same headings: ``reference()``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import castwise
 from castwise import casting, checkpoint, errors, masters, scaler, updates, workload
+from castwise.numerics import damage, parity
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -43,8 +47,10 @@ on this page."""
 
 FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
-    ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
+    ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
+    ("castwise.numerics.damage", damage, ("Estimate",)),
+    ("castwise.numerics.parity", parity, ("RegionParity",)),
     ("castwise.plans.plan", plan, ("as_plan",)),
     ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),
     (
@@ -62,7 +68,7 @@ FURTHER = (
         ),
     ),
     ("castwise.updates", updates, ("lamb_", "novograd_", "total_norm")),
-    ("castwise.workload", workload, ("find_workload",)),
+    ("castwise.workload", workload, ("find_workload", "Pipeline")),
 )
 """What a user may want of single modules: what to import it from, the module, names. Drop-ins may use no more."""
 
@@ -81,6 +87,34 @@ def page() -> str:
         parts += (f"| `{where}.{_call(name, getattr(module, name))}` | {_summary(getattr(module, name))} |\n"
                   for name in names)  # fmt: skip
     return "".join(parts).rstrip() + "\n"
+
+
+def reference() -> str:
+    """The page on the site: directives of autodoc, which put the docstrings in their place."""
+    parts = ["# API\n\nWhat `import castwise` offers. Each name is an attribute of `castwise`.\n\n"]
+    for title, names in SECTIONS.items():
+        parts.append(f"## {title}\n\n")
+        parts += (
+            f"### {name}\n\n{_directive(f'castwise.{name}', getattr(castwise, name))}" for name in names
+        )
+        if title == "Errors":
+            parts += ["In `castwise.errors`, each also the builtin that a caller would expect:\n\n"]
+            parts += (_directive(f"castwise.errors.{name}", getattr(errors, name))
+                      for name in errors.__all__ if name not in castwise.__all__)  # fmt: skip
+    parts.append(f"## Further names\n\n{FURTHER_TEXT}\n\n")
+    for where, module, names in FURTHER:
+        parts += (_directive(f"{where}.{name}", getattr(module, name)) for name in names)
+    return "".join(parts)
+
+
+def _directive(path: str, value: Any) -> str:
+    kind, options = "function", ""
+    if inspect.isclass(value):
+        kind = "exception" if issubclass(value, Exception) else "class"
+        members = ", ".join(call.partition("(")[0] for call, _ in _members(value))
+        options = f"   :members: {members}\n" * bool(members)
+        options += "   :show-inheritance:\n" * (kind == "exception")
+    return f"```{{eval-rst}}\n.. auto{kind}:: {path}\n{options}```\n\n"
 
 
 def _entry(name: str, value: Any) -> str:

@@ -1,6 +1,8 @@
-"""Write the tables of tuned plans in README.md and docs/results.md from ``bench/results/tune-cpu.json``.
+"""Write the tables of README.md, docs/results.md and docs/which-precision.md from the files of ``bench/results``.
 
-python scripts/results_page.py
+    python scripts/results_page.py
+
+What stands between ``<!-- results:NAME:start -->`` and ``<!-- results:end -->`` is written by the function of that name.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from typing import Any
 from castwise import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results" / "tune-cpu.json"
+RESULTS = ROOT / "bench" / "results"
 JOBS = {
     "sine": "1x1 convolutions (`sine`)", "gpt": "small GPT (`gpt`)", "digits": "small convolutional net (`digits`)",
     "bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "t5": "T5", "vit": "vision transformer", "resnet": "ResNet",
     "convnext": "ConvNeXt", "mobilenet": "MobileNet", "wav2vec": "wav2vec 2.0",
 }  # fmt: skip
-MARKED = re.compile(r"(<!-- results:start -->\n).*?(<!-- results:end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results:(\w+):start -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
 
 def chosen(row: dict[str, Any]) -> str:
@@ -66,13 +68,35 @@ def searched(row: dict[str, Any]) -> str:
     return f"{same} in {count}"
 
 
+def measured(name: str) -> list[dict[str, Any]]:
+    """The rows of a file of results."""
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def jobs() -> list[dict[str, Any]]:
+    """The rows of the tuned jobs, the largest gain over autocast first."""
+    rows = (row for row in measured("tune-cpu") if "over_autocast" in row)
+    return sorted(rows, key=lambda row: -row["over_autocast"][0])
+
+
+def backed(name: str) -> str:
+    """The line below a table that names its file."""
+    return f"\nFrom [{name}.json](../bench/results/{name}.json).\n"
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table; its titles are the first line."""
+    head, *body = lines
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *body])
+
+
 def table(whole: bool) -> str:
-    """The rows, the largest gain over autocast first, and their mean; ``whole`` is with what only experts ask for."""
-    record = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    rows = sorted((row for row in record if "over_autocast" in row), key=lambda row: -row["over_autocast"][0])
+    """The tuned jobs and their mean; ``whole`` is with what only experts ask for."""
+    rows = jobs()
     titles = ["training job", "what castwise chose", "against fp32", "against one-line autocast"]
     titles += ["against the best of the hand grid", "plans of its searches"] * whole
-    lines = [titles, ["---"] * len(titles)]
+    lines = [titles]
     for row in rows:
         line = [
             JOBS[row["workload"].split("?")[0]],
@@ -83,18 +107,117 @@ def table(whole: bool) -> str:
         lines.append(line + [told(row["over_best_of_grid"]), searched(row)] * whole)
     mean = math.exp(statistics.fmean(math.log(row["over_autocast"][0]) for row in rows))
     return (
-        "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        + f"\nOver one-line autocast that is {mean:.2f} times as fast in the geometric mean.\n"
+        f"{markdown(lines)}\nOver one-line autocast that is {mean:.2f} times as fast in the geometric mean.\n"
     )
 
 
+def formats() -> str:
+    """How often which format won, with what gain, and what one line of autocast gains on the same jobs."""
+    lines = [
+        [
+            "what castwise chose",
+            "jobs",
+            "its speed against fp32",
+            "of one-line autocast in bf16, on the same jobs",
+        ]
+    ]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in jobs():
+        plan = Plan.parse(row["plan"])
+        groups.setdefault(f"`{plan.compute}-master`" if plan.keeps_masters else f"`{plan.compute}-mixed`"
+                          if plan.compute != "fp32" else "`fp32`", []).append(row)  # fmt: skip
+    for name, rows in sorted(groups.items(), key=lambda group: -len(group[1])):
+        said = ", ".join(JOBS[row["workload"].split("?")[0]] for row in rows)
+        tuned = [row["over_fp32"][0] for row in rows]
+        line = [row["over_fp32"][0] / row["over_autocast"][0] for row in rows]
+        lines.append([name, f"{len(rows)}: {said}", between(tuned), between(line)])
+    return markdown(lines) + backed("tune-cpu")
+
+
+def between(values: list[float]) -> str:
+    """The smallest and the largest of some ratios."""
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def gradients() -> str:
+    """What the parity test says of healthy models in each format, and of those with a planted fault."""
+    rows = measured("parity-cpu")
+    lines = [
+        [
+            "format",
+            "healthy models: trials that pass",
+            "largest damage of them",
+            "models with a planted fault of range or rounding",
+        ]
+    ]
+    for name in ("bf16", "fp16"):
+        healthy = [row for row in rows if row["what"] == "healthy" and row["format"] == name]
+        planted = [row for row in rows if row["what"] == "planted" and row["format"] == name]
+        trials, passed = (sum(row[key] for row in healthy) for key in ("trials", "pass"))
+        endless = sum(row["damage"] is None for row in planted)
+        lines.append([
+            name, f"{passed} of {trials}", f"{max(row['worst_damage'] for row in healthy):.4f}",
+            f"{len(planted)} fail, {endless} of them since gradients are not finite at any loss scale",
+        ])  # fmt: skip
+    return markdown(lines) + backed("parity-cpu")
+
+
+def memory() -> str:
+    """Bytes per parameter, and what activations become."""
+    lines = [["layout and plan", "held per parameter, in bytes", "sent per parameter and step, in bytes"]]
+    lines += [
+        [f"{'one copy per process' if row['layout'] == 'ddp' else 'sharded over two (FSDP2)'}, `{row['plan']}`",
+         f"{row['held_bytes_per_parameter']:.0f}", f"{row['bytes_per_parameter']:.0f}"]
+        for row in measured("parallel-cpu")
+        if row["part"] == "wire" and not row["compressed"]
+    ]  # fmt: skip
+    return markdown(lines) + backed("parallel-cpu")
+
+
+def activations() -> str:
+    """What a plan makes of the peak of a workload that is nearly all activations."""
+    lines = [["`sine`, training", "speed against fp32", "peak memory"]]
+    lines += [
+        [row["loop"].removeprefix("castwise "), told([row["speedup"], row["low"], row["high"]]), f"{-row['less_memory']:+.0%}"]
+        for row in measured("sine-cpu")
+        if row["what"] == "training" and row["loop"].startswith("castwise")
+    ]  # fmt: skip
+    return markdown(lines) + backed("sine-cpu")
+
+
+def masters() -> str:
+    """What masters cost on one process."""
+    rows = measured("master-cpu")
+    by_loop = {row["loop"]: row for row in rows if "loop" in row}
+    lines = [["small GPT", "`bf16-master`"]]
+    row = by_loop["castwise bf16-master"]
+    lines.append(["time against torch.autocast by hand", told([row["ratio"], row["low"], row["high"]])])
+    lines += [
+        [f"peak memory above `bf16-mixed` where {row['memory']}, in bytes per parameter", f"{row['bytes_per_parameter_above']:+.1f}"]
+        for row in rows if "memory" in row
+    ]  # fmt: skip
+    return markdown(lines) + backed("master-cpu")
+
+
+TABLES = {
+    "short": lambda: table(False),
+    "whole": lambda: table(True),
+    "formats": formats,
+    "gradients": gradients,
+    "memory": memory,
+    "activations": activations,
+    "masters": masters,
+}
+
+
 def page(name: str) -> str:
-    """A page with its table as the results say."""
+    """A page with its tables as the results say."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    return MARKED.sub(lambda found: found[1] + table(name != "README.md") + found[2], text)
+    return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/which-precision.md")
 
 if __name__ == "__main__":
     for name in PAGES:

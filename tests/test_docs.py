@@ -15,7 +15,7 @@ import typer
 
 from castwise import cli
 from castwise.plans.plan import PRESETS, LossScale, Plan
-from castwise.plans.rules import BASES, RULES
+from castwise.plans.rules import BASES, RULES, base_table
 
 from .fresh import run_interpreter, run_python
 
@@ -25,6 +25,10 @@ PAGES = [
     "CONTRIBUTING.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 ]
+
+
+NOTEBOOKS = [f"docs/{name}.md" for name in ("start", "tuning")]
+END = "<end of an example>"
 
 
 def read(name: str) -> str:
@@ -45,7 +49,20 @@ def code(text: str) -> list[str]:
 
 def blocks(page: str) -> list[str]:
     """The Python examples of a page."""
-    return re.findall(r"^```python\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
+    return [code for code, _ in examples(page)]
+
+
+def examples(page: str) -> list[tuple[str, str | None]]:
+    """The Python examples of a page, each with what it is said to print: the block of text right below it."""
+    found = re.findall(
+        r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", read(page), re.MULTILINE | re.DOTALL
+    )
+    return [(code, said or None) for code, said in found]
+
+
+def prints(output: str, said: str) -> bool:
+    """Whether an output is what a page says, where ``...`` stands for anything within a line."""
+    return re.fullmatch(re.escape(said.strip()).replace(r"\.\.\.", ".*"), output.strip()) is not None
 
 
 # --- examples and links -------------------------------------------------------------------------------------
@@ -59,10 +76,22 @@ def test_the_readme_opens_with_an_example_that_runs_as_pasted(tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md" and blocks(page)])
-def test_examples_run_as_pasted(page: str, tmp_path: Path) -> None:
-    """One after the other in one process, with warnings as errors."""
-    run_python("\n".join(blocks(page)), tmp_path, strict=True)
+PASTED = [page for page in PAGES if page != "README.md" and page not in NOTEBOOKS and blocks(page)]
+
+
+@pytest.mark.parametrize("page", PASTED)
+def test_examples_run_as_pasted_and_print_what_the_page_says(page: str, tmp_path: Path) -> None:
+    """One after the other in one process, with warnings as errors. Pages that are notebooks run in test_site.py."""
+    shown = examples(page)
+    outputs = run_python("".join(f"{code}\nprint({END!r})\n" for code, _ in shown), tmp_path, strict=True)
+    for (code, said), output in zip(shown, outputs.split(END), strict=False):
+        assert said is None or prints(output, said), f"{page}: {code}prints:\n{output}"
+
+
+def test_an_output_that_is_not_what_a_page_says_is_noticed() -> None:
+    assert prints("loss 0.19\nof 3 steps\n", "loss 0...\nof 3 steps\n")
+    for said in ("loss 0.18\nof 3 steps", "loss 0.19", "loss 0.19\nof ...", "loss...steps"):
+        assert prints("loss 0.19\nof 3 steps\n", said) is (said == "loss 0.19\nof ...")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +130,21 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
             assert anchor in slugs, f"{page} links to {target}; {name} has {sorted(slugs)}"
 
 
+def test_what_castwise_is_quoted_to_say_it_says() -> None:
+    """Each phrase of the tables of troubleshooting has three words in a row that stand in a string of the package."""
+    files = (ROOT / "src" / "castwise").rglob("*.py")
+    joined = re.sub(r'["\']\s+f?["\']', "", "\n".join(path.read_text(encoding="utf-8") for path in files))
+    source = re.sub(r"\{[^{}]*\}", "{}", joined)
+    shown = [("they say", row) for row in table("docs/troubleshooting.md", "No speed-up")]
+    shown += [("what you see", row) for row in table("docs/troubleshooting.md", "What errors say")]
+    phrases = [phrase for column, row in shown for phrase in code(row[column])]
+    assert len(phrases) > 12
+    for phrase in phrases:
+        words = re.sub(r"'[^']*'|\b[bf]+p?\d\d and \w+", "{}", phrase).split()
+        runs = [" ".join(words[start : start + 3]) for start in range(max(1, len(words) - 2))]
+        assert any(run in source for run in runs), f"castwise does not say {phrase!r}"
+
+
 # --- generated pages ----------------------------------------------------------------------------------------
 
 
@@ -116,10 +160,12 @@ def test_the_page_of_many_gpus_is_current() -> None:
     assert read("docs/scaling.md") == page(), "run python scripts/scaling_page.py"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
-def test_the_table_of_tuned_plans_is_current(name: str) -> None:
-    page = runpy.run_path(str(ROOT / "scripts" / "results_page.py"))["page"]
-    assert read(name) == page(name), "run python scripts/results_page.py"
+def test_tables_of_measurements_are_current_and_name_their_files() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "results_page.py"))
+    for name in script["PAGES"]:
+        assert read(name) == script["page"](name), "run python scripts/results_page.py"
+    marked = [name for page in script["PAGES"] for name in re.findall(r"results:(\w+):start", read(page))]
+    assert sorted(marked) == sorted(script["TABLES"])
 
 
 def test_the_page_of_the_api_is_current() -> None:
@@ -183,6 +229,26 @@ def test_the_table_of_loss_scale_has_its_fields() -> None:
     }
 
 
+def test_diagrams_say_what_the_tables_and_defaults_say() -> None:
+    columns = re.findall(
+        r'class="name"[^>]*>(\w+)</text>\n<text[^>]*>[^<]*</text>\n<text[^>]*>([^<]*)<',
+        read("docs/img/dispatch.svg"),
+    )
+    assert {rule for rule, _ in columns} == {"lower", "fp32", "widest", "as_is"}
+    for rule, said in columns:
+        names, _, device = said.partition(" (on a ")
+        for device_type in ("cpu",) if device else ("cpu", "cuda"):
+            rules = base_table("native", device_type)
+            for name in names.split(", "):
+                assert (rules[name].rule if name in rules else "as_is") == rule, (device_type, name)
+    default = LossScale()
+    text = read("docs/img/scaling.svg")
+    assert f"after {default.interval} in a row" in text
+    assert (default.growth, default.backoff, default.hysteresis) == (2.0, 0.5, 1)
+    assert "S doubles" in text
+    assert "S halves" in text
+
+
 # --- commands -----------------------------------------------------------------------------------------------
 
 
@@ -194,7 +260,9 @@ def commands_shown(page: str) -> list[list[str]]:
     else:
         shell = re.findall(r"^```(?:console|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         shown = [
-            line for block in shell for line in re.findall(r"^(?:\$ )?castwise (.*)$", block, re.MULTILINE)
+            line
+            for block in shell
+            for line in re.findall(r"^(?:\$ )?(?:torchrun .*-m )?castwise (.*)$", block, re.MULTILINE)
         ]
         shown += re.findall(r"`castwise ([a-z]+ [^`|A-Z]*)`", text)
     return [shlex.split(line, comments=True) for line in shown]

@@ -55,8 +55,9 @@ class GradScaler(Verdicts):
         process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce. With neither, the ranks
             of DTensor gradients' meshes do.
         allow_fp16_grads: Unscale fp16 gradients too, where parameters are stored in fp16 without masters.
-        patience: Windows in a row with non-finite gradients, the last at the floor, before :class:`LossScaleError`.
-            Without a floor, at the smallest normal fp32 number; a scale that is not dynamic is always at its floor.
+        patience: Windows in a row with non-finite gradients, the last at the floor, before
+            :class:`~castwise.errors.LossScaleError`. Without a floor, at the smallest normal fp32 number; a scale
+            that is not dynamic is always at its floor.
 
     Raises:
         PlanError: Limits that contradict each other or ``init_scale``.
