@@ -1,0 +1,316 @@
+"""castwise beside hand-written torch.amp, Accelerate, Lightning Fabric and the Hugging Face Trainer.
+
+Each trains the same model from the same weights on the same batches, in bf16 where it is told a format: torch.autocast around
+forward and loss by hand; each library as its own documentation has it written, with nothing but its precision switched on;
+``castwise.Amp("bf16-mixed")``; and castwise with the plan that its tuner finds first, which may be any format. fp32 by hand is what
+all are compared with. Each runs in a process of its own, one at a time, in blocks of steps whose order changes from round to round;
+all are started several times, and ratios are of medians over rounds, with Student's interval over starts. ``mlp`` is bound by
+Python, so what a library costs shows there. ``loss`` is the mean of the last ten of the steps that all take before anything is
+timed; ``peak_mib`` the most memory: of the process on a CPU, allocated by torch on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import castwise
+from architectures import ARCHITECTURES
+from castwise import Workload
+from castwise.measure import stats
+from castwise.measure.timing import synchronize
+from castwise.workload import find_workload
+from common import Results, arguments
+
+LIBRARIES = ("accelerate", "lightning", "transformers")
+FIRST, LAST = 30, 10
+"""Steps before anything is timed, and those of them whose mean loss is told."""
+BLOCK_S = 0.3
+
+
+def mlp() -> Workload:
+    """The dispatch-bound job of bench_overhead."""
+
+    def model() -> nn.Module:
+        layers = [layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(32, 32))
+
+    def batches(seed: int) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        x, y = (torch.randn(8, 32, generator=generator) for _ in range(2))
+        while True:
+            yield x, y
+
+    return Workload(
+        "mlp", model, lambda params: torch.optim.SGD(params, 0.01), batches,
+        lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+    )  # fmt: skip
+
+
+def workload_of(name: str) -> Workload:
+    """By its name here."""
+    own: dict[str, Callable[[], Workload]] = {"mlp": mlp, **ARCHITECTURES}
+    return own[name]() if name in own else find_workload(name)
+
+
+class Enough(BaseException):
+    """A process has been told to end."""
+
+
+class Gate:
+    """Counts steps, and tells what each block of them took."""
+
+    def __init__(self, pipe: Connection, device: torch.device) -> None:
+        self._pipe, self._device = pipe, device
+        self._losses: list[Tensor] = []
+        self._left = self._count = FIRST
+        self._since = time.perf_counter()
+
+    def __call__(self, loss: Tensor) -> None:
+        """A step was made; before it the loss was this."""
+        if len(self._losses) < FIRST:
+            self._losses.append(loss.detach())
+        self._left -= 1
+        if self._left:
+            return
+        synchronize(self._device)
+        seconds = (time.perf_counter() - self._since) / self._count
+        losses = [float(one) for one in self._losses[-LAST:]]
+        self._pipe.send({"seconds": seconds, "loss": statistics.fmean(losses), "peak_mib": self._peak()})
+        self._left = self._count = self._pipe.recv()
+        if not self._left:
+            raise Enough
+        self._since = time.perf_counter()
+
+    def _peak(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+Way = Callable[[Workload, torch.device, Gate], None]
+
+
+def _parts(job: Workload, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Any]]:
+    torch.manual_seed(0)
+    model = job.model().to(device)
+    return model, job.optimizer(model.parameters()), iter(job.batches(0))
+
+
+def _on(device: torch.device, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: value.to(device) for name, value in batch.items()}
+    return tuple(value.to(device) for value in batch)
+
+
+def by_hand(dtype: torch.dtype | None) -> Way:
+    """The loop that PyTorch's documentation writes."""
+
+    def train(job: Workload, device: torch.device, gate: Gate) -> None:
+        model, optimizer, batches = _parts(job, device)
+        for batch in batches:
+            with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
+                loss = job.loss(model, _on(device, batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            gate(loss)
+
+    return train
+
+
+def with_accelerate(job: Workload, device: torch.device, gate: Gate) -> None:
+    """Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
+    model, optimizer, batches = _parts(job, device)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in batches:
+        loss = job.loss(model, _on(device, batch))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        gate(loss)
+
+
+def with_fabric(job: Workload, device: torch.device, gate: Gate) -> None:
+    """Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
+    fabric.launch()
+    made, optimizer, batches = _parts(job, device)
+    model, optimizer = fabric.setup(made, optimizer)
+    for batch in batches:
+        loss = job.loss(model, _on(device, batch))
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        gate(loss)
+
+
+def with_trainer(job: Workload, device: torch.device, gate: Gate) -> None:
+    """The Hugging Face Trainer."""
+    import tempfile
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            self.last = job.loss(model, inputs)
+            return self.last
+
+        def get_train_dataloader(self) -> Any:
+            return batches
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            gate(trainer.last)
+
+    model, optimizer, batches = _parts(job, device)
+    with tempfile.TemporaryDirectory() as folder:
+        given = TrainingArguments(
+            folder, max_steps=10**9, bf16=True, use_cpu=device.type == "cpu", max_grad_norm=0.0, logging_strategy="no", save_strategy="no",
+            report_to=[], disable_tqdm=True, remove_unused_columns=False,
+        )  # fmt: skip
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        trainer = Own(model, given, train_dataset=[0], optimizers=(optimizer, constant), callbacks=[Stop()])
+        trainer.train()
+
+
+def with_castwise(plan: str) -> Way:
+    """This library."""
+
+    def train(job: Workload, device: torch.device, gate: Gate) -> None:
+        model, optimizer, batches = _parts(job, device)
+        amp = castwise.Amp(plan, device=device.type)
+        amp.prepare(model, optimizer)
+        for batch in batches:
+            loss = job.loss(model, _on(device, batch))
+            amp.backward(loss)
+            amp.step(optimizer)
+            optimizer.zero_grad()
+            gate(loss)
+
+    return train
+
+
+def ways(tuned: str) -> dict[str, Way]:
+    """By name."""
+    return {
+        "fp32": by_hand(None), "torch.amp": by_hand(torch.bfloat16), "Accelerate": with_accelerate, "Fabric": with_fabric,
+        "Trainer": with_trainer, "castwise bf16-mixed": with_castwise("bf16-mixed"), "castwise tuned": with_castwise(tuned),
+    }  # fmt: skip
+
+
+def child(pipe: Connection, workload: str, way: str, tuned: str, device: str, threads: int) -> None:
+    """One process: trains until it is told to end."""
+    torch.set_num_threads(threads)
+    where = torch.device(device)
+    with contextlib.suppress(Enough):
+        ways(tuned)[way](workload_of(workload), where, Gate(pipe, where))
+
+
+class Started:
+    """A process, and what it has told."""
+
+    def __init__(self, *given: Any) -> None:
+        self._pipe, there = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=child, args=(there, *given), daemon=True
+        )
+        self._process.start()
+        there.close()
+        self.last: dict[str, Any] = self._pipe.recv()
+
+    def run(self, steps: int) -> float:
+        """Seconds per step."""
+        self._pipe.send(steps)
+        self.last = self._pipe.recv()
+        seconds: float = self.last["seconds"]
+        return seconds
+
+    def end(self) -> None:
+        """Let it go."""
+        self._pipe.send(0)
+        self._process.join(30)
+        self._process.kill()
+
+
+def measure(
+    name: str, device: torch.device, starts: int, rounds: int, budget_s: float
+) -> list[dict[str, Any]]:
+    """The rows of one workload."""
+    job = workload_of(name)
+    found = castwise.tune(job, device=device, budget_s=budget_s, progress=True)
+    tuned = str(found.plan)
+    times: dict[str, list[list[float]]] = {way: [] for way in ways(tuned)}
+    last: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for number in range(starts):
+        running: dict[str, Started] = {}
+        for way in times:
+            try:
+                running[way] = Started(name, way, tuned, device.type, torch.get_num_threads())
+            except EOFError:
+                failed[way] = "its process failed"
+        steps = max(1, round(BLOCK_S / min(one.run(2) for one in running.values())))
+        taken: dict[str, list[float]] = {way: [] for way in running}
+        for turn in range(rounds):
+            order = list(running)
+            order = order[(turn + number) % len(order) :] + order[: (turn + number) % len(order)]
+            for way in order if turn % 2 else reversed(order):
+                taken[way].append(running[way].run(steps))
+        for way, one in running.items():
+            times[way].append(taken[way])
+            last[way] = one.last
+            one.end()
+    names = [way for way in times if way not in failed]
+    ratios = stats.restarts([times[way] for way in names])
+    rows: list[dict[str, Any]] = [{"workload": name, "way": way, "error": why} for way, why in failed.items()]
+    for index, way in enumerate(names):
+        row: dict[str, Any] = {"workload": name, "way": way}
+        if way == "castwise tuned":
+            row["plan"] = tuned
+        row["step_ms"] = 1e3 * statistics.median(t for start in times[way] for t in start)
+        for other in ("fp32", "torch.amp"):
+            if way != other and other in names:
+                speed = ratios[names.index(other), index]
+                row[f"over_{other}"] = [speed.value, speed.low, speed.high]
+        rows.append({**row, "peak_mib": round(last[way]["peak_mib"]), "loss": last[way]["loss"]})
+    return rows
+
+
+def main() -> None:
+    """Write ``results/peers-<device>.json``."""
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--workloads", default=",".join(["mlp", "gpt", "digits", "sine?size=128", *ARCHITECTURES])
+    )
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tune-seconds", type=float, default=60.0)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    with Results("peers", device, __doc__, given.budget) as results:
+        versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+        results.add({"libraries": json.dumps(versions)})
+        for name in given.workloads.split(","):
+            with results.part(name):
+                results.add(*measure(name, device, given.starts, given.rounds, given.tune_seconds))
+
+
+if __name__ == "__main__":
+    main()
