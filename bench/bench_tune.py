@@ -98,7 +98,9 @@ def search(workload: Workload | str, device: torch.device, budget_s: float, comp
     page = chosen.speedup
     return {
         "plan": str(dataclasses.replace(result.plan, provenance=None)), "tune_s": took, "answer": result.answer,
-        "decided": not any("too noisy to decide" in note for note in evidence.notes),
+        "decided": not any(
+            open_ in text for open_ in ("too noisy to decide", "before it could choose") for text in (evidence.answer, *evidence.notes)
+        ),
         "over_fp32": [1.0, 1.0, 1.0] if page is None else [page.value, page.low, page.high],
         "gradients": chosen.parity.verdict if chosen.parity is not None else None,
         "passes": evidence.passes, "commit": evidence.environment.commit,
