@@ -12,15 +12,12 @@ A change is made where it is certain to keep the meaning of the script; the rest
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
-from castwise.errors import MigrateError
+from castwise.extras import needs
 from castwise.migrate.result import FileResult, Finding, Migration
 
 __all__ = ["FileResult", "Finding", "Migration", "migrate"]
-
-HAS_LIBCST = importlib.util.find_spec("libcst") is not None
 
 
 def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
@@ -35,12 +32,10 @@ def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
         What would be changed, or was, file by file, and what could not be decided.
 
     Raises:
-        MigrateError: There is no such path, or LibCST is not installed.
+        MigrateError: There is no such path.
+        MissingLibraryError: LibCST is not installed.
     """
-    if not HAS_LIBCST:
-        raise MigrateError(
-            "migrate: this needs LibCST, which is not installed. Install it with: pip install 'castwise[migrate]'"
-        )
-    from castwise.migrate.files import migrate_files
+    with needs("migrate"):
+        from castwise.migrate.files import migrate_files
 
     return migrate_files(path, write=write)
