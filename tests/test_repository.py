@@ -234,6 +234,13 @@ def test_public_names_are_listed_once_and_in_order() -> None:
         castwise.autocats  # noqa: B018 - the access is the test
 
 
+def test_the_program_that_a_type_checker_reads_uses_every_public_name() -> None:
+    text = (ROOT / "tests" / "typed_use.py").read_text(encoding="utf-8")
+    unused = [name for name in castwise.__all__ if not re.search(rf"\bcastwise\.{name}\b", text)]
+    assert not unused
+    assert "tests/typed_use.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 # --- what is written about the code -------------------------------------------------------------------------
 
 HARD_ROOMS = ("casting", "masters", "ranks", "scaler", "session")
