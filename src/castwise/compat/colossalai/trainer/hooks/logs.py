@@ -13,7 +13,6 @@ from castwise.compat.colossalai.trainer.hooks.metrics import ThroughputMetric
 from castwise.compat.colossalai.utils import MultiTimer, is_no_pp_or_last_stage, report_memory_usage
 from castwise.compat.colossalai.utils.common import speaks_for_all
 from castwise.errors import StateError
-from castwise.extras import needs
 
 __all__ = [
     "LogMemoryByEpochHook",
@@ -176,8 +175,7 @@ class TensorboardHook(BaseHook):
                     f"TensorboardHook(ranks={ranks!r}): rank {rank} is not in the last stage of the pipeline, which alone has "
                     "metrics; give the ranks of the last stage"
                 )
-            with needs("TensorboardHook"):
-                from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter
 
             folder = Path(log_dir) / f"{parallel_mode.value}_rank_{rank}"
             folder.mkdir(parents=True, exist_ok=True)
