@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import textwrap
@@ -109,6 +110,12 @@ def test_without_a_library_one_can_train_and_what_needs_it_says_what_installs_it
 ) -> None:
     code, said = WITHOUT[library]
     assert without(library, code=code, folder=tmp_path).startswith(said)
+
+
+def test_without_typer_an_error_is_json_where_json_is_asked_for(tmp_path: Path) -> None:
+    code = "from castwise.cli import main\nmain(['doctor', '--json'])"
+    _, error = without("typer", code=code, folder=tmp_path).splitlines()
+    assert json.loads(error)["error"]["message"].endswith('pip install "castwise[cli]"')
 
 
 def test_without_all_of_them_one_can_tune_and_race_ones_own_objects(tmp_path: Path) -> None:
