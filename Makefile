@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint package bench soak gpu gpu-test gpu-bench-core gpu-bench-tune changelog clean
+.PHONY: demo test lint bench soak gpu gpu-test gpu-bench-core gpu-bench-tune changelog clean
 
 # Finds the plan for a job on this machine, and shows it beside fp32 and one-line torch.autocast. Writes pages under runs/.
 # Sized for two cores; a GPU has use for `make demo SINE=sine`, whose grid is that of the article it comes from.
@@ -28,10 +28,6 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict tests/typed_use.py
 	$(BIN)/lint-imports --no-logo
 
-# What users install: the sdist, and the wheel made from it, tried where neither this folder nor .venv is seen. Two minutes.
-package: $(STAMP)
-	$(BIN)/python scripts/package.py --out dist
-
 # Every benchmark; each writes bench/results/<name>-<device>.json.
 bench: $(STAMP)
 	for script in bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
@@ -53,6 +49,11 @@ gpu:
 changelog: $(STAMP)
 	$(BIN)/towncrier build --draft
 
+# What users install: the sdist, and the wheel made from it, tried where neither this folder nor .venv is seen. Two minutes.
+.PHONY: package
+package: $(STAMP)
+	$(BIN)/python scripts/package.py --out build/package
+
 # torch goes first and by itself: any other request for it would bring another build.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo 'Installing $(TORCH) and the development tools into .venv; this takes some minutes the first time.'
@@ -63,4 +64,4 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	touch $@
 
 clean:
-	rm -rf .venv runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

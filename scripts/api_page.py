@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import castwise
-from castwise import casting, checkpoint, errors, masters, scaler, schemas, updates, workload
+import castwise.schemas
+from castwise import casting, checkpoint, errors, masters, scaler, updates, workload
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -61,7 +62,7 @@ FURTHER = (
             "to_colossalai",
         ),
     ),
-    ("castwise.schemas", schemas, ("schema",)),
+    ("castwise.schemas", castwise.schemas, ("schema",)),
     ("castwise.updates", updates, ("lamb_", "novograd_", "total_norm")),
     ("castwise.workload", workload, ("find_workload",)),
 )

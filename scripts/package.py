@@ -56,7 +56,9 @@ print(castwise.__file__, found.plan, schema("evidence")["$id"])
 def main() -> None:
     """Build, look and try; what is wrong ends it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the sdist and the wheel")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "package", help="folder for the sdist and the wheel"
+    )
     out = parser.parse_args().out.resolve()
     with tempfile.TemporaryDirectory(prefix="castwise-package-") as name:
         scratch = Path(name)

@@ -175,8 +175,8 @@ def try_(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Run in the working folder, and not in copies of it.")
     ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the record instead of the table.")] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
-    json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Run a script's first steps under several plans, in turns, and show what each makes of them."""
