@@ -53,7 +53,7 @@ CORE_WORKS = """
 WITHOUT = {
     "typer": (
         "from castwise.cli import main\nmain(['--version'])",
-        'castwise: the command line needs typer, which is not installed. Install it with: pip install "castwise[cli]"\n',
+        'castwise: the command line needs typer, which is not installed. Install it with: pip install "castwise[cli]"\nexit 1\n',
     ),
     "libcst": (
         "from castwise.migrate import migrate\nmigrate('train.py')",
@@ -66,18 +66,18 @@ WITHOUT = {
     ),
     "tensorboard": (
         "from castwise.jobs.train import train\nprint(train(workload, 'fp32', steps=2, out='o', device='cpu').files)",
-        'UserWarning: left out: the log for TensorBoard needs tensorboard, which is not installed. Install it with: pip install "castwise[tensorboard]"\n'
+        'LeftOutWarning: left out: the log for TensorBoard needs tensorboard, which is not installed. Install it with: pip install "castwise[tensorboard]"\n'
         "('metrics.jsonl', 'model.pt', 'curves.png')\n",
     ),
     "matplotlib": (
         "from castwise.jobs.train import train\nprint(train(workload, 'fp32', steps=2, out='o', device='cpu').files)",
-        'UserWarning: left out: curves.png needs matplotlib, which is not installed. Install it with: pip install "castwise[report]"\n'
+        'LeftOutWarning: left out: curves.png needs matplotlib, which is not installed. Install it with: pip install "castwise[report]"\n'
         "('metrics.jsonl', 'tensorboard', 'model.pt')\n",
     ),
     "jinja2": (
         "found = castwise.bench(workload, ['fp32'], steps=8, rounds=1, starts=0, memory=False, inference=False, device='cpu')\n"
         "print([str(path) for path in found.save('o')])",
-        'UserWarning: left out: bench.html with its pictures needs jinja2, which is not installed. Install it with: pip install "castwise[report]"\n'
+        'LeftOutWarning: left out: bench.html with its pictures needs jinja2, which is not installed. Install it with: pip install "castwise[report]"\n'
         "['o/bench.json']\n",
     ),
     "cloudpickle": (
@@ -92,7 +92,7 @@ SAY = """
     try:
         exec({code!r})
     except SystemExit as end:
-        assert end.code == 1
+        print(f"exit {{end.code}}")
     except Exception as error:
         print(f"{{type(error).__name__}}: {{error}}")
 """
@@ -114,8 +114,21 @@ def test_without_a_library_one_can_train_and_what_needs_it_says_what_installs_it
 
 def test_without_typer_an_error_is_json_where_json_is_asked_for(tmp_path: Path) -> None:
     code = "from castwise.cli import main\nmain(['doctor', '--json'])"
-    _, error = without("typer", code=code, folder=tmp_path).splitlines()
+    _, error, end = without("typer", code=code, folder=tmp_path).splitlines()
     assert json.loads(error)["error"]["message"].endswith('pip install "castwise[cli]"')
+    assert end == "exit 1"
+
+
+def test_a_command_says_in_a_sentence_what_it_leaves_out(tmp_path: Path) -> None:
+    code = "from castwise.cli import main\nmain(['train', 'sine?size=16&hidden=8', '--steps', '2', '--out', 'o', '--device', 'cpu'])"
+    said = without("matplotlib", "tensorboard", code=code, folder=tmp_path)
+    for what, library, extra in (
+        ("the log for TensorBoard", "tensorboard", "tensorboard"),
+        ("curves.png", "matplotlib", "report"),
+    ):
+        assert f"\ncastwise: left out: {what} needs {library}, which is not installed. Install it with: pip install \"castwise[{extra}]\"\n" in f"\n{said}"  # fmt: skip
+    assert "Warning" not in said
+    assert "Wrote\n  o/result.json\n  o/metrics.jsonl\n  o/model.pt\nexit 0\n" in said
 
 
 def test_without_all_of_them_one_can_tune_and_race_ones_own_objects(tmp_path: Path) -> None:

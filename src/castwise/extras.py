@@ -21,6 +21,10 @@ EXTRAS: Final[Mapping[str, str]] = {
 """By the name that a library is imported by, the extra of the package that brings it."""
 
 
+class LeftOutWarning(UserWarning):
+    """Something was left out for want of a library; says what, and what installs it."""
+
+
 def install(library: str) -> str:
     """The line that installs a library with castwise."""
     return f'pip install "castwise[{EXTRAS[library]}]"'
@@ -52,4 +56,4 @@ def left_out(what: str) -> Iterator[None]:
         with needs(what):
             yield
     except MissingLibraryError as error:
-        warnings.warn(f"left out: {error}", stacklevel=3)
+        warnings.warn(f"left out: {error}", LeftOutWarning, stacklevel=3)

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from castwise.errors import CastwiseError, place, sentence
+from castwise.extras import LeftOutWarning
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -104,7 +106,7 @@ def answering(show_traceback: bool, *, json: bool = False, terminable: bool = Tr
         with contextlib.suppress(ValueError):  # not the main thread
             before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        with _aside() if json else contextlib.nullcontext():
+        with _aside() if json else contextlib.nullcontext(), _left_out_in_a_sentence():
             yield answer
     except typer.Exit:
         raise
@@ -131,6 +133,24 @@ def _aside() -> Iterator[None]:
             stack.callback(_put_back, os.dup(1))
             os.dup2(2, 1)
         yield
+
+
+@contextlib.contextmanager
+def _left_out_in_a_sentence() -> Iterator[None]:
+    """Say what is left out for want of a library as errors are said, without a place in castwise's code."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, LeftOutWarning):
+            print(f"castwise: {message}", file=sys.stderr)
+        else:
+            before(message, category, *where, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def _put_back(kept: int) -> None:
