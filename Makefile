@@ -25,6 +25,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
+	$(BIN)/mypy --strict tests/typed_use.py
 	$(BIN)/lint-imports --no-logo
 
 # The pages of docs/ as a site, made without a network. Warnings are errors; the tests build it too.
@@ -52,6 +53,11 @@ gpu:
 # The news fragments of changes/ as the next release's notes, to look at.
 changelog: $(STAMP)
 	$(BIN)/towncrier build --draft
+
+# What users install: the sdist, and the wheel made from it, tried where neither this folder nor .venv is seen. Two minutes.
+.PHONY: package
+package: $(STAMP)
+	$(BIN)/python scripts/package.py --out build/package
 
 # torch goes first and by itself: any other request for it would bring another build.
 $(STAMP): pyproject.toml constraints.txt Makefile

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise
+import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, scaler, updates, workload
 from castwise.numerics import damage, parity
 from castwise.plans import plan, rules
@@ -67,6 +68,7 @@ FURTHER = (
             "to_colossalai",
         ),
     ),
+    ("castwise.schemas", castwise.schemas, ("schema",)),
     ("castwise.updates", updates, ("lamb_", "novograd_", "total_norm")),
     ("castwise.workload", workload, ("find_workload", "Pipeline")),
 )

@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from castwise.jobs.tune_result import TuneResult
 from castwise.measure.processes import Home
+from castwise.plans.plan import Plan
 
+from . import schemas
 from .processes import forked_home
 
 os.environ["CASTWISE_CACHE_DIR"] = ""  # what one test's search finds is nothing to another's
@@ -68,6 +71,18 @@ def one_home() -> Iterator[Callable[[Home], socket.socket]]:
         real = Home.line
         patch.setattr(Home, "line", line)
         yield real
+
+
+@pytest.fixture(autouse=True, scope="session")
+def files_follow_their_schemas() -> Iterator[None]:
+    """Every plan, and the evidence of every search, that a test has written follows the schema that is published."""
+    if not schemas.INSTALLED:  # the tests for a GPU need pytest alone
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "save", schemas.checked_plans(Plan.save))
+        patch.setattr(TuneResult, "save", schemas.checked_evidence(TuneResult.save))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

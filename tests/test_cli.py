@@ -18,8 +18,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import castwise
-from castwise import cli
 from castwise.cli import app, main
+from castwise.cli.terminal import Answer, show_plainly
 from castwise.jobs import Event
 from castwise.report.progress import bars
 from castwise.report.show import table
@@ -168,10 +168,11 @@ def test_what_a_terminal_cannot_show_ends_no_command(
 def test_every_answer_and_its_progress_can_be_shown_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     record = make_record()
     terminal = Terminal("ascii", monkeypatch)
-    cli._show_plainly()
-    cli._answer(table(record), lambda: [Path("o/é")])
-    with bars(stages=True) as shown:
-        shown(Event("parity", "", 0, 1, "± …"))
+    show_plainly()
+    shown = Answer(json=False)
+    shown.give(lambda: record, lambda console: console.print(table(record)), lambda: [Path("o/é")])
+    with bars(stages=True) as tell:
+        tell(Event("parity", "", 0, 1, "± …"))
     assert "+-" in terminal.said("stdout")
     assert "  o/?\n" in terminal.said("stdout")
     assert "+- ..." in terminal.said("stderr")
@@ -281,7 +282,6 @@ def test_a_device_that_is_not_there() -> None:
         ("train", "sine", "--out", ""),
         ("tune", "sine", "--out", " "),
         ("bench", "sine", "--out", ""),
-        ("doctor", "--json", ""),
         ("migrate", "--write", ""),
     ],
 )

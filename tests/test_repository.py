@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 import castwise
+from castwise.extras import EXTRAS
 
 from .fresh import run_interpreter, run_python
 
@@ -204,17 +205,32 @@ def test_importing_castwise_imports_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_training_loop_imports_no_library_of_the_commands_and_no_drop_in(tmp_path: Path) -> None:
-    code = """
+    heavy = [*EXTRAS, "accelerate", "click", "lightning", "pydantic", "rich", "transformers"]
+    code = f"""
         import sys, torch, castwise
         for name in castwise.__all__:
             getattr(castwise, name)
         layer = torch.nn.Linear(2, 2)
         castwise.Amp("bf16-mixed", device="cpu").prepare(layer, torch.optim.SGD(layer.parameters(), 0.1))
-        heavy = ["rich", "typer", "jinja2", "matplotlib", "sklearn", "tensorboard", "transformers"]
-        print([name for name in heavy if name in sys.modules])
+        print([name for name in {heavy!r} if name in sys.modules])
         print([name for name in sys.modules if name.startswith("castwise.compat")])
     """
     assert run_python(textwrap.dedent(code), tmp_path) == "[]\n[]\n"
+
+
+def test_training_imports_no_room_that_measures_or_reports(tmp_path: Path) -> None:
+    code = """
+        import sys, castwise
+        castwise.Amp, castwise.GradScaler, castwise.autocast, castwise.Plan
+        print(*{name.split(".")[1] for name in sys.modules if name.startswith("castwise.")})
+    """
+    rooms = set(run_python(textwrap.dedent(code), tmp_path).split())
+    assert "session" in rooms
+    above = (
+        "measure", "numerics", "tuning", "report", "jobs", "workload", "workloads", "checkpoint", "compat", "integrations",
+        "migrate", "script", "cli",
+    )  # fmt: skip
+    assert not rooms & set(above)
 
 
 # --- the public face ----------------------------------------------------------------------------------------
@@ -232,6 +248,13 @@ def test_public_names_are_listed_once_and_in_order() -> None:
     assert set(castwise.__all__) < set(dir(castwise))
     with pytest.raises(AttributeError, match=r"module 'castwise' has no attribute 'autocats'; it has Amp, "):
         castwise.autocats  # noqa: B018 - the access is the test
+
+
+def test_the_program_that_a_type_checker_reads_uses_every_public_name() -> None:
+    text = (ROOT / "tests" / "typed_use.py").read_text(encoding="utf-8")
+    unused = [name for name in castwise.__all__ if not re.search(rf"\bcastwise\.{name}\b", text)]
+    assert not unused
+    assert "tests/typed_use.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 # --- what is written about the code -------------------------------------------------------------------------
@@ -313,7 +336,8 @@ def test_every_development_tool_has_its_version_pinned() -> None:
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         if not line.startswith("#")
     }
-    asked = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["dev"]]
+    extras = PROJECT["project"]["optional-dependencies"]
+    asked = [*PROJECT["project"]["dependencies"], *itertools.chain(*extras.values())]
     names = {re.split(r"[\[<>=~!;]", requirement)[0].lower() for requirement in asked}
     assert names - pinned == {"torch", "castwise"}
     assert "torch" not in pinned, "make installs torch first; a second pin could pull another build"

@@ -67,13 +67,15 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: ``import castwise`` itself costs next to nothing."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'castwise' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"castwise.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or a checker would take every wrong name for Any
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used: ``import castwise`` itself costs next to nothing."""
+        if name not in _HOME:
+            raise AttributeError(f"module 'castwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(importlib.import_module(f"castwise.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

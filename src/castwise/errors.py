@@ -17,6 +17,7 @@ __all__ = [
     "DeviceError",
     "LossScaleError",
     "MigrateError",
+    "MissingLibraryError",
     "NonFiniteError",
     "PatternError",
     "PlanError",
@@ -83,6 +84,10 @@ class WorkloadError(CastwiseError, ValueError):
 
 class MigrateError(CastwiseError, ValueError):
     """A script or folder that cannot be migrated as asked."""
+
+
+class MissingLibraryError(CastwiseError, ImportError):
+    """A library of one of the package's extras is not installed; says what installs it."""
 
 
 class CheckpointError(CastwiseError, ValueError):

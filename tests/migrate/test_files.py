@@ -396,9 +396,3 @@ def test_a_copy_of_apex_in_the_program_is_left(tmp_path: Path) -> None:
 def test_no_such_path(tmp_path: Path) -> None:
     with pytest.raises(MigrateError, match=r"migrate: there is no file or folder '.*gone'"):
         migrate(tmp_path / "gone")
-
-
-def test_without_libcst_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise.migrate.HAS_LIBCST", False)
-    with pytest.raises(MigrateError, match=r"pip install 'castwise\[migrate\]'"):
-        migrate(tmp_path)

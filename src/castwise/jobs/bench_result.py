@@ -150,7 +150,8 @@ class BenchResult(Result):
             folder: Where to; made if it does not exist.
 
         Returns:
-            Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures.
+            Paths of the files: ``bench.html`` first, then ``bench.json`` and the pictures; where matplotlib or Jinja is
+            missing no page and pictures, and a warning says so.
         """
         return self._save(Path(folder) / "bench.html", Path(folder) / "bench.json")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from castwise.extras import left_out
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -36,7 +38,7 @@ def interrupts_wait() -> Iterator[None]:
 
 
 class Journal:
-    """What is written while training goes on: JSON lines and TensorBoard's events.
+    """What is written while training goes on: JSON lines and, where TensorBoard is installed, its events.
 
     Args:
         out: Folder; what an earlier training left in it is taken away.
@@ -52,11 +54,10 @@ class Journal:
         self.earlier: list[dict[str, Any]] = []
         self._events = out / "tensorboard"
         self._lines_path = out / "metrics.jsonl"
-        self.files = [self._lines_path.name, self._events.name]
+        self._board: SummaryWriter | None = None
+        self.files = [self._lines_path.name]
 
     def __enter__(self) -> Self:
-        from torch.utils.tensorboard import SummaryWriter
-
         for name in ("model.pt", "result.json", "curves.png"):
             (self._lines_path.parent / name).unlink(missing_ok=True)
         self.earlier = self._still_true()
@@ -66,8 +67,12 @@ class Journal:
         if not self._steps_before:
             for old in self._events.glob("events.out.tfevents.*"):
                 old.unlink()  # TensorBoard would draw an earlier training into the same curve
-        purge = self._steps_before + 1 if self._steps_before else None
-        self._board: SummaryWriter = SummaryWriter(str(self._events), purge_step=purge)
+        with left_out("the log for TensorBoard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = self._steps_before + 1 if self._steps_before else None
+            self._board = SummaryWriter(str(self._events), purge_step=purge)
+            self.files.append(self._events.name)
         self._lines: TextIO = self._lines_path.open("a", encoding="utf-8")
         return self
 
@@ -85,6 +90,8 @@ class Journal:
     def step(self, row: Mapping[str, Any], loss: float) -> None:
         """Write a line of ``metrics.jsonl``, and its loss as it is, finite or not, to TensorBoard."""
         self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+        if self._board is None:
+            return
         self._board.add_scalar("loss", loss, row["step"])
         if row["loss_scale"] is not None:
             self._board.add_scalar("loss_scale", row["loss_scale"], row["step"])
@@ -94,7 +101,8 @@ class Journal:
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write what an evaluation after so many steps said."""
         for key, value in metrics.items():
-            self._board.add_scalar(f"final/{key}", value, step)
+            if self._board is not None:
+                self._board.add_scalar(f"final/{key}", value, step)
 
     def flush(self) -> None:
         """Let others see what was written."""
@@ -105,4 +113,5 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lines.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()

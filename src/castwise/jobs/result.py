@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from castwise.extras import left_out
+from castwise.schemas import RECORD_VERSION
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -20,7 +23,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The record that reports are made from: plain data, with numbers that are not finite as None."""
-        record: dict[str, Any] = _plain({"kind": self.kind, "version": 1, **self._fields()})
+        record: dict[str, Any] = _plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
         return record
 
     def _fields(self) -> dict[str, Any]:
@@ -38,13 +41,15 @@ class Result:
         return table(self.to_dict())
 
     def _save(self, page: Path, data: Path) -> tuple[Path, ...]:
-        """Write the page with its pictures and the record; folders are made where there are none."""
+        """Write the record, and where the libraries are there the page with its pictures; folders are made."""
         from castwise.report.show import write
 
         page.parent.mkdir(parents=True, exist_ok=True)
         data.write_text(self.to_json() + "\n", encoding="utf-8")
-        path, *pictures = write(self.to_dict(), page)
-        return (path, data, *pictures)
+        with left_out(f"{page.name} with its pictures"):
+            path, *pictures = write(self.to_dict(), page)
+            return (path, data, *pictures)
+        return (data,)
 
 
 def finite(value: float) -> float | None:

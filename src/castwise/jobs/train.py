@@ -17,6 +17,7 @@ import torch
 from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, PlanError, check_count, sentence
+from castwise.extras import left_out
 from castwise.jobs import Event, Progress, heard
 from castwise.jobs.faults import calls, remedy
 from castwise.jobs.journal import Journal, interrupts_wait
@@ -61,6 +62,7 @@ def train(
     Into the folder go ``metrics.jsonl`` (a line per step, written as training goes), TensorBoard's events, and at the
     end ``curves.png``, ``model.pt`` (fp32 weights under the model's own keys, whatever the plan and the layout) and
     ``result.json``. A training that fails or is interrupted leaves what it had, with a ``result.json`` that says why.
+    What TensorBoard or matplotlib would write is left out, with a warning, where it is not installed.
     Of several processes rank 0 writes and evaluates. Checkpoints go into ``checkpoints`` in the folder; a training that is
     started again with ``resume`` goes on from the newest whole one, under whatever plan and layout.
 
@@ -345,7 +347,8 @@ class _Run:
         if self.history and leads:
             from castwise.report.train import plot_curves
 
-            self.files.append(plot_curves([*self.earlier, *self.history], self.out / "curves.png").name)
+            with left_out("curves.png"):
+                self.files.append(plot_curves([*self.earlier, *self.history], self.out / "curves.png").name)
         last = [{}, *self.earlier, *self.history][-1]
         done = len(self.history)
         if leads and self.saves.every:

@@ -40,9 +40,10 @@ class TuneResult(Result):
             folder: Where to; made if it does not exist.
 
         Returns:
-            Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures.
+            Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures; where matplotlib
+            or Jinja is missing no page and pictures, and a warning says so.
         """
-        page, data, *pictures = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
+        first, *others = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
         plan = Path(folder) / "plan.json"
         self.plan.save(plan)
-        return (page, plan, data, *pictures)
+        return (first, plan, *others)

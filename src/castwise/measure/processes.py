@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import importlib
+import importlib.util
 import os
 import pickle
 import random
@@ -28,6 +28,7 @@ from typing import Any, Self
 import torch
 
 from castwise.errors import CastwiseError, Elsewhere, WorkloadError, place, sentence, told
+from castwise.extras import install
 from castwise.plans.plan import Plan
 from castwise.process import put_settings, settings
 from castwise.workload import Workload, find_workload
@@ -84,21 +85,34 @@ class NotThereError(WorkloadError):
 
 
 def portable(workload: Workload | str) -> bytes:
-    """A workload, or how to find it, as bytes for another process; functions of scripts and lambdas are among what can go.
+    """A workload, or how to find it, as bytes for another process; functions of scripts and lambdas too, by cloudpickle.
 
     Raises:
         NotThereError: It holds what cannot leave this process, such as a lock or a generator.
     """
-    import cloudpickle  # type: ignore[import-untyped]
-
     try:
-        return bytes(cloudpickle.dumps(workload))
+        return _dumps(workload)
     except Exception as error:  # pickling runs code of whatever is pickled
         name = workload if isinstance(workload, str) else workload.name
         raise NotThereError(
             f"workload {name!r} cannot be sent to another process ({sentence(error, whole=False)}); put it into a "
-            "file and name it file.py:attribute"
+            f"file and name it file.py:attribute{_or_install()}"
         ) from error
+
+
+def _dumps(workload: Workload | str) -> bytes:
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ImportError:
+        return pickle.dumps(workload)  # what a script defines can then not leave it
+    return bytes(cloudpickle.dumps(workload))
+
+
+def _or_install() -> str:
+    """What else sends to another process what cannot be named there."""
+    if importlib.util.find_spec("cloudpickle") is not None:
+        return ""
+    return f", or let cloudpickle send it: {install('cloudpickle')}"
 
 
 def received(workload: bytes) -> Workload:
@@ -135,7 +149,7 @@ def not_there(workload: Workload | str, error: Exception) -> NotThereError:
     name = workload if isinstance(workload, str) else workload.name
     return NotThereError(
         f"workload {name!r} does not run in another process ({told(error, whole=False)}); put all that it needs into a "
-        "file and name it file.py:attribute"
+        f"file and name it file.py:attribute{_or_install()}"
     )
 
 

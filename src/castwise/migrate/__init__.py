@@ -15,12 +15,10 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from castwise.errors import MigrateError
+from castwise.errors import MissingLibraryError
 from castwise.migrate.result import FileResult, Finding, Migration
 
 __all__ = ["FileResult", "Finding", "Migration", "migrate"]
-
-HAS_LIBCST = importlib.util.find_spec("libcst") is not None
 
 
 def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
@@ -35,11 +33,12 @@ def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
         What would be changed, or was, file by file, and what could not be decided.
 
     Raises:
-        MigrateError: There is no such path, or LibCST is not installed.
+        MigrateError: There is no such path.
+        MissingLibraryError: LibCST is not installed.
     """
-    if not HAS_LIBCST:
-        raise MigrateError(
-            "migrate: this needs LibCST, which is not installed. Install it with: pip install 'castwise[migrate]'"
+    if importlib.util.find_spec("libcst") is None:
+        raise MissingLibraryError(
+            'migrate needs libcst, which is not installed. Install it with: pip install "castwise[migrate]"'
         )
     from castwise.migrate.files import migrate_files
 

@@ -7,7 +7,7 @@ import difflib
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from castwise.errors import MigrateError
 
@@ -119,6 +119,19 @@ class Migration:
         notes = [f"{differs} behave otherwise" if differs > 1 else "1 behaves otherwise"] if differs else []
         notes += [f"{left} left to you"] if left else []
         return f"{did}{' (lines: ' + ', '.join(notes) + ')' if notes else ''}".capitalize()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was found as JSON's own types: of each file its change as a diff."""
+        return {
+            "kind": "migrate", "version": 1, "summary": self.summary(), "looked_at": self.looked_at,
+            "files": [
+                {
+                    "path": str(file.path), "changed": file.changed, "written": file.written, "problem": file.problem,
+                    "diff": file.diff(), "findings": [dataclasses.asdict(one) for one in file.findings],
+                }
+                for file in self.files
+            ],
+        }  # fmt: skip
 
     def show(self, console: Console) -> None:
         """Print diffs, then what is to be looked at by line, then the sentence."""

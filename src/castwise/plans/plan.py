@@ -25,6 +25,7 @@ from castwise.plans.line import read_line, write_line
 from castwise.plans.parts import FrozenMapping, LossScale, Region, format_name, from_mapping, one_of, to_json
 from castwise.plans.rules import BASES, check_rule
 from castwise.plans.text import DEEPEST, close_matches, nested_deeper, read_json, shown
+from castwise.schemas import PLAN_VERSION
 
 __all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
 
@@ -261,8 +262,8 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Write the plan as JSON text, provenance included."""
-        values = {**_values(self), "provenance": to_json(self.provenance)}
+        """Write the plan as JSON text, provenance included, by version 1 of `castwise.schemas.schema("plan")`."""
+        values = {"version": PLAN_VERSION, **_values(self), "provenance": to_json(self.provenance)}
         return json.dumps(values, indent=2, allow_nan=False)
 
     @classmethod
@@ -323,6 +324,14 @@ class Plan:
             raise PlanError(
                 f"{call}: {error}. Mend it there, or write the plan anew with plan.save(path)."
             ) from None
+        if isinstance(values, Mapping) and "version" in values:
+            values = dict(values)
+            version = values.pop("version")
+            if type(version) is not int or version != PLAN_VERSION:
+                raise PlanError(
+                    f"{call}: version={shown(version)} is not allowed. Allowed: {PLAN_VERSION}. Update castwise if a newer one "
+                    "wrote the plan, or leave version out."
+                )
         return cls._from_values(call, values)
 
     @classmethod

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -42,6 +42,16 @@ from castwise.session.undo import UndoLog
 from castwise.session.wrapping import Wrapping
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
+_M = TypeVar("_M", bound=nn.Module)
+_O = TypeVar("_O", bound=Optimizer)
+
+
+class _HowPrepared(TypedDict, total=False):
+    """The options of :meth:`Amp.prepare`, for its overloads."""
+
+    methods: Sequence[str]
+    inference: bool
+    part: bool
 
 
 class Amp:
@@ -106,6 +116,14 @@ class Amp:
 
     # --- preparing ----------------------------------------------------------------------------------------
 
+    @overload
+    def prepare(self, model: _M, **how: Unpack[_HowPrepared]) -> _M: ...
+    @overload
+    def prepare(self, model: _M, optimizer: _O, /, **how: Unpack[_HowPrepared]) -> tuple[_M, _O]: ...
+    @overload
+    def prepare(
+        self, model: _M, first: _O, second: Optimizer, /, *others: Optimizer, **how: Unpack[_HowPrepared]
+    ) -> tuple[Any, ...]: ...
     def prepare(
         self,
         model: nn.Module,

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from torch import Tensor, nn
 
@@ -128,7 +128,17 @@ def folder() -> Path | None:
     chosen = os.environ.get("CASTWISE_CACHE_DIR")
     if chosen == "":
         return None
-    return Path(chosen or platformdirs.user_cache_dir("castwise", appauthor=False)) / "plans"
+    return Path(chosen or _users_cache()) / "plans"
+
+
+def _users_cache() -> Path:
+    """``castwise`` where the system wants what programs can make again."""
+    home = Path.home()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "castwise" / "Cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "castwise"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "castwise"
 
 
 def _place(device: torch.device) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise.errors import WorkloadError
+from castwise.extras import needs
 from castwise.workload import Pipeline, Workload
 from castwise.workloads.blocks import Block, Transformer, cut, inputs, shards, target
 
@@ -26,14 +27,10 @@ def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     They are shuffled once and for all.
 
     Raises:
-        WorkloadError: scikit-learn is not installed.
+        MissingLibraryError: scikit-learn, with which the images come, is not installed.
     """
-    try:
+    with needs("workload 'digits'"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise WorkloadError(
-            "workload 'digits': its images come with scikit-learn, which is not installed; pip install scikit-learn"
-        ) from error
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(data.images, dtype=torch.float32)[order, None]

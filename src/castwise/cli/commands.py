@@ -1,33 +1,21 @@
-"""The command line: arguments, exit codes, progress. What the commands do is in :mod:`castwise.jobs`.
-
-Results go to standard output, progress and errors to standard error. Exit codes: 0; 1 where what was asked for could
-not be done; 2 where the command was not understood; 130 where it was interrupted, 143 where it was terminated.
-"""
+"""The commands and their options; no logic."""
 
 from __future__ import annotations
 
-import codecs
-import contextlib
-import io
 import os
 import re
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from castwise.errors import CastwiseError, place, sentence
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
+from castwise.cli.terminal import Commands, answering, folder_for
+from castwise.errors import CastwiseError
 
 app = typer.Typer(
     name="castwise",
+    cls=Commands,
     help="Automatic mixed precision for PyTorch: see what precision plans cost on this machine, and train under them.",
     no_args_is_help=True,
     add_completion=False,
@@ -64,38 +52,9 @@ Device = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of weights and data.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process.
-
-    Args:
-        arguments: Words after the command's name; by default the process's own.
-    """
-    _show_plainly()
-    app(args=None if arguments is None else list(arguments), prog_name="castwise")
-
-
-def _show_plainly() -> None:
-    """Have outputs whose encoding lacks a character show another: nothing that cannot be shown ends a command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_PLAINLY)
-
-
-_PLAINLY = "castwise.plainly"
-_PLAIN = {"±": "+-", "…": "...", "·": "-", "─": "-", "━": "-", "╺": "-", "╸": "-", "—": "-"}
-
-
-def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """What stands for characters that an output's encoding lacks."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lacking = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(character, "?") for character in lacking), error.end
-
-
-codecs.register_error(_PLAINLY, _plainly)
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, the record or an error, and nothing else.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -149,10 +108,11 @@ def bench(
             show_default="runs/bench-WORKLOAD",
         ),
     ] = None,
+    json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under several plans, in turns, and show what each costs."""
-    with _errors(show_traceback):
+    with answering(show_traceback, json=json) as answer:
         from castwise.jobs import bench as job
         from castwise.plans.plan import as_plan
 
@@ -161,12 +121,12 @@ def bench(
             raise CastwiseError(f"--plans {plans!r} names no plan; give one or more, such as fp32,bf16-mixed")
         for plan in chosen:
             as_plan(plan)  # before anything is made or measured
-        with _folder(out, "bench", workload) as folder:
+        with folder_for(out, "bench", workload) as folder:
             result = job.bench(
                 workload, chosen, device=device, steps=steps, rounds=rounds, starts=starts, seed=seed,
                 inference=inference, memory=memory, progress=True,
             )  # fmt: skip
-            _answer(result.table(), lambda: result.save(folder))
+            answer(result, lambda: result.save(folder))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -183,7 +143,7 @@ def run(
     module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
 ) -> None:
     """Run an unmodified training script under a plan; under torchrun on all ranks."""
-    with _errors(show_traceback=False):
+    with answering(show_traceback=False):
         from castwise.plans.plan import as_plan
         from castwise.script import EnoughError, Follower, Gate, check, execute
 
@@ -236,7 +196,7 @@ def try_(
     show_traceback: Traceback = False,
 ) -> None:
     """Run a script's first steps under several plans, in turns, and show what each makes of them."""
-    with _errors(show_traceback):
+    with answering(show_traceback, json=json) as answer:
         from castwise.script import try_script
 
         chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
@@ -252,10 +212,7 @@ def try_(
             out=out,
             progress=True,
         )
-        if json:
-            print(result.to_json())
-        else:
-            _answer(result.table(), lambda: [Path(file) for file in result.files])
+        answer(result, lambda: [Path(file) for file in result.files])
 
 
 @app.command()
@@ -315,10 +272,11 @@ def tune(
             show_default="runs/tune-WORKLOAD",
         ),
     ] = None,
+    json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Find the fastest plan whose gradients cannot be told from fp32's, by experiment; under torchrun on all ranks."""
-    with _errors(show_traceback):
+    with answering(show_traceback, json=json) as answer:
         import torch
 
         from castwise.casting import default_device_type
@@ -329,14 +287,14 @@ def tune(
         chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
         with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
             first = rank == 0  # which alone shows and writes
-            with _folder(out, "tune", workload, make=first) as folder:
+            with folder_for(out, "tune", workload, make=first) as folder:
                 result = job.tune(
                     workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
                     verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
                     compile=compile_, memory=memory, fresh=fresh, device=where, seed=seed, out=folder, progress=True,
                 )  # fmt: skip
         if first:
-            _answer(result.table(), lambda: result.files)
+            answer(result, lambda: result.files)
 
 
 @app.command()
@@ -373,26 +331,27 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest complete checkpoint in the folder.")
     ] = False,
+    json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Train a workload under a plan, with TensorBoard's events, JSON lines, curves and weights as results."""
-    with _errors(show_traceback, terminable=False):  # torchrun ends ranks, and they have a record to write
-        from rich.text import Text
-
+    with answering(
+        show_traceback, json=json, terminable=False
+    ) as answer:  # torchrun ends ranks, and they have a record to write
         from castwise.jobs import train as job
         from castwise.jobs.processes import started
         from castwise.plans.plan import as_plan
 
         chosen = as_plan(plan)
         leads = started()[0] == 0
-        with _folder(out, "train", workload, make=leads) as folder:
+        with folder_for(out, "train", workload, make=leads) as folder:
             result = job.train(
                 workload, chosen, steps=steps, out=folder, device=device, seed=seed, layout=layout,
                 microbatches=microbatches, schedule=schedule, save_every=save_every, resume=resume, progress=True,
             )  # fmt: skip
         if leads:
             files = [folder / "result.json", *(folder / name for name in result.files)]
-            _answer(Text(result.summary()), lambda: files)
+            answer(result, lambda: files)
 
 
 @app.command()
@@ -401,29 +360,18 @@ def doctor(
         str | None, typer.Argument(metavar="[WORKLOAD]", help="Look at this one too.", show_default=False)
     ] = None,
     device: Device = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(help="Write the record to this file.", parser=_path, metavar="PATH", show_default=False),
-    ] = None,
+    json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Measure what this machine's device makes of each format, and what holds a workload back."""
-    with _errors(show_traceback):
+    with answering(show_traceback, json=json) as answer:
         from castwise.workload import find_workload
 
         found = None if workload is None else find_workload(workload)
         from castwise.jobs import doctor as job
 
         result = job.doctor(found, device=device, progress=True)
-
-        def save() -> Sequence[Path]:
-            if json is None:
-                return ()
-            json.parent.mkdir(parents=True, exist_ok=True)
-            json.write_text(result.to_json() + "\n", encoding="utf-8")
-            return (json,)
-
-        _answer(result.table(), save)
+        answer(result)
 
 
 @app.command()
@@ -437,125 +385,27 @@ def migrate(
     write: Annotated[
         bool, typer.Option("--write", help="Write the files; without it they are shown and left alone.")
     ] = False,
+    json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Move scripts of Apex amp, Colossal-AI AMP or torch.amp to castwise; show the change, and list what is left to you."""
-    with _errors(show_traceback):
+    with answering(show_traceback, json=json) as answer:
         from castwise import migrate as room
 
         result = room.migrate(path, write=write)
-        with _reader():
-            result.show(_console())
+        answer.give(result.to_dict, result.show)
         result.check()
 
 
-# --- what goes to the terminal --------------------------------------------------------------------------------
+@app.command()
+def schema(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="plan or evidence.", show_default=False)],
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Print the JSON Schema of plan.json or evidence.json."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise import schemas
 
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    # Typer captures what goes through sys.stdout and sys.stderr as they are now, so no console is kept.
-    return Console(stderr=stderr)
-
-
-def _answer(shown: RenderableType, save: Callable[[], Sequence[Path]]) -> None:
-    """Write the files, then print the answer and their names: one that cannot be written, or printed, loses not the other."""
-    paths: Sequence[Path] = ()
-    try:
-        paths = save()
-    finally:
-        with _reader():  # click's own echo takes no notice of what an ASCII terminal can show
-            _console().print(shown)
-            for line in ("Wrote", *(f"  {path}" for path in paths)) if paths else ():
-                print(line)
-
-
-@contextlib.contextmanager
-def _reader() -> Iterator[None]:
-    """Print for a reader who may have left, as ``head`` does: the command then ends without a word."""
-    try:
-        yield
-    except (BrokenPipeError, SystemExit):  # rich makes the one of the other
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
-def _folder(out: Path | None, command: str, workload: str, make: bool = True) -> Iterator[Path]:
-    """Where results go; made before the work."""
-    from castwise.jobs import make_folder
-    from castwise.workload import find_workload
-
-    name = find_workload(workload).name  # first, so that a wrong name makes no folder
-    plain = re.sub(r"[^\w.-]+", "-", name)
-    folder = out if out is not None else Path("runs") / f"{command}-{plain}"
-    if make:
-        make_folder(folder, "--out")
-    try:
-        yield folder
-    except BaseException:
-        with contextlib.suppress(OSError):
-            if make:
-                folder.rmdir()  # only where it is empty
-        raise
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as ``timeout``, Slurm and Docker send it: whatever sees to an interrupt sees to it."""
-
-
-def _terminate(*_signal: object) -> None:
-    raise _Terminated
-
-
-@contextlib.contextmanager
-def _errors(show_traceback: bool, terminable: bool = True) -> Iterator[None]:
-    """One sentence on standard error and exit code 1 for whatever goes wrong."""
-    before = None
-    if terminable:
-        with contextlib.suppress(ValueError):  # not the main thread
-            before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except _Terminated as error:
-        _fault(f"terminated{_notes(error)}")
-        raise typer.Exit(143) from None
-    except KeyboardInterrupt as error:
-        _fault(f"interrupted{_notes(error)}")
-        raise typer.Exit(130) from None
-    except (Exception, SystemExit) as error:
-        if show_traceback:
-            traceback.print_exc(file=sys.stderr)
-        _fault(f"{_said(error)}{_notes(error)}")
-        raise typer.Exit(1) from None
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _fault(text: str) -> None:
-    """Say what went wrong; of several processes the first to fail does, and names itself."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from castwise.jobs.processes import first_fault, started
-
-        rank = f"rank {started()[0]}: "
-        if not first_fault(text).startswith(rank):
-            return
-        text = rank + text
-    print(f"castwise: {text}", file=sys.stderr)
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror and not isinstance(error, CastwiseError):
-        return f"{error.strerror}: {os.fspath(error.filename)!r}" if error.filename else error.strerror
-    if isinstance(error, CastwiseError):
-        return sentence(error)
-    return f"{sentence(error)} ({'; '.join(filter(None, (place(error), '--traceback shows where')))})"
-
-
-def _notes(error: BaseException) -> str:
-    return "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        found = schemas.schema(name)
+        answer.give(lambda: found, lambda console: console.out(dumps(found, indent=1), highlight=False))

@@ -1,0 +1,53 @@
+"""The command line: arguments, exit codes, progress. What the commands do is in :mod:`castwise.jobs`.
+
+Results go to standard output, progress and errors to standard error; with ``--json`` standard output is one JSON object, in
+which an error is, too. Exit codes: 0; 1 where what was asked for could not be done; 2 where the command was not understood;
+130 where it was interrupted, 143 where it was terminated.
+
+``commands``: the commands and their options. ``terminal``: what goes where. It needs Typer, which the core does without.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from castwise.errors import MissingLibraryError
+from castwise.extras import needs
+
+if TYPE_CHECKING:
+    from castwise.cli.commands import app
+
+__all__ = ["app", "main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process.
+
+    Args:
+        arguments: Words after the command's name; by default the process's own.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        with needs("the command line"):
+            from castwise.cli.commands import app
+            from castwise.cli.terminal import show_plainly
+    except MissingLibraryError as error:
+        print(f"castwise: {error}", file=sys.stderr)
+        if "--json" in words:
+            said = {"type": type(error).__name__, "message": str(error), "exit_code": 1}
+            print(json.dumps({"error": said}))
+        raise SystemExit(1) from None
+    show_plainly()
+    app(args=words, prog_name="castwise")
+
+
+def __getattr__(name: str) -> Any:
+    """The commands, imported when they are first asked for."""
+    if name != "app":
+        raise AttributeError(f"module 'castwise.cli' has no attribute {name!r}")
+    from castwise.cli.commands import app
+
+    return app

@@ -1,0 +1,153 @@
+"""A user's program as a type checker sees it, not run: ``make lint`` checks it, and ``make package`` against the wheel.
+
+Every public name is used, and each line marked ``type: ignore`` has to be an error: mypy --strict warns of one that is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, assert_type
+
+import torch
+from torch import Tensor, nn
+
+import castwise
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Net(nn.Module):
+    """A module of the user's own: what ``prepare`` returns is still one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """One number per row of ``[batch, 8]``."""
+        return torch.tanh(self.layer(inputs))
+
+
+def plans(folder: Path) -> None:
+    """Plans and their parts."""
+    plan = castwise.Plan(
+        compute="fp16",
+        regions=(castwise.Region("*.norm", compute="fp32"),),
+        loss_scale=castwise.LossScale(init=1024.0),
+    )
+    assert_type(plan, castwise.Plan)
+    assert_type(castwise.Plan.preset("bf16-mixed"), castwise.Plan)
+    assert_type(castwise.Plan.parse("bf16-mixed+ops.exp=fp32"), castwise.Plan)
+    assert_type(castwise.Plan.load(folder / "plan.json"), castwise.Plan)
+    assert_type(plan.regions, tuple[castwise.Region, ...])
+    assert_type(plan.loss_scale, castwise.LossScale | None)
+    assert_type(plan.digest, str)
+    assert_type(plan.compute_dtype, torch.dtype)
+    assert_type(plan.save(folder / "plan.json"), None)
+    castwise.Plan("bf16")  # type: ignore[call-arg]
+    castwise.Plan(computes="bf16")  # type: ignore[call-arg]
+    plan.compute = "fp32"  # type: ignore[misc]
+
+
+def train(batches: Iterable[Batch]) -> None:
+    """The README's loop, with an optimizer of a type of its own."""
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        assert_type(amp, castwise.Amp)
+        model, optimizer = amp.prepare(Net(), torch.optim.AdamW(nn.Linear(8, 1).parameters()))
+        assert_type(model, Net)
+        assert_type(optimizer, torch.optim.AdamW)
+        for inputs, targets in batches:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            assert_type(amp.backward(loss), None)
+            result = amp.step(optimizer, max_norm=1.0)
+            assert_type(result, castwise.StepResult)
+            assert_type(result.skipped, bool)
+            assert_type(amp.scale(loss), Tensor)
+        assert_type(amp.plan, castwise.Plan)
+    alone = castwise.Amp(castwise.Plan.preset("fp16-mixed")).prepare(Net())
+    assert_type(alone, Net)
+    two = castwise.Amp(torch.bfloat16).prepare(Net(), torch.optim.SGD([]), torch.optim.AdamW([]))
+    assert_type(two, tuple[Any, ...])
+    amp.prepare(Net(), method=["generate"])  # type: ignore[call-overload]
+    castwise.Amp(1.0)  # type: ignore[arg-type]
+    amp.backward("loss")  # type: ignore[arg-type]
+
+
+def by_torchs_names(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> None:
+    """What supersets torch.amp takes the place of torch.amp."""
+    scaler: torch.amp.GradScaler = castwise.GradScaler("cpu", hysteresis=2)
+    with castwise.autocast("bf16-mixed", device_type="cpu"):
+        loss = model(inputs).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+
+    @castwise.autocast(torch.bfloat16, device_type="cpu")
+    def run(rows: Tensor, times: int) -> list[Tensor]:
+        return [rows] * times
+
+    assert_type(run(inputs, 2), list[Tensor])
+    run(inputs, "2")  # type: ignore[arg-type]
+
+    @castwise.fp32_function
+    def widened(rows: Tensor) -> Tensor:
+        return rows.exp()
+
+    assert_type(widened(inputs), Tensor)
+    assert_type(castwise.lower_function(widened)(inputs), Tensor)
+    assert_type(castwise.widest_function(widened)(inputs), Tensor)
+    assert_type(castwise.AveragedModel(Net()).update_parameters(Net()), None)
+
+
+class Doubled(torch.autograd.Function):
+    """An autograd function that follows castwise.autocast."""
+
+    @staticmethod
+    @castwise.custom_fwd
+    def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor) -> Tensor:
+        """Twice the rows."""
+        return 2 * rows
+
+    @staticmethod
+    @castwise.custom_bwd
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        """Its gradient."""
+        return 2 * grad
+
+
+def make_batches(seed: int) -> Iterator[Batch]:
+    """One batch."""
+    yield torch.randn(4, 8), torch.randn(4, 1)
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean squared error."""
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def experiments(folder: Path) -> None:
+    """What measures."""
+    workload = castwise.Workload(
+        name="mine", model=Net, optimizer=lambda params: torch.optim.SGD(params, 0.1), batches=make_batches,
+        loss=compute_loss,
+    )  # fmt: skip
+    found = castwise.tune(workload, budget_s=60.0)
+    assert_type(found, castwise.TuneResult)
+    assert_type(found.plan, castwise.Plan)
+    assert_type(found.answer, str)
+    assert_type(found.save(folder), tuple[Path, ...])
+    assert_type(
+        castwise.tune(model=Net(), loss=compute_loss, batches=[1], optimizer=torch.optim.Adam),
+        castwise.TuneResult,
+    )
+    judged = castwise.parity(Net(), compute_loss, list(make_batches(0)), "bf16-mixed")
+    assert_type(judged, castwise.ParityResult)
+    assert_type(judged.verdict, Literal["pass", "fail", "undecided"])
+    assert_type(
+        castwise.bench("sine", ["fp32", castwise.Plan.preset("bf16-mixed")]).save(folder), tuple[Path, ...]
+    )
+    castwise.tune(workload, budget="long")  # type: ignore[call-arg]
+    try:
+        castwise.autocats  # type: ignore[attr-defined]  # noqa: B018
+    except castwise.CastwiseError as error:
+        assert_type(error, castwise.CastwiseError)
