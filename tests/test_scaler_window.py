@@ -592,7 +592,10 @@ def test_errors_speak_of_what_there_is() -> None:
         StateError, match=r"step\(SGD\): its gradients came from no scaled loss.*amp\.backward\(loss\)"
     ):
         amp.step(a)
-    a.step()  # they have no scale in them, so that is right
+    with pytest.raises(
+        StateError, match=r"SGD\.step\(\): the plan has a loss scale, and no loss was ever scaled"
+    ):
+        a.step()
     a.zero_grad()
     b.zero_grad()
     amp.unscale_(a)

@@ -154,7 +154,9 @@ class CastwiseAccelerator(Accelerator):
                 "plan before its first prepare"
             )
         kind = type(accelerator)
-        accelerator.__class__ = cls if kind is Accelerator else type(f"Castwise{kind.__name__}", (cls, kind), {})
+        accelerator.__class__ = (
+            cls if kind is Accelerator else type(f"Castwise{kind.__name__}", (cls, kind), {})
+        )
         try:
             accelerator._follow(plan)
         except BaseException:
