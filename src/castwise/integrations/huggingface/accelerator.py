@@ -282,22 +282,22 @@ class CastwiseAccelerator(Accelerator):
                     "the accelerator that session in the place of a plan, or close() it first"
                 )
             owner.close()
-        updating = [each for each in optimizers if _updates(each, model) or amp.holds(each)]
+        updating = [each for each in optimizers if _updates(each, model)]
         if Amp.of(model) is None:
             amp.prepare(model, *updating)
         elif late := [each for each in updating if not amp.holds(each)]:
-            if amp.plan.keeps_masters:
+            if amp.plan.stores_low or amp.plan.keeps_masters:
                 self._begin_again(model, late)
             else:
                 amp.prepare(model, *late)
         self._taken.add(model)
 
     def _begin_again(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the plan off models that were prepared without optimizers, to evaluate them, so that these get masters."""
+        """Take the plan off models that were prepared to be evaluated, so that what trains them is prepared with them."""
         if self._optimizers:
             raise StateError(
-                f"prepare({type(optimizers[0]).__name__}): the plan {self.amp.plan} keeps fp32 masters, which are made with the model, "
-                "and others train by them already; give a model and all of its optimizers to one call: "
+                f"prepare({type(optimizers[0]).__name__}): the plan {self.amp.plan} stores parameters low, which the optimizer has to "
+                "know when that is done, and others train already; give a model and all of its optimizers to one call: "
                 "accelerator.prepare(model, optimizer)"
             )
         self.amp.close()
