@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
+import re
+import runpy
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -599,6 +602,26 @@ def test_a_mixin_follows_other_trainers(tmp_path: Path) -> None:
     equal(weights(run), by_hand(tmp_path, "fp16-mixed")[0])
 
 
+# --- the example ----------------------------------------------------------------------------------------------
+
+
+def test_the_example_learns_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
+
+    def run(*words: str) -> float:
+        monkeypatch.setattr(
+            "sys.argv", [str(script), "--output", str(tmp_path), "--plan", "bf16-master", *words]
+        )
+        runpy.run_path(str(script), run_name="__main__")
+        said = capsys.readouterr().out
+        return float(re.search(r"^bf16-master: loss (\d\.\d+) on text", said, re.MULTILINE)[1])
+
+    begun = run("--steps", "6")
+    assert run("--steps", "12", "--resume") < begun < math.log(256)
+
+
 # --- two processes --------------------------------------------------------------------------------------------
 
 
@@ -611,7 +634,7 @@ class SpoiledOnOne(Spoiled):
 def train_on_two(folder: str) -> None:
     warnings.simplefilter("ignore")  # torch's own about its collectives
     here, gathered = Path(folder), {}
-    for plan in ("fp16-mixed", "bf16-master", "fp16-master"):
+    for plan in ("fp16-mixed", "fp16-master"):
         accelerator = CastwiseAccelerator(plan, gradient_accumulation_steps=2)
         mine = slice(accelerator.process_index, None, 2)
         model, optimizer, scheduler = accelerator.prepare(*parts())
