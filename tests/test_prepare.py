@@ -568,7 +568,7 @@ def test_one_that_is_made_after_parameters_were_stored_low_is_refused(plan: str)
             amp.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
 
 
-@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-mixed+ops.tanh=fp32", "bf16-master"])
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-mixed+ops.tanh=fp32"])
 @pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
 def test_a_forward_that_somebody_puts_inside_autocast_is_refused(plan: str, after: bool) -> None:
     """As Accelerate does for a precision of its own, behind a wrapper of its own."""
