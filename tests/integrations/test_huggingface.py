@@ -267,6 +267,20 @@ def test_the_best_model_is_loaded_into_the_masters(tmp_path: Path) -> None:
     equal({name: value for name, value in weights(run).items() if name in best}, best)
 
 
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
+def test_a_trainer_without_a_plan_goes_on_from_a_checkpoint(plan: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, plan, save_strategy="steps", save_steps=2)
+    run.train()
+    assert castwise.Plan.preset(plan) == castwise.Plan.from_json(
+        json.loads((tmp_path / "checkpoint-2" / "castwise.json").read_text())["plan"]
+    )
+    rest = Trainer(model=gpt(1), args=arguments(tmp_path / "again"), train_dataset=texts())
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(rest, "loss")[:2] == logged(run, "loss")[:2]
+    # bf16 holds 8 bits of each operand; the loss is near ln 64
+    assert logged(rest, "loss")[2:] == pytest.approx(logged(run, "loss")[2:], rel=2e-2)
+
+
 def test_a_model_made_anew_is_prepared_anew(tmp_path: Path) -> None:
     run = CastwiseTrainer(
         plan="fp16-mixed", model_init=lambda: gpt(), args=arguments(tmp_path), train_dataset=texts()
@@ -467,6 +481,8 @@ def test_a_scale_saved_by_torchs_scaler_is_taken_over() -> None:
     accelerator = CastwiseAccelerator("fp16-mixed")
     accelerator.scaler.load_state_dict(torchs.state_dict())
     assert accelerator.scaler.get_scale() == 128.0
+    torchs.load_state_dict(CastwiseAccelerator("fp16-mixed").scaler.state_dict())
+    assert torchs.get_scale() == 65536.0
     with pytest.raises(CheckpointError, match="expected the keys version"):
         accelerator.scaler.load_state_dict({"scale": 1.0})
 

@@ -92,8 +92,10 @@ class SessionScaler:
         self._amp.unscale_(_inner(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state, and how many steps it has skipped."""
-        return {**self._amp.state_dict(), "skipped_steps": self.skipped_steps}
+        """The session's state, how many steps it has skipped, and what a torch ``GradScaler`` reads of a state."""
+        return {
+            **self._amp.scaler.state_dict(), **self._amp.state_dict(), "skipped_steps": self.skipped_steps
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, of a session or of the torch ``GradScaler`` of a run without castwise.
@@ -101,7 +103,7 @@ class SessionScaler:
         Raises:
             CheckpointError: Neither of the two.
         """
-        if "_growth_tracker" in state:
+        if "_growth_tracker" in state and "version" not in state:
             state = {"version": 1, "plan": None, "scaler": dict(state)}
         self._amp.load_state_dict(state)
         self._before = state.get("skipped_steps", 0) - self._amp.skipped_steps

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from castwise import Amp, Plan
 from castwise.errors import PlanError
 from castwise.integrations.huggingface.accelerator import CastwiseAccelerator
 from castwise.integrations.huggingface.versions import check_version
+
+STATE = "castwise.json"
+"""In a checkpoint: the plan, the loss scale and how many steps were skipped."""
 
 
 class CastwiseMixin:
@@ -98,6 +103,19 @@ class CastwiseMixin:
             # The trainer has loaded weights before there were masters, into whatever the model was made in.
             self._load_from_checkpoint(checkpoint, self.model)  # type: ignore[attr-defined]
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _save_scaler(self, output_dir: str) -> None:
+        scaler = self.accelerator.scaler
+        if scaler.is_enabled():  # or a Trainer without a scaler could not go on from here
+            super()._save_scaler(output_dir)  # type: ignore[misc]
+        if self.args.should_save:
+            Path(output_dir, STATE).write_text(json.dumps(scaler.state_dict(), indent=2), encoding="utf-8")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (file := Path(checkpoint, STATE)).is_file():
+            self.accelerator.scaler.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        else:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as the trainer does; beside a training loss also ``skipped_steps``, and ``loss_scale`` where there is one.
