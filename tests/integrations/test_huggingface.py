@@ -281,6 +281,39 @@ def test_a_trainer_without_a_plan_goes_on_from_a_checkpoint(plan: str, tmp_path:
     assert logged(rest, "loss")[2:] == pytest.approx(logged(run, "loss")[2:], rel=2e-2)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # PEFT asks for it
+@pytest.mark.parametrize(
+    ("plan", "stored"),
+    [("bf16-mixed", torch.bfloat16), ("bf16-master", torch.float32), ("fp16-master", torch.float32)],
+)
+def test_adapters_resume_bit_for_bit(plan: str, stored: torch.dtype, tmp_path: Path) -> None:
+    """In the trainer that saved, and in another."""
+    peft = pytest.importorskip("peft")
+
+    def run(folder: Path) -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+        return trainer(
+            folder,
+            plan,
+            model=peft.get_peft_model(gpt().to(stored), config),
+            save_strategy="steps",
+            save_steps=2,
+        )
+
+    whole = run(tmp_path)
+    whole.train()
+    wanted = weights(whole)
+    assert (
+        load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors").popitem()[1].dtype is torch.float32
+    )
+    assert not (tmp_path / "checkpoint-2" / "config.json").exists()
+    for again in (run(tmp_path / "again"), whole):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        equal(weights(again), wanted)
+
+
 def test_a_model_made_anew_is_prepared_anew(tmp_path: Path) -> None:
     run = CastwiseTrainer(
         plan="fp16-mixed", model_init=lambda: gpt(), args=arguments(tmp_path), train_dataset=texts()

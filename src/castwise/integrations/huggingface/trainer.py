@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +94,37 @@ class CastwiseMixin:
             return
         model = self.accelerator.unwrap_model(self.model)
         super()._save(output_dir, state_dict or self.accelerator.amp.model_state_dict(model))  # type: ignore[misc]
-        config = getattr(model, "config", None)
-        if config is not None and self.args.should_save:  # it names the format that the model is stored in
-            stored, config.dtype = config.dtype, torch.float32
-            config.save_pretrained(output_dir or self.args.output_dir)
-            config.dtype = stored
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if (
+            folder / "config.json"
+        ).is_file():  # it names the format that the model is stored in; adapters have none
+            stored, model.config.dtype = model.config.dtype, torch.float32
+            model.config.save_pretrained(folder)
+            model.config.dtype = stored
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self._keeps_masters():
+        if checkpoint is not None and self._keeps_masters() and not _has_adapters(self.model):
             # The trainer has loaded weights before there were masters, into whatever the model was made in.
-            self._load_from_checkpoint(checkpoint, self.model)  # type: ignore[attr-defined]
+            self._load_from_checkpoint(checkpoint, self.model)
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with self._adapters_widened():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._adapters_widened():
+            super()._load_best_model()  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _adapters_widened(self) -> Iterator[None]:
+        """Take the plan off while PEFT loads adapters, whose parameters it casts to fp32 itself, past their masters."""
+        if not (self._keeps_masters() and _has_adapters(self.model)):
+            yield
+            return
+        self.accelerator.amp.close()
+        yield
+        self.accelerator.take_in(self.model, *([] if self.optimizer is None else [self.optimizer]))
 
     def _save_scaler(self, output_dir: str) -> None:
         scaler = self.accelerator.scaler
@@ -131,6 +153,11 @@ class CastwiseMixin:
             if scaler.is_enabled():
                 logs["loss_scale"] = scaler.get_scale()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether a model is PEFT's, or holds adapters of it."""
+    return bool(getattr(model, "peft_config", None))
 
 
 class CastwiseTrainer(CastwiseMixin, Trainer):
