@@ -167,6 +167,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(plan: str, stored: torch.dtype, tmp_p
         equal(logged(rest, name), logged(whole, name))  # the first two are read from the checkpoint
     if plan in SCALED:
         assert len(set(logged(whole, "loss_scale"))) > 1
+    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    equal(weights(whole), weights(rest))
 
 
 class Spoiled(CastwiseTrainer):
@@ -312,6 +314,24 @@ def test_adapters_resume_bit_for_bit(plan: str, stored: torch.dtype, tmp_path: P
     for again in (run(tmp_path / "again"), whole):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         equal(weights(again), wanted)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-master"])
+def test_a_batch_that_does_not_fit_is_made_smaller(plan: str, tmp_path: Path) -> None:
+    """Which prepares all anew in the middle of a step."""
+
+    class Small(CastwiseTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if len(inputs["input_ids"]) > 2 and self.state.global_step == 1:
+                raise RuntimeError("CUDA out of memory.")  # as Accelerate knows it
+            return loss
+
+    run = trainer(tmp_path, plan, Small, auto_find_batch_size=True)
+    run.train()
+    assert run.state.train_batch_size == 2
+    assert run.accelerator.skipped_steps == 0
+    assert castwise.Amp.of(run.model) is run.accelerator.amp
 
 
 def test_a_model_made_anew_is_prepared_anew(tmp_path: Path) -> None:
@@ -533,6 +553,24 @@ def test_a_trainer_with_two_settings_of_precision_is_refused(setting: str, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("plan", "setting", "said"),
+    [
+        (
+            "bf16-mixed+compile=default",
+            {"torch_compile": True, "torch_compile_backend": "eager"},
+            r"by 'EAGER'",
+        ),
+        ("fp32+fp32_matmul=ieee", {"tf32": False}, r"together with tf32=False"),
+    ],
+)
+def test_a_trainer_with_two_settings_of_speed_is_refused(
+    plan: str, setting: Any, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        trainer(tmp_path, plan, **setting)
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"mixed_precision": "bf16"}, r"together with mixed_precision='bf16': two settings"),
@@ -618,6 +656,11 @@ def test_a_plain_trainer_does_not_train_without_the_scale_of_the_plan(plan: str,
     with pytest.raises(StateError, match=r"no loss was ever scaled.*castwise\.integrations\.huggingface"):
         run.train()
     equal(run.amp.model_state_dict(run.model), before)
+    accelerator, model = Accelerator(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    castwise.Amp(plan, device="cpu").prepare(model, optimizer)
+    with pytest.raises(StateError, match="no loss was ever scaled"):
+        loop(accelerator, *accelerator.prepare(model, optimizer, None), pairs())
 
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed"])
@@ -723,6 +766,7 @@ def train_on_two(folder: str) -> None:
     torch.save(gathered, here / f"weights{run.args.process_index}.pt")
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_the_loop_by_hand_on_two_does(tmp_path: Path) -> None:
     ranks = run_ranks(train_on_two, str(tmp_path), tmp_path, 2)
     assert [rank.code for rank in ranks] == [0, 0], "".join(rank.said("err") for rank in ranks)

@@ -136,7 +136,7 @@ class CastwiseAccelerator(Accelerator):
         self._follow(plan)
 
     @classmethod
-    def adopt(cls, accelerator: Any, plan: Amp | Plan | str | os.PathLike[str]) -> Any:
+    def adopt(cls, accelerator: Any, plan: Amp | Plan | str | os.PathLike[str]) -> CastwiseAccelerator:
         """Give a plan to an accelerator that has prepared nothing yet; it becomes one of this class, in place.
 
         Args:
@@ -164,7 +164,8 @@ class CastwiseAccelerator(Accelerator):
         except BaseException:
             accelerator.__class__ = kind
             raise
-        return accelerator
+        adopted: CastwiseAccelerator = accelerator
+        return adopted
 
     def _follow(self, plan: Amp | Plan | str | os.PathLike[str]) -> None:
         check_version("accelerate")
@@ -188,6 +189,12 @@ class CastwiseAccelerator(Accelerator):
         else:
             self.amp = Amp(plan, device=self.device)
             _made.add(self.amp)
+        compiler = self.state.dynamo_plugin.backend.value
+        if self.amp.plan.compile != "as_given" and compiler != "NO":
+            raise PlanError(
+                f"CastwiseAccelerator(plan={_shown(plan)}): the plan compiles the model, and so does Accelerate by {compiler!r}. Leave "
+                "dynamo_backend= (torch_compile=True of TrainingArguments) out, or use a plan with compile='as_given'"
+            )
         self.scaler = SessionScaler(self.amp)
         self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -74,7 +74,12 @@ class CastwiseMixin:
         if before is not None and before.amp is not self._plan:
             before.amp.close()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        CastwiseAccelerator.adopt(self.accelerator, self._plan)
+        plan = CastwiseAccelerator.adopt(self.accelerator, self._plan).amp.plan
+        if self.args.tf32 is not None and (plan.fp32_matmul, plan.fp32_conv) != ("as_is", "as_is"):
+            raise PlanError(
+                f"{type(self).__name__}(plan={str(plan)!r}) together with tf32={self.args.tf32}: both say what fp32 products may use "
+                "inside. Leave tf32 out of TrainingArguments, or use a plan with fp32_matmul='as_is' and fp32_conv='as_is'"
+            )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self.args.n_gpu > 1:  # it goes into a DataParallel here, and to Accelerate no more
