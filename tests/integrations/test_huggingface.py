@@ -487,10 +487,14 @@ def test_models_and_optimizers_come_in_any_order(order: str, plan: str) -> None:
     equal(found, state_of(accelerator.amp, *together))
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("plan", ["fp16-mixed", "bf16-master"])
-def test_several_models_share_the_session(plan: str) -> None:
+def test_several_models_share_the_session(plan: str, evaluated: bool) -> None:
     accelerator = CastwiseAccelerator(plan)
     one, other = net(), net()
+    if evaluated:
+        for model in (one, other):
+            accelerator.prepare_model(model, evaluation_mode=True)
     first = torch.optim.SGD(one.parameters(), lr=0.1)
     second = torch.optim.SGD(other.parameters(), lr=0.1)
     one, other, first, second = accelerator.prepare(one, other, first, second)
@@ -580,7 +584,14 @@ def test_a_trainer_with_two_settings_of_speed_is_refused(
 def test_an_accelerator_with_two_settings_of_precision_is_refused(given: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         CastwiseAccelerator("fp16-mixed", **given)
-    CastwiseAccelerator("fp16-mixed", mixed_precision="no")
+    accelerator = Accelerator(**given)
+    with pytest.raises(PlanError, match=said):
+        CastwiseAccelerator.adopt(accelerator, "fp16-mixed")
+    assert type(accelerator) is Accelerator
+
+
+def test_no_precision_is_no_setting() -> None:
+    assert CastwiseAccelerator("fp16-mixed", mixed_precision="no").scaler.is_enabled()
 
 
 def test_two_settings_by_the_environment_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,10 +603,19 @@ def test_two_settings_by_the_environment_are_refused(tmp_path: Path, monkeypatch
         CastwiseAccelerator("fp16-mixed")
 
 
+def late_to(plan: str) -> None:
+    """A second optimizer of a model that trains already."""
+    accelerator = CastwiseAccelerator(plan)
+    model, optimizer, _ = parts()
+    accelerator.prepare(model, optimizer)
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("do", "said"),
     [
         (lambda a: a.prepare(parts()[1]), r"prepare\(AdamW\): it updates no model that this accelerator"),
+        (lambda a: late_to("bf16-master"), r"prepare\(AdamW\): the plan bf16-master has stored parameters of its model low"),
         (lambda a: CastwiseAccelerator.adopt(a, "fp32"), r"has prepared models or optimizers already"),
         (lambda a: a.prepare(castwise.Amp("fp32", device="cpu").prepare(net())), r"has prepared it already, and this"),
     ],

@@ -279,7 +279,7 @@ class CastwiseAccelerator(Accelerator):
         """
         self._take_in(model, [_inner(each) for each in optimizers], None)
 
-    def _take_in(self, model: nn.Module, optimizers: Iterable[Optimizer], place: bool | None) -> None:
+    def _take_in(self, model: nn.Module, optimizers: Sequence[Optimizer], place: bool | None) -> None:
         model = self.unwrap_model(model, keep_torch_compile=False)
         if (self.device_placement if place is None else place) and not _is_placed(model):
             model.to(self.device)
@@ -291,29 +291,27 @@ class CastwiseAccelerator(Accelerator):
                     "the accelerator that session in the place of a plan, or close() it first"
                 )
             owner.close()
+        self._taken.add(model)
         updating = [each for each in optimizers if _updates(each, model)]
         if Amp.of(model) is None:
             amp.prepare(model, *updating)
         elif late := [each for each in updating if not amp.holds(each)]:
             if amp.plan.stores_low or amp.plan.keeps_masters:
-                self._begin_again(model, late)
+                self._begin_again(late[0], optimizers)
             else:
                 amp.prepare(model, *late)
-        self._taken.add(model)
 
-    def _begin_again(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the plan off models that were prepared to be evaluated, so that what trains them is prepared with them."""
-        if self._optimizers:
+    def _begin_again(self, late: Optimizer, optimizers: Sequence[Optimizer]) -> None:
+        """Take the plan off models that were prepared to be evaluated, and prepare them with what trains them."""
+        if self._optimizers or self.amp not in _made:
             raise StateError(
-                f"prepare({type(optimizers[0]).__name__}): the plan {self.amp.plan} stores parameters low, which the optimizer has to "
-                "know when that is done, and others train already; give a model and all of its optimizers to one call: "
+                f"prepare({type(late).__name__}): the plan {self.amp.plan} has stored parameters of its model low already, which the "
+                "optimizer has to know when that is done; give a model and all of its optimizers to one call: "
                 "accelerator.prepare(model, optimizer)"
             )
         self.amp.close()
-        self.amp.prepare(model, *optimizers)
-        for other in self._taken:
-            if other is not model:
-                self.amp.prepare(other)
+        for model in list(self._taken):
+            self.amp.prepare(model, *(each for each in optimizers if _updates(each, model)))
 
     # --- losses and gradients ---------------------------------------------------------------------------------
 

@@ -70,9 +70,6 @@ class CastwiseMixin:
                 "Allowed: the plan alone. Leave the other out of TrainingArguments and of the environment, or train by "
                 "transformers.Trainer without a plan"
             )
-        before = getattr(self, "accelerator", None)
-        if before is not None and before.amp is not self._plan:
-            before.amp.close()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         plan = CastwiseAccelerator.adopt(self.accelerator, self._plan).amp.plan
         if self.args.tf32 is not None and (plan.fp32_matmul, plan.fp32_conv) != ("as_is", "as_is"):
