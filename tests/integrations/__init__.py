@@ -1,1 +1,1 @@
-"""Plans in trainers of others."""
+"""Plans in the trainers of others."""

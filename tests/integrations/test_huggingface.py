@@ -518,6 +518,30 @@ def test_casts_outside_of_the_model_are_the_plans() -> None:
             assert (x @ x).dtype is torch.float32
 
 
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
+def test_options_of_prepare_are_handed_on(plan: str, tmp_path: Path) -> None:
+    class Twice(nn.Linear):
+        def again(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = nn.functional.linear(x, self.weight).dtype
+            return self(x)
+
+    model = Twice(4, 4)
+    accelerator = CastwiseAccelerator(plan, prepare_options={"methods": ("again",)})
+    accelerator.prepare_model(model).again(torch.randn(2, 4))
+    assert model.seen is torch.bfloat16
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0].again(torch.randn(2, 4))
+    assert model.seen is torch.bfloat16
+    run = CastwiseTrainer(
+        plan=plan,
+        prepare_options={"methods": ("no_such",)},
+        model=gpt(),
+        args=arguments(tmp_path),
+        train_dataset=texts(),
+    )
+    with pytest.raises(StateError, match="no_such"):
+        run.train()
+
+
 def test_a_session_made_by_hand_is_handed_over() -> None:
     amp = castwise.Amp("fp16-mixed", device="cpu", nonfinite="raise")
     model, optimizer, scheduler = parts()

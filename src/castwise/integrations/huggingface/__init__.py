@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from castwise.integrations.huggingface.accelerator import CastwiseAccelerator, CastwiseOptimizer
+from castwise.integrations.huggingface.accelerator import CastwiseAccelerator
+from castwise.integrations.huggingface.steps import CastwiseOptimizer
 
 if TYPE_CHECKING:
     from castwise.integrations.huggingface.trainer import CastwiseMixin, CastwiseTrainer

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise import Amp, Plan, StepResult
+from castwise import Amp, Plan
 from castwise.errors import PlanError, StateError
+from castwise.integrations.huggingface.steps import CastwiseOptimizer, SessionScaler, inner
 from castwise.integrations.huggingface.versions import check_version
 
 _WITHOUT = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
@@ -23,90 +23,6 @@ _WITHOUT = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
 
 _made: weakref.WeakSet[Amp] = weakref.WeakSet()
 """Sessions that accelerators made from a plan, and so may end when another accelerator gets the model."""
-
-
-class CastwiseOptimizer(AcceleratedOptimizer):
-    """An optimizer that steps by the session.
-
-    Args:
-        optimizer: As it was prepared by the session.
-        amp: The session.
-        device_placement: As in Accelerate.
-    """
-
-    result: StepResult | None = None
-    """What became of the last step; None before the first."""
-
-    def __init__(self, optimizer: Optimizer, amp: Amp, device_placement: bool = True) -> None:
-        super().__init__(optimizer, device_placement=device_placement)
-        self.amp = amp
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Unscale where that was not done, then step, or skip where a gradient is not finite.
-
-        Args:
-            closure: As for :meth:`castwise.Amp.step`, with ``accelerator.backward`` inside.
-
-        Raises:
-            StateError: Gradients that came from no ``accelerator.backward``, under a plan with a loss scale.
-        """
-        if self.gradient_state.sync_gradients:
-            self.result = self.amp.step(self.optimizer, closure=closure)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, of a fused optimizer too; reading it waits for the device that decided."""
-        return self.result is not None and self.result.skipped
-
-
-class SessionScaler:
-    """A session's loss scale in the form in which Accelerate and the Trainer save, load and log a scaler.
-
-    Args:
-        amp: The session.
-    """
-
-    def __init__(self, amp: Amp) -> None:
-        self._amp = amp
-        self._before = 0
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped, those before a checkpoint that was loaded included."""
-        return self._before + self._amp.skipped_steps
-
-    def is_enabled(self) -> bool:
-        """Whether the plan has a loss scale."""
-        return self._amp.scaler.is_enabled()
-
-    def get_scale(self) -> float:
-        """The scale of the next loss, 1.0 without one; waits for the device."""
-        return self._amp.get_scale()
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by its scale, as :meth:`castwise.Amp.scale` does."""
-        return self._amp.scale(loss)
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by their scale, as :meth:`castwise.Amp.unscale_` does."""
-        self._amp.unscale_(_inner(optimizer))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The session's state, how many steps it has skipped, and what a torch ``GradScaler`` reads of a state."""
-        return {
-            **self._amp.scaler.state_dict(), **self._amp.state_dict(), "skipped_steps": self.skipped_steps
-        }  # fmt: skip
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, of a session or of the torch ``GradScaler`` of a run without castwise.
-
-        Raises:
-            CheckpointError: Neither of the two.
-        """
-        if "_growth_tracker" in state and "version" not in state:
-            state = {"version": 1, "plan": None, "scaler": dict(state)}
-        self._amp.load_state_dict(state)
-        self._before = state.get("skipped_steps", 0) - self._amp.skipped_steps
 
 
 class CastwiseAccelerator(Accelerator):
@@ -119,6 +35,7 @@ class CastwiseAccelerator(Accelerator):
     Args:
         plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp` made for
             the accelerator's device, whose models may be prepared already.
+        prepare_options: For :meth:`castwise.Amp.prepare` of every model, such as ``{"methods": ("encode",)}``.
         kwargs: As for ``accelerate.Accelerator``, without ``mixed_precision``.
 
     Raises:
@@ -129,19 +46,31 @@ class CastwiseAccelerator(Accelerator):
     amp: Amp
     """The session."""
 
-    def __init__(self, plan: Amp | Plan | str | os.PathLike[str], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        plan: Amp | Plan | str | os.PathLike[str],
+        *,
+        prepare_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         asked = kwargs.get("mixed_precision")
         _refuse_two(plan, {"mixed_precision": asked} if asked not in (None, "no") else {})
         super().__init__(**kwargs)
-        self._follow(plan)
+        self._follow(plan, prepare_options)
 
     @classmethod
-    def adopt(cls, accelerator: Any, plan: Amp | Plan | str | os.PathLike[str]) -> CastwiseAccelerator:
+    def adopt(
+        cls,
+        accelerator: Any,
+        plan: Amp | Plan | str | os.PathLike[str],
+        prepare_options: Mapping[str, Any] | None = None,
+    ) -> CastwiseAccelerator:
         """Give a plan to an accelerator that has prepared nothing yet; it becomes one of this class, in place.
 
         Args:
             accelerator: Made without ``mixed_precision``; one of a derived class keeps what that adds.
             plan: As for the class.
+            prepare_options: As for the class.
 
         Returns:
             The same object.
@@ -160,14 +89,16 @@ class CastwiseAccelerator(Accelerator):
             cls if kind is Accelerator else type(f"Castwise{kind.__name__}", (cls, kind), {})
         )
         try:
-            accelerator._follow(plan)
+            accelerator._follow(plan, prepare_options)
         except BaseException:
             accelerator.__class__ = kind
             raise
         adopted: CastwiseAccelerator = accelerator
         return adopted
 
-    def _follow(self, plan: Amp | Plan | str | os.PathLike[str]) -> None:
+    def _follow(
+        self, plan: Amp | Plan | str | os.PathLike[str], prepare_options: Mapping[str, Any] | None
+    ) -> None:
         check_version("accelerate")
         settings = {} if self.mixed_precision == "no" else {"mixed_precision": self.mixed_precision}
         if self.scaler_handler is not None:
@@ -195,6 +126,7 @@ class CastwiseAccelerator(Accelerator):
                 f"CastwiseAccelerator(plan={_shown(plan)}): the plan compiles the model, and so does Accelerate by {compiler!r}. Leave "
                 "dynamo_backend= (torch_compile=True of TrainingArguments) out, or use a plan with compile='as_given'"
             )
+        self._options = {} if prepare_options is None else dict(prepare_options)
         self.scaler = SessionScaler(self.amp)
         self._taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -214,7 +146,7 @@ class CastwiseAccelerator(Accelerator):
             StateError: What :meth:`castwise.Amp.prepare` refuses; an optimizer without its model; a model that a session
                 of somebody else has prepared.
         """
-        optimizers = [_inner(each) for each in args if isinstance(each, Optimizer)]
+        optimizers = [inner(each) for each in args if isinstance(each, Optimizer)]
         places: Sequence[bool | None] = device_placement or [None] * len(args)
         for model, place in zip(args, places, strict=False):
             if isinstance(model, nn.Module):
@@ -254,16 +186,16 @@ class CastwiseAccelerator(Accelerator):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
-        inner = _inner(optimizer)
+        raw = inner(optimizer)
         for model in list(self._taken):
-            self._take_in(model, [inner], False)
-        if not self.amp.holds(inner):
+            self._take_in(model, [raw], False)
+        if not self.amp.holds(raw):
             raise StateError(
-                f"prepare({type(inner).__name__}): it updates no model that this accelerator has prepared; give both to one call: "
+                f"prepare({type(raw).__name__}): it updates no model that this accelerator has prepared; give both to one call: "
                 "accelerator.prepare(model, optimizer)"
             )
         placed = self.device_placement if device_placement is None else device_placement
-        wrapped = CastwiseOptimizer(inner, self.amp, placed)
+        wrapped = CastwiseOptimizer(raw, self.amp, placed)
         self._optimizers.append(wrapped)
         return wrapped
 
@@ -277,7 +209,7 @@ class CastwiseAccelerator(Accelerator):
         Raises:
             StateError: As for :meth:`prepare`.
         """
-        self._take_in(model, [_inner(each) for each in optimizers], None)
+        self._take_in(model, [inner(each) for each in optimizers], None)
 
     def _take_in(self, model: nn.Module, optimizers: Sequence[Optimizer], place: bool | None) -> None:
         model = self.unwrap_model(model, keep_torch_compile=False)
@@ -294,7 +226,7 @@ class CastwiseAccelerator(Accelerator):
         self._taken.add(model)
         updating = [each for each in optimizers if _updates(each, model)]
         if Amp.of(model) is None:
-            amp.prepare(model, *updating)
+            amp.prepare(model, *updating, **self._options)
         elif late := [each for each in updating if not amp.holds(each)]:
             if amp.plan.stores_low or amp.plan.keeps_masters:
                 self._begin_again(late[0], optimizers)
@@ -311,7 +243,8 @@ class CastwiseAccelerator(Accelerator):
             )
         self.amp.close()
         for model in list(self._taken):
-            self.amp.prepare(model, *(each for each in optimizers if _updates(each, model)))
+            updating = [each for each in optimizers if _updates(each, model)]
+            self.amp.prepare(model, *updating, **self._options)
 
     # --- losses and gradients ---------------------------------------------------------------------------------
 
@@ -340,7 +273,7 @@ class CastwiseAccelerator(Accelerator):
         """
         given = self._optimizers if optimizer is None else optimizer
         for each in [given] if isinstance(given, Optimizer) else given:
-            self.amp.unscale_(_inner(each))
+            self.amp.unscale_(inner(each))
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
@@ -394,18 +327,11 @@ class CastwiseAccelerator(Accelerator):
             model: As it was prepared.
             unwrap: Whether keys are those of the model inside a wrapper.
         """
-        inner = self.unwrap_model(model, keep_torch_compile=False)
-        if self.amp.plan.keeps_masters and Amp.of(inner) is self.amp:
-            return self.amp.model_state_dict(inner if unwrap else model)
+        module = self.unwrap_model(model, keep_torch_compile=False)
+        if self.amp.plan.keeps_masters and Amp.of(module) is self.amp:
+            return self.amp.model_state_dict(module if unwrap else model)
         state: dict[str, Any] = super().get_state_dict(model, unwrap)
         return state
-
-
-def _inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside Accelerate's wrappers."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _updates(optimizer: Optimizer, model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class CastwiseMixin:
     Args:
         args: As for the trainer.
         plan: A :class:`~castwise.Plan`, a preset name, the path of a plan file, or an :class:`~castwise.Amp`.
+        prepare_options: For :meth:`castwise.Amp.prepare`, such as ``{"methods": ("encode",)}``.
         kwargs: As for the trainer.
 
     Raises:
@@ -47,8 +48,14 @@ class CastwiseMixin:
     optimizer: Any
     is_in_train: bool
 
-    def __init__(self, *args: Any, plan: Amp | Plan | str | os.PathLike[str], **kwargs: Any) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        *args: Any,
+        plan: Amp | Plan | str | os.PathLike[str],
+        prepare_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._plan, self._options = plan, prepare_options
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -71,7 +78,7 @@ class CastwiseMixin:
                 "transformers.Trainer without a plan"
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        plan = CastwiseAccelerator.adopt(self.accelerator, self._plan).amp.plan
+        plan = CastwiseAccelerator.adopt(self.accelerator, self._plan, self._options).amp.plan
         if self.args.tf32 is not None and (plan.fp32_matmul, plan.fp32_conv) != ("as_is", "as_is"):
             raise PlanError(
                 f"{type(self).__name__}(plan={str(plan)!r}) together with tf32={self.args.tf32}: both say what fp32 products may use "
