@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -565,3 +566,23 @@ def test_one_that_is_made_after_parameters_were_stored_low_is_refused(plan: str)
         amp.prepare(model)
         with pytest.raises(StateError, match="already prepared, by this Amp"):
             amp.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-mixed+ops.tanh=fp32"])
+@pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
+def test_a_forward_that_somebody_puts_inside_autocast_is_refused(plan: str, after: bool) -> None:
+    """As Accelerate does for a precision of its own, behind a wrapper of its own."""
+    amp, model = castwise.Amp(plan, device="cpu"), Net()
+    if after:
+        amp.prepare(model)
+    inside = torch.autocast("cpu", dtype=torch.float16)(type(model).forward)
+    model.forward = functools.wraps(inside)(lambda *args: inside(model, *args))
+    with pytest.raises(
+        StateError, match=r"forward of this Net was replaced by one inside torch\.autocast\('cpu'\)"
+    ):
+        model(X) if after else amp.prepare(model)
+    for harmless in (type(model).forward, torch.autocast("cpu", enabled=False)(type(model).forward)):
+        model.forward = harmless.__get__(model)
+        castwise.Amp.of(model) or amp.prepare(model)
+        assert model(X).dtype is torch.float32
+    amp.close()

@@ -592,7 +592,10 @@ def test_errors_speak_of_what_there_is() -> None:
         StateError, match=r"step\(SGD\): its gradients came from no scaled loss.*amp\.backward\(loss\)"
     ):
         amp.step(a)
-    a.step()  # they have no scale in them, so that is right
+    with pytest.raises(
+        StateError, match=r"SGD\.step\(\): the plan has a loss scale, and no loss was ever scaled"
+    ):
+        a.step()
     a.zero_grad()
     b.zero_grad()
     amp.unscale_(a)
@@ -618,3 +621,36 @@ def test_errors_speak_of_what_there_is() -> None:
         StateError, match=r"closure computed its gradients from no scaled loss.*amp\.backward"
     ):
         amp.step(optimizer, closure=closure)
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
+@pytest.mark.parametrize("by", ["step", "closure"])
+def test_a_scale_that_nobody_ever_used_is_noticed_at_the_first_step(plan: str, by: str) -> None:
+    """As in a trainer that knows nothing of the session, also after a state was loaded; once used, plain steps are fine."""
+    amp, model, a, b = pair(plan)
+    amp.load_state_dict(amp.state_dict())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def compute() -> torch.Tensor:
+        loss = model(batch(0)).sum()
+        loss.backward()
+        return loss.detach()
+
+    def step() -> None:
+        if by == "closure":
+            a.step(compute)
+        else:
+            compute()
+            a.step()
+
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"SGD\.step\(\): .*no loss was ever scaled.*loss_scale=none"):
+            step()
+    assert all(torch.equal(was, now) for was, now in zip(before, model.parameters(), strict=True))
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+    amp.backward(model(batch(0)).sum())
+    amp.step(a, b)
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+    step()

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -1107,6 +1107,32 @@ def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside what ``torch.compile`` returned; any other itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def autocast_within(function: Any) -> str | None:
+    """The device type of a ``torch.autocast`` that a function, or one that it wraps, was decorated with and that is enabled.
+
+    Relies on what ``torch.autocast`` decorates with: a function of its own module, with the autocast in its closure.
+    """
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if getattr(function, "__globals__", {}).get("__name__") == torch.autocast.__module__:
+            for cell in function.__closure__ or ():
+                block = cell.cell_contents
+                if isinstance(block, torch.autocast) and block._enabled:
+                    return str(block.device)
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def called_by_a_scaler() -> bool:
+    """Whether a ``torch.amp.GradScaler`` is among the callers, as it is of the optimizer steps that it makes."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

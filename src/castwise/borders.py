@@ -92,6 +92,8 @@ class Border:
         if is_compiling():
             tracing.graph_push(self.key)
         else:
+            if "forward" in module.__dict__:
+                check_forward(module)
             frames.push(self.frame, self, self.root)
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -104,6 +106,8 @@ class Border:
         if is_compiling():
             tracing.graph_push(self.key)
             return args, kwargs
+        if "forward" in module.__dict__:
+            check_forward(module)
         if self.follow_backward:
             args, kwargs = map_tensors(self._marked, args), map_tensors(self._marked, kwargs)
         elif self.frame.overrides:
@@ -189,6 +193,21 @@ class Method:
             explain_mismatch(error, self.module, border.frame)
             raise
         return border.leave(self.module, args, output)
+
+
+def check_forward(module: nn.Module) -> None:
+    """See that nobody has put a ``torch.autocast`` around a module's own ``forward``: it would override the plan in there.
+
+    Raises:
+        StateError: Somebody has.
+    """
+    device_type = _torch.autocast_within(module.__dict__.get("forward"))
+    if device_type is not None:
+        raise StateError(
+            f"forward of this {type(module).__name__} was replaced by one inside torch.autocast({device_type!r}), which overrides the plan: "
+            "two settings of precision at once. Accelerate does that for mixed_precision=, and the Trainer of transformers for "
+            "bf16=True or fp16=True: leave that out, or leave the plan out; castwise.integrations.huggingface has both with a plan"
+        )
 
 
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -39,7 +40,9 @@ class Seen(Weights):
         return super().forward(x)
 
 
-def session(plan: str, make: Any, kind: type[nn.Module] = Seen) -> tuple[castwise.Amp, Any, Any]:
+def session(
+    plan: str | castwise.Plan, make: Any, kind: type[nn.Module] = Seen
+) -> tuple[castwise.Amp, Any, Any]:
     torch.manual_seed(0)
     model = kind()
     optimizer = make(model.parameters())
@@ -192,8 +195,9 @@ def test_an_optimizer_inside_a_prepared_one_steps_masters_by_itself() -> None:
 @pytest.mark.parametrize("plan", MASTERS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_model_is_up_to_date_after_a_step_by_a_framework(plan: str, fused: bool) -> None:
-    """Which calls ``optimizer.step()`` by itself, also through the class or with a closure."""
-    amp, model, optimizer = session(plan, lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused))
+    """Which calls ``optimizer.step()`` by itself, also through the class or with a closure, and scales no loss."""
+    unscaled = dataclasses.replace(castwise.Plan.preset(plan), loss_scale=None)
+    amp, model, optimizer = session(unscaled, lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused))
     for number, x in enumerate(batches(3)):
         before = held(optimizer)[0].detach().clone()
 

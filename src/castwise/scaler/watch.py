@@ -26,7 +26,7 @@ _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictiona
 class Watch:
     """Keeps steps that do not come from a window from gradients that hold its scale, or are not finite.
 
-    On gradients that are still scaled such a step raises. Where a gradient is not finite the step sees none:
+    On gradients that are still scaled such a step raises, and so it does where no loss was ever scaled. Where a gradient is not finite the step sees none:
     torch's optimizers pass over parameters without one.
     """
 
@@ -124,6 +124,15 @@ class Watch:
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
+            if not window.used and gradients.lie_on(optimizer):
+                if not _torch.called_by_a_scaler():
+                    raise StateError(
+                        f"{type(optimizer).__name__}.step(): the plan has a loss scale, and no loss was ever scaled, so that small "
+                        "gradients are lost: whoever calls backward here knows nothing of the plan. In a loop of your own call "
+                        "amp.backward(loss), then amp.step(optimizer); for Accelerate and the Trainer of transformers use "
+                        "castwise.integrations.huggingface; where losses are scaled elsewhere, a plan with +loss_scale=none"
+                    )
+                window.used = True
             scaler.scale_tensor()
             unscaled = key in scaler.optimizer_states
             scaler.note_unscaled(optimizer)

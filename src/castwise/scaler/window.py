@@ -61,6 +61,8 @@ class Window:
         """Whether the session's own backward runs, so that gradients are scaled before it has ended."""
         self.stepped = False
         """Whether the window is over: its scale moves when the next one opens."""
+        self.used = False
+        """Whether anybody has ever asked for a scaled loss."""
         scaler.is_over = lambda: self.stepped
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
         """Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
@@ -81,6 +83,7 @@ class Window:
         A new window has the scale of the loss called ``name``. ``lend``: the scaled loss is handed out, so that
         whoever holds gradients later may have them from it.
         """
+        self.used = True
         if not self.settled or self._holds_plain():
             self._by_hand.clear()
             self.hidden.clear()  # of steps that raised: who goes on to a backward is done with them
@@ -391,7 +394,9 @@ class Window:
         """Go on with a saved scaler's state; gradients that are held keep their meaning."""
         if not self.scales:
             return
+        used = self.used
         self.open()
+        self.used = used
         self.fed()
         scaler, name = self.scaler, self.scaler.opened_by
         held = {id(grad): grad for o in self._optimizers() for grad in gradients.held(o)}

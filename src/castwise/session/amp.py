@@ -209,6 +209,10 @@ class Amp:
             storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
         return (model, *optimizers) if optimizers else model
 
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether this session has prepared an optimizer, this very object, and has not been closed since."""
+        return self._members.holds(optimizer)
+
     def _has(self, model: Any) -> bool:
         return isinstance(model, nn.Module) and Amp.of(model) is self
 

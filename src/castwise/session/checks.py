@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise import _torch, masters
+from castwise import _torch, borders, masters
 from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
@@ -38,7 +38,7 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
     """The module that a session is to prepare: that inside ``torch.compile``'s.
 
     Raises:
-        StateError: No module, a scripted one, wrapped or compiled too early, or on another device.
+        StateError: No module, a scripted one, wrapped, autocast or compiled too early, or on another device.
     """
     if not isinstance(model, nn.Module):
         raise StateError(
@@ -65,6 +65,7 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
             "prepare: this compiled module, or another of its class, has already run compiled, and hooks added now would be "
             "ignored; prepare the module first, then torch.compile it"
         )
+    borders.check_forward(target)
     lazy = [name for name, p in target.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise StateError(

@@ -1,0 +1,103 @@
+"""Steps and the loss scale of a session, in the forms that Accelerate has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+
+from castwise import Amp, StepResult
+
+
+def inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside Accelerate's wrappers."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class CastwiseOptimizer(AcceleratedOptimizer):
+    """An optimizer that steps by the session.
+
+    Args:
+        optimizer: As it was prepared by the session.
+        amp: The session.
+        device_placement: As in Accelerate.
+    """
+
+    result: StepResult | None = None
+    """What became of the last step; None before the first."""
+
+    def __init__(self, optimizer: Optimizer, amp: Amp, device_placement: bool = True) -> None:
+        super().__init__(optimizer, device_placement=device_placement)
+        self.amp = amp
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Unscale where that was not done, then step, or skip where a gradient is not finite.
+
+        Args:
+            closure: As for :meth:`castwise.Amp.step`, with ``accelerator.backward`` inside.
+
+        Raises:
+            StateError: Gradients that came from no ``accelerator.backward``, under a plan with a loss scale.
+        """
+        if self.gradient_state.sync_gradients:
+            self.result = self.amp.step(self.optimizer, closure=closure)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, of a fused optimizer too; reading it waits for the device that decided."""
+        return self.result is not None and self.result.skipped
+
+
+class SessionScaler:
+    """A session's loss scale in the form in which Accelerate and the Trainer save, load and log a scaler.
+
+    Args:
+        amp: The session.
+    """
+
+    def __init__(self, amp: Amp) -> None:
+        self._amp = amp
+        self._before = 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, those before a checkpoint that was loaded included."""
+        return self._before + self._amp.skipped_steps
+
+    def is_enabled(self) -> bool:
+        """Whether the plan has a loss scale."""
+        return self._amp.scaler.is_enabled()
+
+    def get_scale(self) -> float:
+        """The scale of the next loss, 1.0 without one; waits for the device."""
+        return self._amp.get_scale()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by its scale, as :meth:`castwise.Amp.scale` does."""
+        return self._amp.scale(loss)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by their scale, as :meth:`castwise.Amp.unscale_` does."""
+        self._amp.unscale_(inner(optimizer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The session's state, how many steps it has skipped, and what a torch ``GradScaler`` reads of a state."""
+        return {
+            **self._amp.scaler.state_dict(), **self._amp.state_dict(), "skipped_steps": self.skipped_steps
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, of a session or of the torch ``GradScaler`` of a run without castwise.
+
+        Raises:
+            CheckpointError: Neither of the two.
+        """
+        if "_growth_tracker" in state and "version" not in state:
+            state = {"version": 1, "plan": None, "scaler": dict(state)}
+        self._amp.load_state_dict(state)
+        self._before = state.get("skipped_steps", 0) - self._amp.skipped_steps

@@ -1,0 +1,26 @@
+"""The releases of Hugging Face's libraries that this integration is tested with."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import warnings
+
+TESTED = {"accelerate": "1.15", "transformers": "5.23"}
+"""By library, the minor release."""
+
+
+@functools.cache
+def check_version(library: str) -> None:
+    """Warn, once a process, of a release that the tests have not passed on.
+
+    Args:
+        library: ``accelerate`` or ``transformers``.
+    """
+    installed = importlib.metadata.version(library)
+    if installed.split(".")[:2] != TESTED[library].split("."):
+        warnings.warn(
+            f"castwise.integrations.huggingface is tested with {library} {TESTED[library]}, and this is {installed}: install "
+            f"'{library}=={TESTED[library]}.*', or compare a short run with the same plan in a loop of your own first",
+            stacklevel=3,
+        )
