@@ -379,7 +379,7 @@ class CastwisePrecision(Precision):
         """Unscale, agree, then step, or skip where a gradient is not finite.
 
         Returns:
-            What the closure returned; where that is nothing, the :class:`castwise.StepResult`.
+            What the closure returned first; where that is nothing, the :class:`castwise.StepResult`.
         """
         if self._module is not None and closure is not None:
             closure = functools.partial(self._wrap_closure, model, optimizer, closure)
@@ -390,11 +390,13 @@ class CastwisePrecision(Precision):
                 f"{type(optimizer).__name__}.step({', '.join(kwargs)}): under a plan a step takes a closure and nothing else. Set "
                 "options in optimizer.param_groups"
             )
-        value = None
-        if closure is not None and not _evaluates(optimizer):
-            value, closure = closure(), None
-        self.last_step = self.amp.step(optimizer, closure=closure)
-        return self.last_step if value is None else value
+        values: list[Any] = []
+        if closure is not None and _evaluates(optimizer):
+            self.last_step = self.amp.step(optimizer, closure=_noting(closure, values))
+        else:
+            values += [] if closure is None else [closure()]
+            self.last_step = self.amp.step(optimizer)
+        return self.last_step if not values or values[0] is None else values[0]
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         if self.plan.loss_scale is not None and optimizer in self._optimizers:
@@ -481,6 +483,14 @@ def _evaluates(optimizer: Optimizer) -> bool:
     """Whether an optimizer evaluates the loss itself, as LBFGS: its ``step`` needs a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _noting(closure: Callable[[], Any], values: list[Any]) -> Callable[[], Any]:
+    def note() -> Any:
+        values.append(closure())
+        return values[-1]
+
+    return note
 
 
 _saving: set[int] = set()
