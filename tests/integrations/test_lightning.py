@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from castwise import Amp, LossScale, Plan
 from castwise.errors import PlanError, StateError
+from tests.distributed.world import World
 
 pytest.importorskip("lightning", reason="needs castwise[lightning]")
 
@@ -505,3 +508,499 @@ def test_fabric_saves_and_goes_on(plan: str, tmp_path: Path) -> None:
     rest = train(3, start=5, path=tmp_path / "fabric.ckpt")
     assert same(rest, whole)
     assert rest.seen == whole.seen
+
+
+# --- what hooks and steps see ---------------------------------------------------------------------------------
+
+
+class Looks(Callback):
+    """Sees the loss before backward, and the largest gradient before the step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.largest: list[float] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.losses.append(loss.item())
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        grads = [parameter.grad for parameter in pl_module.parameters()]
+        self.largest.append(max(grad.abs().max().item() for grad in grads))
+
+
+@pytest.mark.parametrize("plan", FEW)
+def test_callbacks_see_true_losses_and_gradients(plan: str) -> None:
+    plain, ours = Looks(), Looks()
+    fit(Net(), "fp32", callbacks=[plain])
+    fit(Net(), plan, callbacks=[ours])
+    assert len(ours.losses) == len(ours.largest) == 6
+    torch.testing.assert_close(ours.losses, plain.losses, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(ours.largest, plain.largest, rtol=0.2, atol=0.02)
+
+
+@pytest.mark.parametrize("plan", [*FEW, "bf16-mixed", "bf16-true"])
+def test_steps_of_every_kind_run_by_the_plan(plan: str) -> None:
+    class Steps(Net):
+        def look(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = self.net[0](batch[0])
+            out = self(batch[0])
+            self.seen.append((hidden.dtype, out.dtype))
+            return out
+
+        validation_step = test_step = predict_step = look
+
+        def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+            return {"loss": F.cross_entropy(self.look(batch, batch_idx), batch[1]), "more": batch_idx}
+
+    low = Plan.preset(plan).compute_dtype
+    for run in ("fit", "validate", "test", "predict"):
+        model = Steps()
+        trainer = trainer_for(CastwisePrecision(plan))
+        found = getattr(trainer, run)(model, loader(batches(2)))
+        assert {*model.seen} == {(low, torch.float32)}
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        if run != "fit":
+            assert same(model, Steps()) == (plan != "bf16-true")
+        if run == "predict":
+            assert {out.dtype for out in found} == {torch.float32}
+        assert model.net[0](torch.ones(1, 16)).dtype is torch.float32
+        assert not vars(model).keys() & {"training_step", "validation_step", "test_step", "predict_step"}
+
+
+def test_one_trainer_fits_and_tests_again_and_again() -> None:
+    trainer = trainer_for(CastwisePrecision("bf16-master"), max_epochs=1)
+    model = Net()
+    model.test_step = lambda batch, batch_idx: model.seen.append(model.net[0](batch[0]).dtype)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(model, loader(batches()))
+        trainer.test(model, loader(batches(1)))
+    assert {*model.seen} == {torch.bfloat16}  # a step of the instance's own too
+    assert not same(model, by_hand(Net(), "bf16-master"))
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
+def test_a_backward_of_the_modules_own_is_called(plan: str) -> None:
+    class Own(Net):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self.seen.append(loss.item())
+            loss.backward(*args, **kwargs)
+
+    model = fit(Own(), plan)
+    assert len(model.seen) == 6
+    assert (max(model.seen) > 100) == (plan in ("fp16-mixed", "fp16-master"))
+    assert same(model, by_hand(Net(), plan))
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")  # once in a process
+@pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
+def test_a_batch_without_a_loss_is_passed_over(plan: str) -> None:
+    class Some(Net):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+            return None if batch_idx == 2 else self.loss(batch)
+
+    data = batches()
+    model = fit(Some(), plan, data)
+    assert same(model, by_hand(Net(), plan, data[:2] + data[3:]))
+
+
+def test_an_average_of_the_weights_is_kept_beside_a_model_that_trains() -> None:
+    """Lightning's callback copies the module while it is prepared."""
+    model = fit(Net(), "bf16-mixed", callbacks=[EMAWeightAveraging(decay=0.5)])
+    assert not same(model, by_hand(Net(), "bf16-mixed"))
+    torch.testing.assert_close(
+        model.state_dict(), by_hand(Net(), "bf16-mixed").state_dict(), rtol=0.5, atol=0.1
+    )
+
+
+def test_lightnings_own_autocast_computes_the_same() -> None:
+    ours, theirs = fit(Net(), "bf16-mixed"), Net()
+    trainer_for(precision="bf16-mixed").fit(theirs, loader(batches()))
+    assert same(ours, theirs)
+
+
+def test_a_plug_in_goes_to_processes_that_are_started_later() -> None:
+    plugin = pickle.loads(pickle.dumps(CastwisePrecision(IN_PARTS)))
+    model = Net()
+    trainer_for(plugin).fit(model, loader(batches()))
+    assert same(model, by_hand(Net(), IN_PARTS))
+    assert repr(plugin) == f"CastwisePrecision({IN_PARTS!r})"
+
+
+def test_an_optimizer_of_nothing_in_the_model_steps_as_it_would() -> None:
+    class Apart(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch: Batch) -> None:
+            net, other = self.optimizers()
+            for optimizer, loss in ((net, self.loss(batch)), (other, self.other.square())):
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(p, lr=0.25) for p in (self.net.parameters(), [self.other])]
+
+    model = fit(Apart(), "bf16-mixed", model="net")
+    assert model.other.item() == 0.5**6
+
+
+def test_evaluation_by_fabric_needs_no_optimizer() -> None:
+    for plan in PLANS:
+        fabric = fabric_for(CastwisePrecision(plan))
+        model = Net()
+        module = fabric.setup_module(model)
+        with torch.no_grad(), fabric.autocast():
+            out = module(batches(1)[0][0])
+            low = Plan.preset(plan)
+            if low.autocasts:
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is low.compute_dtype
+        assert out.dtype is torch.float32
+        assert (model.net[0].weight.dtype is torch.float32) == (low.params == "fp32")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_fabric_takes_the_optimizer_after_the_module(plan: str) -> None:
+    model, plugin = Net(), CastwisePrecision(plan)
+    fabric = fabric_for(plugin)
+    module = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(model.configure_optimizers())
+    for inputs, targets in batches():
+        fabric.backward(F.cross_entropy(module(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    plugin.teardown()
+    assert same(model, by_hand(Net(), plan))
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
+def test_fabric_runs_the_steps_of_a_lightning_module(plan: str) -> None:
+    model, plugin = Net(), CastwisePrecision(plan)
+    fabric = fabric_for(plugin)
+    module, optimizer = fabric.setup(model, model.configure_optimizers())
+    for batch in batches():
+        loss = module.training_step(batch)
+        fabric.backward(loss * torch.ones(2) / 2, torch.ones(2))  # gradients of what is no scalar
+        optimizer.step()
+        optimizer.zero_grad()
+    plugin.teardown()
+    torch.testing.assert_close(model.state_dict(), by_hand(Net(), plan).state_dict(), rtol=1e-3, atol=1e-3)
+
+
+def test_two_networks_in_fabric_have_one_session() -> None:
+    plugin = CastwisePrecision("fp16-mixed")
+    fabric = fabric_for(plugin)
+    pairs = [fabric.setup(model, model.configure_optimizers()) for model in (Net(1), Net(2))]
+    for batch in batches(2):
+        for module, optimizer in pairs:
+            fabric.backward(module.loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(Amp.of(module.module) is plugin.amp for module, _ in pairs)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def refuses(error: type[Exception], said: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Trainer, Fabric])
+def test_two_precision_settings_are_refused(kind: Any) -> None:
+    make = {"accelerator": "cpu", "plugins": [CastwisePrecision("bf16-master")]}
+    refuses(
+        ValueError,
+        r"both `precision=bf16-mixed` and `plugins=CastwisePrecision\('bf16-master'\)`",
+        lambda: kind(precision="bf16-mixed", **make),
+    )
+
+
+@pytest.mark.parametrize(("home", "argument"), [("fabric", "precision"), ("pytorch", "precision_plugin")])
+def test_a_strategy_that_takes_no_plug_in_says_what_to_use(home: str, argument: str) -> None:
+    kind = importlib.import_module(f"lightning.{home}.strategies").FSDPStrategy
+    plugin = CastwisePrecision("fp16-mixed")
+    said = r"^CastwisePrecision\('fp16-mixed'\): FSDPStrategy takes no .* strategy=ModelParallelStrategy\(\.\.\.\), and"
+    refuses(StrategyError, said, lambda: kind(**{argument: plugin}))
+    refuses(StrategyError, said, lambda: setattr(kind(), argument, plugin))  # as a Trainer on a GPU does
+    assert issubclass(StrategyError, TypeError)
+    with pytest.raises(TypeError, match="can only work with"):
+        kind(**{argument: lightning.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")})
+
+
+def test_autocast_around_and_a_scaler_inside_are_refused() -> None:
+    model = Net()
+    with torch.autocast("cpu", torch.bfloat16):
+        refuses(StateError, "Net is set up inside torch.autocast", lambda: fit(model, "bf16-mixed"))
+        plugin = CastwisePrecision("bf16-mixed")
+        refuses(StateError, "inside torch.autocast", lambda: fabric_for(plugin).setup_module(Net()))
+    model.grad_scaler = torch.amp.GradScaler("cpu")
+    refuses(
+        StateError, r"Net.grad_scaler is a GradScaler, which are two loss", lambda: fit(model, "fp16-mixed")
+    )
+    model.grad_scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert same(fit(model, "fp16-mixed"), by_hand(Net(), "fp16-mixed"))  # and the model is as it was
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype", "refused"),
+    [
+        ("bf16-mixed", torch.float16, True),
+        ("fp32", torch.bfloat16, True),
+        ("bf16-mixed", torch.bfloat16, False),
+        ("bf16-mixed", None, False),
+    ],
+)
+@pytest.mark.parametrize("path", [None, "net"])
+def test_autocast_inside_is_refused_where_it_differs(
+    plan: str, dtype: torch.dtype | None, refused: bool, path: str | None
+) -> None:
+    class Autocasts(Net):
+        def training_step(self, batch: Batch) -> Tensor:
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                return self.loss(batch)
+
+    before = Autocasts()
+
+    def call() -> Any:
+        return fit(before, plan, model=path)
+
+    if refused:
+        refuses(StateError, rf"dtype={dtype}\) under the plan {plan}, which are two", call)
+        assert same(before, Net())
+    else:
+        call()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"plan": "bf17"}, PlanError, "bf17"),
+        ({"model": ""}, PlanError, r"model=''\) is not allowed. Allowed: the path of a submodule"),
+        ({"model": ()}, PlanError, r"model=\(\)\) is not allowed"),
+        ({"model": 3}, PlanError, r"model=3\) is not allowed"),
+        ({"model": "body"}, PlanError, "Net has no submodule of that path. Allowed: 'net', and those below"),
+        ({"methods": ("encode",)}, StateError, "Net has no method of that name"),
+        ({"nonfinite": "stop"}, PlanError, "nonfinite='stop'"),
+        ({"plan": "bf16-mixed+compile=default"}, StateError, "Name what is to be compiled: .*model='net'"),
+        ({"plan": "bf16-mixed+regions.1=fp32"}, PlanError, "no module of Net matches"),
+    ],
+    ids=str,
+)
+def test_arguments_that_mean_nothing_are_refused(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    plugin = {"plan": "bf16-mixed", **options}
+    refuses(error, said, lambda: trainer_for(CastwisePrecision(**plugin)).fit(Net(), loader(batches())))
+
+
+def test_a_module_that_was_compiled_whole_is_refused() -> None:
+    model = torch.compile(Net(), backend="eager")
+    refuses(
+        StateError,
+        "Net is compiled already, its steps included",
+        lambda: trainer_for(CastwisePrecision("bf16-mixed")).fit(model, loader(batches())),
+    )
+
+
+def test_options_of_a_step_are_refused() -> None:
+    class Options(Adversaries):
+        def training_step(self, batch: Batch) -> None:
+            optimizer, _ = self.optimizers()
+            optimizer.step(epoch=1)
+
+    refuses(StateError, r"SGD.step\(epoch\): under a plan", lambda: fit(Options(), "bf16-mixed"))
+
+
+@pytest.mark.parametrize(("release", "warns"), [("2.5.1", True), ("2.7.0", True), ("2.6.9", False)])
+def test_another_release_of_lightning_is_said(
+    release: str, warns: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(lightning, "__version__", release)
+    CastwisePrecision("fp32")
+    assert [str(warning.message) for warning in recwarn] == [
+        f"CastwisePrecision was tested with Lightning 2.6, and this is {release}, whose precision hooks may be others; install "
+        "'lightning==2.6.*' where something fails."
+    ] * warns
+    assert all(warning.filename == __file__ for warning in recwarn)
+
+
+def test_other_plug_ins_are_left_alone() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    model = Net()
+    module, optimizer = fabric.setup(model, model.configure_optimizers())
+    assert Amp.of(model) is None
+    fabric.backward(module(batches(1)[0][0]).sum())
+    assert optimizer.step() is None
+    assert fabric.setup_optimizers(model.configure_optimizers()).step() is None
+
+
+# --- several processes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    """Two processes on gloo."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    world = World(2)
+    yield world
+    world.close()
+
+
+class Sharded(Scheduled):
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        self.trainer.precision_plugin.fully_shard(self.net, mesh=mesh, blocks=[self.net[0], self.net[3]])
+
+
+def shares(rank: int, data: list[Batch]) -> list[Batch]:
+    return [(inputs[rank::2], targets[rank::2]) for inputs, targets in data]
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {
+        k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for k, v in state.items()
+    }
+
+
+def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def as_started_by_torchrun(rank: int) -> None:
+    here = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    fixed = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    os.environ.update({name: str(value) for name, value in {**here, **fixed}.items()})
+
+
+def trained(rank: int, layout: str, plan: Any, data: list[Batch], **options: Any) -> Any:
+    """A model that a Trainer has trained on two ranks, and its plug-in."""
+    as_started_by_torchrun(rank)
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    strategy: Any = "ddp"
+    if layout == "fsdp":
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    model = Sharded() if layout == "fsdp" else Scheduled()
+    settings = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+    return fit(model, plan, shares(rank, data), **settings, **options)
+
+
+def hand_on_two(rank: int, layout: str, plan: Any, data: list[Batch], clip: float | None) -> Any:
+    """The same in a plain loop."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = Scheduled()
+    with Amp(plan) as amp:
+        if layout == "fsdp":
+            blocks = [model.net[0], model.net[3]]
+            amp.fully_shard(model.net, mesh=init_device_mesh("cpu", (2,)), blocks=blocks, part=True)
+        chosen = model.configure_optimizers()
+        optimizer, scheduler = chosen["optimizer"], chosen["lr_scheduler"]["scheduler"]
+        amp.prepare(model, optimizer)
+        run = model if layout == "fsdp" else nn.parallel.DistributedDataParallel(model)
+        for inputs, targets in shares(rank, data):
+            amp.backward(F.cross_entropy(run(inputs), targets))
+            if clip is not None:
+                amp.clip_grad_norm_(optimizer, clip)
+            skipped = amp.step(optimizer).skipped
+            optimizer.zero_grad()
+            if not skipped:
+                scheduler.step()
+            model.seen.append((scheduler.last_epoch, skipped))
+    return model
+
+
+def trains_as_by_hand(rank: int, size: int, layout: str, plan: Any, clip: float | None) -> list[Any]:
+    data = spoilt(8, 2)
+    data[2][0][1::2] = 1.0  # on one rank alone
+    ours = trained(rank, layout, plan, data, gradient_clip_val=clip)
+    want = hand_on_two(rank, layout, plan, data, clip)
+    assert alike(whole_weights(ours), whole_weights(want))
+    assert not alike(whole_weights(ours), whole_weights(Net()))
+    assert ours.seen == want.seen
+    return ours.seen
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("plan", "clip"), [(IN_PARTS, None), ("fp16-mixed", 0.05), ("bf16-master", 0.05), ("fp16-master", None)]
+)
+def test_two_processes_train_as_in_a_plain_loop(
+    two: World, layout: str, plan: str, clip: float | None
+) -> None:
+    """NaN on one rank has both skip, and neither scheduler moves."""
+    first, second = two.run(trains_as_by_hand, layout, plan, clip)
+    assert first == second
+    assert first[2][1]
+
+
+def goes_on(rank: int, size: int, layout: str, plan: Any, folder: str) -> None:
+    data = batches(4)
+    whole = trained(rank, layout, plan, data, max_epochs=2)
+    saves = ModelCheckpoint(folder, save_last=True)
+    trained(rank, layout, plan, data, enable_checkpointing=True, callbacks=[saves])
+    again = trained(
+        rank, layout, plan, data, max_epochs=2, ckpt_path=saves.last_model_path, enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder)],
+    )  # fmt: skip
+    assert alike(whole_weights(again), whole_weights(whole))
+    assert again.seen == whole.seen[-4:]
+    ours, theirs = (model.trainer.precision_plugin.state_dict() for model in (again, whole))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("plan", ["fp16-master", "bf16-master"])
+def test_two_processes_resume(two: World, layout: str, plan: str, tmp_path: Path) -> None:
+    two.run(goes_on, layout, MOVING[plan], str(tmp_path))
+
+
+def by_fabric_on_two(rank: int, size: int, layout: str, plan: str) -> None:
+    as_started_by_torchrun(rank)
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    plugin = CastwisePrecision(plan)
+
+    def shard(model: Any, mesh: Any) -> Any:
+        blocks = [model.net[0], model.net[3]]
+        plugin.fully_shard(model.net, mesh=mesh["data_parallel"], blocks=blocks)
+        return model
+
+    strategy: Any = "ddp"
+    if layout == "fsdp":
+        strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
+    fabric.launch()
+    model, data = Scheduled(), batches(5)
+    if layout == "fsdp":
+        module = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(model.configure_optimizers()["optimizer"])
+    else:
+        module, optimizer = fabric.setup(model, model.configure_optimizers()["optimizer"])
+        if plugin.plan.stores_low:
+            refuses(StateError, r"Call fabric.setup\(model, optimizer\)", lambda: fabric.setup_module(Net()))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.5)
+    for inputs, targets in shares(rank, data):
+        fabric.backward(F.cross_entropy(module(inputs), targets))
+        norm = fabric.clip_gradients(module, optimizer, max_norm=1e6, error_if_nonfinite=False)
+        assert norm is not None
+        if not optimizer.step().skipped:
+            schedule.step()
+        optimizer.zero_grad()
+    plugin.teardown()
+    want = hand_on_two(rank, layout, plan, data, clip=None)
+    assert alike(whole_weights(model), whole_weights(want))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("plan", ["fp16-mixed", "bf16-master"])
+def test_two_processes_of_fabric_train_as_in_a_plain_loop(two: World, layout: str, plan: str) -> None:
+    two.run(by_fabric_on_two, layout, plan)

@@ -99,7 +99,9 @@ class CastwisePrecision(Precision):
         _check_release()
         self.plan = as_plan(plan)
         paths = [model] if isinstance(model, str) else model
-        if paths is not None and not (paths and all(isinstance(path, str) and path for path in paths)):
+        if paths is not None and not (
+            isinstance(paths, Sequence) and paths and all(isinstance(path, str) and path for path in paths)
+        ):
             raise PlanError(
                 f"CastwisePrecision(model={model!r}) is not allowed. Allowed: the path of a submodule such as 'net', a sequence of "
                 "such paths, or None for the whole module."
@@ -111,7 +113,9 @@ class CastwisePrecision(Precision):
         self._options = {"nonfinite": nonfinite, "patience": patience, "group": group}
         self._amp: Amp | None = None
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._own_steps: frozenset[str] = frozenset()
+        """Steps that were put on the instance, which no border can be around."""
         self._undo: list[Callable[[], object]] = []
         self._module: LightningModule | None = None
         """The Trainer's; None under Fabric."""
@@ -180,7 +184,6 @@ class CastwisePrecision(Precision):
 
     def _prepare(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         amp, kind = self.amp, type(module).__name__
-        _check_alone(module, amp)
         whole = isinstance(module, LightningModule) and self._paths is None
         if whole and getattr(module, "_compiler_ctx", None) is not None:
             raise StateError(
@@ -193,12 +196,13 @@ class CastwisePrecision(Precision):
                 "to be compiled: CastwisePrecision(plan, model='net')"
             )
         optimizers = [*optimizers]
+        self._own_steps = frozenset(step for step in _STEPS if step in vars(module)) if whole else frozenset()
         for root in self._roots_of(module):
             own = {id(parameter) for parameter in root.parameters()}
             mine = [one for one in optimizers if not own.isdisjoint(map(id, _params(one)))]
-            steps = [step for step in _STEPS if step not in vars(module)] if whole else []
+            steps = [step for step in _STEPS if step not in self._own_steps] if whole else []
             amp.prepare(root, *mine, methods=(*steps, *self._methods))
-            self._optimizers.update(mine)
+            self._optimizers += map(weakref.ref, mine)
             self._roots.append(weakref.ref(root))
             if self.plan.keeps_masters and not any(hasattr(p, "placements") for p in root.parameters()):
                 self._undo.append(root.register_state_dict_post_hook(_save_masters).remove)
@@ -216,7 +220,7 @@ class CastwisePrecision(Precision):
             trainer = module.trainer
             strategy = trainer.strategy
             self._module, self._watched = module, False
-            self._open(strategy.root_device.type)
+            _check_alone(module, self._open(strategy.root_device.type))
             if isinstance(strategy, _WRAPPING) and trainer.state.fn == TrainerFn.FITTING:
                 strategy.model_to_device()
                 strategy.setup_optimizers(trainer)
@@ -269,6 +273,7 @@ class CastwisePrecision(Precision):
         return result
 
     def _take(self, module: nn.Module, optimizers: Sequence[Optimizer], wraps: bool) -> None:
+        _check_alone(module, self.amp)
         if optimizers or not self.plan.stores_low:
             self._prepare(module, optimizers)
         elif not wraps:
@@ -289,7 +294,7 @@ class CastwisePrecision(Precision):
         for root in self._alive():
             if not ids.isdisjoint(map(id, root.parameters())):
                 self.amp.prepare(root, *optimizers)
-                self._optimizers.update(optimizers)
+                self._optimizers += map(weakref.ref, optimizers)
 
     def convert_input(self, data: Any) -> Any:
         """The inputs as they are, since the module casts them. Modules of Fabric that got no optimizer are prepared now."""
@@ -305,17 +310,24 @@ class CastwisePrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None]:
-        """Around a ``training_step``, which runs by the plan; in the first, autocast of the module's own is refused."""
+        """Around a ``training_step``, which runs by the plan.
+
+        Raises:
+            StateError: The first one autocasts to a format that the plan has not.
+        """
         with self._around("training_step"):
             if self._watched:
                 yield
                 return
-            handle = register_module_forward_pre_hook(self._refuse_autocast)
+            found: list[str] = []
+            handle = register_module_forward_pre_hook(functools.partial(self._look, found))
             try:
                 yield
             finally:
                 handle.remove()
-            self._watched = True
+        self._watched = True
+        if found:
+            raise StateError(found[0])
 
     @contextmanager
     def val_step_context(self) -> Generator[None]:
@@ -337,17 +349,16 @@ class CastwisePrecision(Precision):
 
     def _around(self, step: str) -> AbstractContextManager[Any]:
         """A block for a step that was put on the instance; others have a border of their own."""
-        own = getattr(vars(self._module).get(step), "__self__", self._module) if self._module else None
-        return self.amp.autocast() if self._paths is None and own is not self._module else nullcontext()
+        return self.amp.autocast() if step in self._own_steps else nullcontext()
 
-    def _refuse_autocast(self, module: nn.Module, args: Any) -> None:
+    def _look(self, found: list[str], module: nn.Module, args: Any) -> None:
         kind = self.amp.device_type
         if not torch.is_autocast_enabled(kind):
             return
         dtype = torch.get_autocast_dtype(kind)
         formats = {self.plan.compute, *(region.compute for region in self.plan.regions)}
         if dtype not in {torch.float32, *(_DTYPES[name] for name in formats if name in _DTYPES)}:
-            raise StateError(
+            found.append(
                 f"training_step: {type(module).__name__} is called in torch.autocast({kind!r}, dtype={dtype}) under the plan "
                 f"{self.plan}, which are two precision settings at once. Remove the autocast block, or have a region of the plan say so"
             )
@@ -383,7 +394,7 @@ class CastwisePrecision(Precision):
         """
         if self._module is not None and closure is not None:
             closure = functools.partial(self._wrap_closure, model, optimizer, closure)
-        if optimizer not in self._optimizers:
+        if not self._holds(optimizer):
             return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         if kwargs:
             raise StateError(
@@ -399,9 +410,12 @@ class CastwisePrecision(Precision):
         return self.last_step if not values or values[0] is None else values[0]
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        if self.plan.loss_scale is not None and optimizer in self._optimizers:
+        if self.plan.loss_scale is not None and self._holds(optimizer):
             self.amp.unscale_(optimizer)  # what looks at gradients before the step sees true ones
         super()._after_closure(model, optimizer)
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        return any(known() is optimizer for known in self._optimizers)
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Divide an optimizer's gradients by the loss scale, as Fabric does before it clips."""
@@ -410,7 +424,7 @@ class CastwisePrecision(Precision):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the global norm of the unscaled gradients, that of all shards where there are any."""
         optimizer = _unwrapped(optimizer)
-        if optimizer in self._optimizers:
+        if self._holds(optimizer):
             self.amp.clip_grad_norm_(optimizer, clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
@@ -418,7 +432,7 @@ class CastwisePrecision(Precision):
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each element of the unscaled gradients."""
         optimizer = _unwrapped(optimizer)
-        if optimizer in self._optimizers:
+        if self._holds(optimizer):
             self.amp.clip_grad_value_(optimizer, clip_val)
         else:
             super().clip_grad_by_value(optimizer, clip_val)
