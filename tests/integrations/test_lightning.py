@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from castwise import Amp, LossScale, Plan
@@ -28,6 +29,7 @@ pytest.importorskip("lightning", reason="needs castwise[lightning]")
 import lightning
 from lightning import Fabric, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from castwise.integrations.lightning import CastwisePrecision, StrategyError
 
@@ -634,6 +636,44 @@ def test_a_plug_in_goes_to_processes_that_are_started_later() -> None:
     assert repr(plugin) == f"CastwisePrecision({IN_PARTS!r})"
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of .lr_scheduler.step"
+)  # after the one step, which overflows
+@pytest.mark.parametrize("plan", [*PLANS, "bf16-mixed+ops.gelu=fp32"])
+@pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
+def test_lightnings_own_examples_run(kind: Any, plan: str) -> None:
+    model = kind()
+    for run in ("fit", "validate", "test", "predict"):
+        if run == "fit" or kind is BoringModel:
+            getattr(trainer_for(CastwisePrecision(plan), fast_dev_run=True), run)(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("plan", FEW)
+def test_training_that_fails_leaves_the_module_as_it_was(plan: str, error: type[BaseException]) -> None:
+    class Fails(Net):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                raise error("mine")
+            return self.loss(batch)
+
+    model = Fails()
+    with pytest.raises((ValueError, SystemExit)):  # Lightning exits where it is interrupted
+        fit(model, plan)
+    assert Amp.of(model) is None
+    assert same(model, by_hand(Net(), plan, batches()[:2]))
+    assert same(fit(Net(), plan), by_hand(Net(), plan))
+
+
+def test_what_is_computed_again_in_backward_runs_by_the_plan() -> None:
+    class Again(Net):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return checkpoint(self.net, inputs, use_reentrant=False)
+
+    assert same(fit(Again(), IN_PARTS), by_hand(Net(), IN_PARTS))
+
+
 def test_an_optimizer_of_nothing_in_the_model_steps_as_it_would() -> None:
     class Apart(Net):
         def __init__(self) -> None:
@@ -880,6 +920,12 @@ def test_another_release_of_lightning_is_said(
         "'lightning==2.6.*' where something fails."
     ] * warns
     assert all(warning.filename == __file__ for warning in recwarn)
+
+
+def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    with pytest.raises(ModuleNotFoundError, match=r"is not installed: pip install 'castwise\[lightning\]'"):
+        runpy.run_path(sys.modules[CastwisePrecision.__module__].__file__)
 
 
 def test_other_plug_ins_are_left_alone() -> None:

@@ -18,7 +18,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import lightning
+try:
+    import lightning
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "castwise.integrations.lightning needs Lightning, which is not installed: pip install 'castwise[lightning]'",
+        name=error.name,
+    ) from error
 import torch
 from lightning import Fabric, LightningModule
 from lightning.fabric.strategies import ddp, dp, fsdp, model_parallel
@@ -482,11 +488,8 @@ def _nothing(trainer: Any) -> None:
 
 def _unwrapped(optimizer: Any) -> Any:
     """The optimizer inside a ``LightningOptimizer`` or one of Fabric's; any other itself."""
-    return (
-        optimizer.optimizer
-        if is_wrapped(optimizer) or isinstance(optimizer, LightningOptimizer)
-        else optimizer
-    )
+    wrapped = is_wrapped(optimizer) or isinstance(optimizer, LightningOptimizer)
+    return optimizer.optimizer if wrapped else optimizer
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
