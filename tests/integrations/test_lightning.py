@@ -862,11 +862,34 @@ def test_autocast_inside_is_refused_where_it_differs(
     def call() -> Any:
         return fit(before, plan, model=path)
 
+    def by_fabric() -> Any:
+        module = fabric_for(CastwisePrecision(plan, model=path)).setup_module(Net())
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            return module(batches(1)[0][0])
+
     if refused:
         refuses(StateError, rf"dtype={dtype}\) under the plan {plan}, which are two", call)
         assert same(before, Net())
+        refuses(StateError, rf"Fabric has set up is called in .*dtype={dtype}\) under", by_fabric)
     else:
         call()
+        assert by_fabric().dtype is torch.float32
+
+
+def test_a_scaler_of_ones_own_beside_fabrics_does_no_harm() -> None:
+    """It cannot be seen, and takes its scale off before the plan takes off its own."""
+    plan = dataclasses.replace(LOUD, loss_scale=LossScale(init=1024.0))
+    plugin, model = CastwisePrecision(plan), Net()
+    fabric = fabric_for(plugin)
+    module, optimizer = fabric.setup(model, model.configure_optimizers())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for batch in batches():
+        fabric.backward(scaler.scale(module.loss(batch)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    plugin.teardown()
+    assert same(model, by_hand(Net(), plan))
 
 
 @pytest.mark.parametrize(

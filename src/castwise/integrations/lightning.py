@@ -303,9 +303,15 @@ class CastwisePrecision(Precision):
                 self._optimizers += map(weakref.ref, optimizers)
 
     def convert_input(self, data: Any) -> Any:
-        """The inputs as they are, since the module casts them. Modules of Fabric that got no optimizer are prepared now."""
+        """The inputs as they are, since the module casts them. Modules of Fabric that got no optimizer are prepared now.
+
+        Raises:
+            StateError: Fabric's module is called in an autocast block to a format that the plan has not.
+        """
         while self._waiting:
             self._prepare(self._waiting.pop(0), ())
+        if self._module is None and (found := self._foreign("The model that Fabric has set up")):
+            raise StateError(found[0])
         return data
 
     # --- contexts -----------------------------------------------------------------------------------------
@@ -358,16 +364,21 @@ class CastwisePrecision(Precision):
         return self.amp.autocast() if step in self._own_steps else nullcontext()
 
     def _look(self, found: list[str], module: nn.Module, args: Any) -> None:
+        found += self._foreign(f"training_step: {type(module).__name__}")
+
+    def _foreign(self, who: str) -> list[str]:
+        """A sentence where ``who`` is called in an autocast block to a format that the plan has not."""
         kind = self.amp.device_type
         if not torch.is_autocast_enabled(kind):
-            return
+            return []
         dtype = torch.get_autocast_dtype(kind)
         formats = {self.plan.compute, *(region.compute for region in self.plan.regions)}
-        if dtype not in {torch.float32, *(_DTYPES[name] for name in formats if name in _DTYPES)}:
-            found.append(
-                f"training_step: {type(module).__name__} is called in torch.autocast({kind!r}, dtype={dtype}) under the plan "
-                f"{self.plan}, which are two precision settings at once. Remove the autocast block, or have a region of the plan say so"
-            )
+        if dtype in {torch.float32, *(_DTYPES[name] for name in formats if name in _DTYPES)}:
+            return []
+        return [
+            f"{who} is called in torch.autocast({kind!r}, dtype={dtype}) under the plan {self.plan}, which are two precision settings "
+            "at once. Remove the autocast block, or have a region of the plan say so"
+        ]
 
     # --- backward -----------------------------------------------------------------------------------------
 
