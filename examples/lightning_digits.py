@@ -67,8 +67,9 @@ class Classifier(L.LightningModule):
     def evaluate(self, batch, stage):
         images, labels = batch
         logits = self(images)
-        self.log(f"{stage}_loss", F.cross_entropy(logits, labels))
-        self.log(f"{stage}_accuracy", (logits.argmax(1) == labels).float().mean(), prog_bar=True)
+        right = (logits.argmax(1) == labels).float().mean()
+        self.log(f"{stage}_loss", F.cross_entropy(logits, labels), sync_dist=True)
+        self.log(f"{stage}_accuracy", right, prog_bar=True, sync_dist=True)
 
     def validation_step(self, batch, batch_idx):
         self.evaluate(batch, "val")
@@ -107,7 +108,7 @@ def main():
     trainer.fit(model, digits)
     (found,) = trainer.test(model, digits, verbose=False)
     skipped = precision.amp.skipped_steps
-    print(f"accuracy {found['test_accuracy']:.3f} under {args.plan}; {skipped} steps skipped")
+    trainer.print(f"accuracy {found['test_accuracy']:.3f} under {args.plan}; {skipped} steps skipped")
 
 
 if __name__ == "__main__":

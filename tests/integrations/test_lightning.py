@@ -472,7 +472,8 @@ def test_weights_are_saved_whole_in_the_middle_of_training(tmp_path: Path) -> No
                     self.seen.append(callback._average_model.module.state_dict())
 
     averages = EMAWeightAveraging()
-    model = fit(Saves(), "bf16-master", callbacks=[averages])
+    with pytest.warns(UserWarning, match=r"rounded to bf16, .* Average by castwise.AveragedModel\(model\)"):
+        model = fit(Saves(), "bf16-master", callbacks=[averages])
     kinds = {value.dtype for state in model.seen for value in state.values()}
     assert torch.float32 in kinds
     saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]

@@ -30,6 +30,7 @@ from lightning import Fabric, LightningModule
 from lightning.fabric.strategies import ddp, dp, fsdp, model_parallel
 from lightning.fabric.wrappers import is_wrapped
 from lightning.pytorch import strategies
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -239,12 +240,23 @@ class CastwisePrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Prepare a Trainer's module, and let its schedulers rest at steps that are skipped."""
+        """Prepare a Trainer's module, and let its schedulers rest at steps that are skipped.
+
+        Warns:
+            UserWarning: A callback averages weights that the plan stores low.
+        """
         module = self._module
         assert module is not None
         vars(module.trainer.strategy).pop("setup_optimizers", None)
         if not self._alive():
             self._prepare(module, optimizers)
+        if self.plan.stores_low and any(isinstance(one, WeightAveraging) for one in module.trainer.callbacks):
+            warnings.warn(
+                f"The average that Lightning's WeightAveraging keeps is of weights rounded to {self.plan.compute}, and is itself rounded "
+                f"at each validation, since the plan {self.plan} stores parameters low. Average by castwise.AveragedModel(model), or "
+                "use a plan that stores them in fp32.",
+                stacklevel=2,
+            )
         return model, optimizers, [_Resting(config, self) for config in lr_schedulers]
 
     def teardown(self) -> None:
