@@ -247,10 +247,11 @@ class CastwisePrecision(Precision):
         """
         module = self._module
         assert module is not None
-        vars(module.trainer.strategy).pop("setup_optimizers", None)
+        trainer: Any = module.trainer
+        vars(trainer.strategy).pop("setup_optimizers", None)
         if not self._alive():
             self._prepare(module, optimizers)
-        if self.plan.stores_low and any(isinstance(one, WeightAveraging) for one in module.trainer.callbacks):
+        if self.plan.stores_low and any(isinstance(one, WeightAveraging) for one in trainer.callbacks):
             warnings.warn(
                 f"The average that Lightning's WeightAveraging keeps is of weights rounded to {self.plan.compute}, and is itself rounded "
                 f"at each validation, since the plan {self.plan} stores parameters low. Average by castwise.AveragedModel(model), or "
