@@ -218,8 +218,12 @@ def leave(owner: object) -> bool:
         entry = saved[index]
         if entry[6] is not owner:
             continue
-        if entry[8] is not (caller := sys._getframe(2)) and _runs(entry[8], caller):
-            return False
+        if (
+            sys.exc_info()[0] is not None
+            and entry[8] is not (caller := sys._getframe(2))
+            and _runs(entry[8], caller)
+        ):
+            return False  # of a call around this one; after a graph break Dynamo leaves from another frame, without an exception
         if index == len(saved) - 1:
             pop()
             return True
