@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 from typing import Any
 
@@ -392,6 +393,8 @@ def test_methods_other_than_forward() -> None:
     amp.prepare(model, methods=("encode",))
     assert model.encode(data()[0]).dtype is torch.float32
     assert model.inside.dtype is torch.bfloat16
+    assert inspect.signature(model.encode) == inspect.signature(Encoder().encode)
+    assert model.encode.__wrapped__.__func__ is Encoder.encode  # as of what functools.wraps wraps
     model.inside = None
     twin = pickle.loads(pickle.dumps(model))
     twin.encode(data()[0])

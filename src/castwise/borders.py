@@ -180,14 +180,18 @@ class Method:
     border: Border
     before: Callable[[nn.Module], None]
 
+    @property
+    def __wrapped__(self) -> Any:
+        """The method itself: what asks for a signature, or who overrides a method, finds that one's."""
+        return getattr(type(self.module), self.name).__get__(self.module)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Enter the border with the arguments cast, run the method, and cast what it returns."""
         self.before(self.module)
         border, depth = self.border, frames.depth()
-        method = getattr(type(self.module), self.name).__get__(self.module)
         args, kwargs = border.enter_and_cast(self.module, args, kwargs)
         try:
-            output = method(*args, **kwargs)
+            output = self.__wrapped__(*args, **kwargs)
         except BaseException as error:
             frames.unwind(depth)
             explain_mismatch(error, self.module, border.frame)

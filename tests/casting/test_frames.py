@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -137,6 +138,39 @@ def test_an_interrupt_that_forward_itself_catches() -> None:
     model = Model(catching)
     Hooks(model, frame())
     assert model(X) == (torch.float32, 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_hook_that_raises_before_a_call_from_within_has_entered(first: bool, caught: bool) -> None:
+    """What is left then is nothing: the call around it goes on by the plan, and its end leaves no autocast behind."""
+
+    class Calls(nn.Linear):
+        def step(self, x: torch.Tensor) -> torch.dtype:
+            with (
+                torch.autocast("cpu", torch.float16),
+                contextlib.suppress(ValueError if caught else KeyError),
+            ):
+                self(x)
+            return (x @ x).dtype
+
+    def raises(*_: Any) -> None:
+        raise ValueError("mine")
+
+    model = Calls(4, 4)
+    if first:
+        model.register_forward_pre_hook(raises)
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        amp.prepare(model, methods=("step",))
+        if not first:
+            model.register_forward_pre_hook(raises)
+        if caught:
+            assert model.step(torch.ones(4, 4)) is torch.bfloat16
+        else:
+            with pytest.raises(ValueError, match="mine"):
+                model.step(torch.ones(4, 4))
+        assert not torch.is_autocast_enabled("cpu")
+        assert frames.depth() == 0
 
 
 def test_an_interrupt_inside_a_region_ends_with_the_region() -> None:

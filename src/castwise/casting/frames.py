@@ -207,7 +207,8 @@ def leave(owner: object) -> bool:
     """Restore what was in force before ``owner`` entered last, and forget forwards above it that were interrupted.
 
     Returns:
-        Whether it was on this thread's stack. A frame that was entered after it and is not left yet stays in force, as
+        Whether it was on this thread's stack, put there by the call that ends now: in a call of a model from within itself
+        somebody else's hook may raise before ours enters. A frame that was entered after it and is not left yet stays in force, as
         where a generator ends that entered a block of its own.
     """
     saved = thread.state.saved
@@ -217,6 +218,12 @@ def leave(owner: object) -> bool:
         entry = saved[index]
         if entry[6] is not owner:
             continue
+        if (
+            sys.exc_info()[0] is not None
+            and entry[8] is not (caller := sys._getframe(2))
+            and _runs(entry[8], caller)
+        ):
+            return False  # of a call around this one; after a graph break Dynamo leaves from another frame, without an exception
         if index == len(saved) - 1:
             pop()
             return True
@@ -239,14 +246,18 @@ def leave_interrupted() -> None:
     saved = thread.state.saved
     while saved:
         entered = saved[-1][8]
-        if not isinstance(entered, FrameType):
+        if not isinstance(entered, FrameType) or _runs(entered, sys._getframe(1)):
             return
-        running: FrameType | None = sys._getframe(1)
-        while running is not None:
-            if running is entered:
-                return
-            running = running.f_back
         pop()
+
+
+def _runs(entered: object, running: FrameType | None) -> bool:
+    """Whether a Python frame is ``running`` or below it on its stack."""
+    while running is not None:
+        if running is entered:
+            return True
+        running = running.f_back
+    return False
 
 
 def push_block(frame: Frame) -> None:
