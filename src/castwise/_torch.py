@@ -1210,6 +1210,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local if wait is None or type(local) is torch.Tensor else wait()
 
 
+def dispatches_itself(tensor: torch.Tensor) -> bool:
+    """Whether operators on a tensor run code of its class in Python; fake tensors, which stand for plain ones, do not count."""
+    kind: Any = type(tensor)
+    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return own and not kind.__module__.startswith("torch._subclasses")
+
+
 _set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # also where a subclass has a property data
 
 

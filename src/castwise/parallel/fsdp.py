@@ -107,12 +107,13 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
 def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
     """The dtype that each shard is to be stored in.
 
-    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, but for a plan
-    without masters, where the shards themselves are low and the optimizer's state follows.
+    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, or are widened, but
+    for a plan without masters, where the shards themselves are low and the optimizer's state follows.
     """
     plan = resolution.plan
     low = plan.stores_low and not plan.keeps_masters
-    return {
-        parameter: (dtype if low and dtype is not None else parameter.dtype)
-        for _, _, parameter, _, dtype in _sharded(resolution, model)
-    }
+    found = {}
+    for _, name, parameter, _, dtype in _sharded(resolution, model):
+        wide = resolution.storage.get(name) is torch.float32
+        found[parameter] = dtype if low and dtype is not None else torch.float32 if wide else parameter.dtype
+    return found

@@ -20,6 +20,7 @@ from castwise.casting import frames, tracing
 from castwise.errors import StateError
 from castwise.fused import check_updates, fuse
 from castwise.masters.sync import sync
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution
 from castwise.session import storage
@@ -60,12 +61,15 @@ def apply(
     changed = [
         weakref.ref(parameter)
         for parameter in model.parameters()
-        if parameter in dtypes and not (plan.keeps_masters and parameter.requires_grad)
+        if parameter in dtypes
+        and not (plan.keeps_masters and parameter.requires_grad and dtypes[parameter] in LOW_DTYPES)
     ]
+    # under masters state is fp32, and follows what arrived low back there
+    arrived = [weakref.ref(p) for p in model.parameters() if plan.keeps_masters and masters.is_low(p)]
     log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
-        log.kept += storage.state_of(optimizer, changed)
-        log.on(optimizer, storage.follow_state, changed)
+        log.kept += storage.state_of(optimizer, [*changed, *arrived])
+        log.on(optimizer, storage.follow_state, [*changed, *arrived])
     storage.store(model, plan, dtypes, log)
     for optimizer in optimizers:
         storage.follow_state(optimizer, changed)
