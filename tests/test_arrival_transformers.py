@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.errors import StateError
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, resolve
 
@@ -107,13 +108,15 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
 def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
     """The dtype that each shard is to be stored in.
 
-    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, or are widened, but
-    for a plan without masters, where the shards themselves are low and the optimizer's state follows.
+    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, and those of trained
+    parameters that arrived low become fp32. Under a plan without masters the shards themselves are low and the optimizer's
+    state follows.
     """
     plan = resolution.plan
-    low = plan.stores_low and not plan.keeps_masters
     found = {}
     for _, name, parameter, _, dtype in _sharded(resolution, model):
-        wide = resolution.storage.get(name) is torch.float32
-        found[parameter] = dtype if low and dtype is not None else torch.float32 if wide else parameter.dtype
+        found[parameter] = resolution.storage.get(name, parameter.dtype)
+        if dtype is not None and plan.keeps_masters:
+            becomes_master = parameter.requires_grad and parameter.dtype in LOW_DTYPES
+            found[parameter] = torch.float32 if becomes_master else parameter.dtype
     return found
