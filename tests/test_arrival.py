@@ -291,9 +291,7 @@ class Sealed(Tensor):
 
     @staticmethod
     def __new__(cls, packed: Tensor, scale: Tensor) -> Self:
-        return Tensor._make_wrapper_subclass(
-            cls, packed.shape, dtype=scale.dtype, device=packed.device
-        )
+        return Tensor._make_wrapper_subclass(cls, packed.shape, dtype=scale.dtype, device=packed.device)
 
     def __init__(self, packed: Tensor, scale: Tensor) -> None:
         self.packed, self.scale = packed, scale

@@ -735,6 +735,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step and no hook hear of it, those of all optimizers included."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """The hooks that an optimizer calls while it loads a state dict."""
     before, after = (
