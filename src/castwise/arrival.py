@@ -7,7 +7,8 @@ mean nothing without the code that reads them, and no plan touches them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.errors import PlanError
-from castwise.plans.formats import LOW_DTYPES
+from castwise.plans.formats import FORMATS, LOW, LOW_DTYPES
+from castwise.plans.plan import PRESETS, Plan
 
 WIDEN = (False, True, "all")
 """Allowed for ``widen=``: nothing; what is trained and the buffers beside it; the frozen base too."""
@@ -89,6 +91,59 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
         return not isinstance(tensor, nn.Parameter) and not beside_base(path)
 
     return wide
+
+
+def widen_for(plan: Plan) -> Any:
+    """What to widen where a plan is tried on a model that may arrive low, to be held against fp32.
+
+    A plan that computes in fp32 alone is fp32 for the whole model. Under others what is trained is widened. A plan that
+    computes in fp32 and hands outputs on as they come leaves a model with a low base as it was given (:func:`as_given`).
+    """
+    if plan.stores_low:
+        return False
+    return "all" if plan.formats.isdisjoint(LOW) and plan.output == "fp32" else True
+
+
+def as_given(model: nn.Module) -> Plan | None:
+    """The plan under which a model that arrives low runs as it does by itself.
+
+    None where it arrives in fp32, or what it trains is stored in several formats.
+    """
+    low = low_tensors(model)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    if not low or len(trained) != 1:
+        return None
+    (dtype,) = trained
+    if dtype is torch.float32:
+        return Plan(compute="fp32", output="as_is")
+    name = next((name for name in LOW if FORMATS[name].dtype is dtype), None)
+    return None if name is None else dataclasses.replace(PRESETS[f"{name}-true"], output="as_is")
+
+
+def widen_(model: nn.Module) -> dict[str, torch.dtype]:
+    """Store in fp32, in place, all that a model without gradients has in bf16 or fp16, but for what is quantised.
+
+    Returns:
+        What that was stored in before, by path, for :func:`store_`.
+    """
+    own = {name for path, m in model.named_modules() if is_quantised(m) for name in _names(path, m)}
+    wide = {name: t for name, t in low_tensors(model).items() if name not in own and not is_sealed(t)}
+    before = {name: tensor.dtype for name, tensor in wide.items()}
+    store_(model, dict.fromkeys(wide, torch.float32))
+    return before
+
+
+def store_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Store tensors of a model, by path, in other formats, in place; gradients are let go."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if dtypes.get(name, tensor.dtype) is not tensor.dtype:
+            tensor.grad = None
+            tensor.data = tensor.data.to(dtypes[name])
+
+
+def _names(path: str, module: nn.Module) -> Iterator[str]:
+    both = (*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False))
+    yield from (name for name, _ in both)
 
 
 def low_tensors(model: nn.Module) -> dict[str, Tensor]:
