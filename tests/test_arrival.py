@@ -221,6 +221,34 @@ def test_a_prepare_that_fails_after_widening_leaves_the_model_as_it_came(
     assert castwise.Amp.of(model) is None
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("plan", WIDE)
+def test_inference_is_that_of_the_float_model(plan: str, dtype: torch.dtype) -> None:
+    model = arrive("plain", dtype).eval()
+    reference = copy.deepcopy(model).float()
+    x = torch.randn(4, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with castwise.Amp(plan, device="cpu") as one, castwise.Amp(plan, device="cpu") as other:
+        one.prepare(model, inference=True, widen=True)
+        other.prepare(reference, inference=True)
+        with torch.inference_mode():
+            assert torch.equal(model(x), reference(x))
+        assert dtypes(model) == dtypes(reference)
+    same(dict(model.state_dict()), before)
+
+
+def test_an_optimizer_made_after_widening_joins() -> None:
+    model = arrive("plain", torch.bfloat16)
+    first = torch.optim.SGD(list(model.parameters())[:2], 0.1)
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, first, widen=True)
+    second = torch.optim.Adam(list(model.parameters())[2:], 0.1)
+    amp.prepare(model, second, widen=True)
+    train(amp, model, second)
+    amp.close()
+    assert {s["exp_avg"].dtype for s in second.state.values()} == {torch.bfloat16}
+
+
 # --- in part --------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +402,23 @@ def test_a_quantised_base_is_left_alone(plan: str, kind: str, widen: Any) -> Non
             for t in tensors(model["base"])
         ]
         assert now == before
+
+
+@pytest.mark.parametrize("plan", ALL)
+def test_a_bias_that_is_trained_beside_quantised_weights_is_trained_by_the_plan(plan: str) -> None:
+    layer = OfBits(torch.uint8)
+    layer.bias.requires_grad_(True)
+    model = nn.ModuleDict({"base": layer})
+    optimizer = torch.optim.SGD([layer.bias], 0.1)
+    with castwise.Amp(plan, device="cpu") as amp:
+        if PRESETS[plan].params == "fp32":
+            with pytest.raises(PlanError, match=r"base\.bias are stored in fp16.*widen=True"):
+                amp.prepare(model, optimizer)
+        amp.prepare(model, optimizer, widen=PRESETS[plan].params == "fp32")
+        assert layer.weight.dtype is torch.uint8
+        held = optimizer.param_groups[0]["params"][0]
+        assert held.dtype is torch.float32 or PRESETS[plan].master == "none"
+    assert layer.bias.dtype is torch.float16
 
 
 # --- saves ----------------------------------------------------------------------------------------------------------

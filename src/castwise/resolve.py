@@ -284,7 +284,7 @@ def resolve(
         )
         low_names = () if owners[path] is not None or fused else _names_of(module, layers)
         for name, tensor in module.named_parameters(recurse=False):
-            if (quantised and dtype is None) or is_sealed(tensor):
+            if is_sealed(tensor) or (quantised and dtype is None and not tensor.requires_grad):
                 sealed.append(f"{path}.{name}" if path else name)
             elif tensor.is_floating_point() and tensor.dtype is not torch.float64:  # fp64 is never cast
                 found = as_is(path, tensor)

@@ -215,7 +215,7 @@ class Amp:
         if self.scaler.is_enabled():
             check_apart(model, [*self._members.optimizers, *optimizers])
         with self._undo.transaction() as log:
-            apply_late(optimizers, self.plan, log)
+            apply_late(model, optimizers, self.plan, log)
             self._take_in(optimizers, log)
 
     def _take_in(self, optimizers: Sequence[Optimizer], log: UndoLog) -> None:

@@ -28,6 +28,8 @@ from castwise.session.undo import UndoLog
 
 _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
 """What has a model's masters: a model whose optimizer is gone gets their values back all the same."""
+_late: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
+"""The optimizers that came after their model: their state follows where the model is stored as it was again."""
 
 
 def apply(
@@ -70,6 +72,8 @@ def apply(
     for optimizer in optimizers:
         log.kept += storage.state_of(optimizer, [*changed, *arrived])
         log.on(optimizer, storage.follow_state, [*changed, *arrived])
+    _late[model] = []
+    log.callback(_follow_late, _late[model], [*changed, *arrived])
     storage.store(model, plan, dtypes, log)
     for optimizer in optimizers:
         storage.follow_state(optimizer, changed)
@@ -95,15 +99,25 @@ def apply(
     return root
 
 
-def apply_late(optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
+def apply_late(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
     """Have optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
     for optimizer in optimizers:
+        _late[model].append(weakref.ref(optimizer))
         if plan.memory_format == "channels_last":
             log.on(optimizer, masters.restride_state)
             masters.restride_state(optimizer)
         if plan.optimizer == "fused":
             fuse(optimizer, log.callback)
         check_updates(optimizer)
+
+
+def _follow_late(
+    optimizers: Iterable[weakref.ref[Optimizer]], params: Sequence[weakref.ref[nn.Parameter]]
+) -> None:
+    for optimizer in optimizers:
+        alive = optimizer()
+        if alive is not None:
+            storage.follow_state(alive, params)
 
 
 def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
