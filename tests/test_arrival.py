@@ -311,6 +311,18 @@ def test_a_frozen_base_alone_asks_for_nothing(plan: str) -> None:
         assert model["head"].weight.dtype in (torch.float32, amp.plan.compute_dtype)
 
 
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true"])
+def test_a_frozen_layer_that_arrives_low_is_fp32_where_a_region_runs_in_fp32(plan: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8).bfloat16().requires_grad_(False), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    with castwise.Amp(plan + "+regions.0=fp32", device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        train(amp, model, optimizer, 1)
+        assert model[0].weight.dtype is torch.float32
+    assert model[0].weight.dtype is torch.bfloat16
+
+
 # --- what is quantised ----------------------------------------------------------------------------------------------
 
 

@@ -93,15 +93,19 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
     return wide
 
 
-def widen_for(plan: Plan) -> Any:
+def widen_for(plan: Plan, model: nn.Module) -> Any:
     """What to widen where a plan is tried on a model that may arrive low, to be held against fp32.
 
-    A plan that computes in fp32 alone is fp32 for the whole model. Under others what is trained is widened. A plan that
-    computes in fp32 and hands outputs on as they come leaves a model with a low base as it was given (:func:`as_given`).
+    A plan that computes in fp32 alone is fp32 for the whole model. Under others what is trained is widened, and a base
+    in another low format than the plan's. A plan that computes in fp32 and hands outputs on as they come leaves a model
+    with a low base as it was given (:func:`as_given`).
     """
     if plan.stores_low:
         return False
-    return "all" if plan.formats.isdisjoint(LOW) and plan.output == "fp32" else True
+    if plan.formats.isdisjoint(LOW):
+        return "all" if plan.output == "fp32" else True
+    other = (p for p in model.parameters() if p.dtype in LOW_DTYPES and p.dtype is not plan.compute_dtype)
+    return "all" if any(not p.requires_grad for p in other) else True
 
 
 def as_given(model: nn.Module) -> Plan | None:

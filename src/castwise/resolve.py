@@ -224,8 +224,8 @@ def resolve(
     inside, and otherwise has a border of its own (:attr:`Place.meets`), as have those of its children that hold low
     parameters. So has a parametrization, other than torch's norms, whose operators may lack low kernels. A module without
     ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
-    What arrived low stays so, also where a float model's would be fp32, unless ``widen`` says otherwise or it is in
-    another low format than the plan's. Quantised modules stay as they are.
+    What arrived low stays so, also where a float model's would be fp32, unless ``widen`` says otherwise, it is in
+    another low format than the plan's, or a region of a low plan runs in fp32. Quantised modules stay as they are.
     A BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones beside fp32 ones, and
     where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
 
@@ -254,8 +254,11 @@ def resolve(
     wide = widening(model, widen)
 
     def as_is(path: str, tensor: Tensor) -> torch.dtype:
-        other = plan.stores_low and tensor.dtype in LOW_DTYPES and tensor.dtype is not plan.compute_dtype
-        return torch.float32 if other or wide(path, tensor) else tensor.dtype
+        # operators take neither two low formats nor, in a region that is to run in fp32, a low weight
+        other = plan.stores_low and tensor.dtype is not plan.compute_dtype
+        fp32_region = plan.compute in LOW and places[path].compute == "fp32"
+        meets = tensor.dtype in LOW_DTYPES and (other or fp32_region)
+        return torch.float32 if meets or wide(path, tensor) else tensor.dtype
 
     modules = dict(model.named_modules())
     for path, module in modules.items():

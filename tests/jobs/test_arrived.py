@@ -78,7 +78,7 @@ def test_a_search_takes_it_and_shows_it_as_given(adapters: bool, goal: str) -> N
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = castwise.tune(
         model=model, loss=loss, batches=batches, optimizer=adamw, goal=goal, formats=("bf16",) if goal == "numerics" else ("fp32", "bf16"),
-        memory=False, budget_s=10, device="cpu", fresh=True,
+        memory=False, budget_s=15, device="cpu", fresh=True,
     )  # fmt: skip
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -87,7 +87,7 @@ def test_a_search_takes_it_and_shows_it_as_given(adapters: bool, goal: str) -> N
     assert "arrive in bfloat16. fp32 is the model widened" in said
     provenance = result.plan.provenance
     assert provenance is not None
-    assert provenance["widen"] == widen_for(result.plan)
+    assert provenance["widen"] == widen_for(result.plan, model)
     rows = {row.name: row for row in result.evidence.candidates}
     if goal == "numerics":
         assert "as given" not in rows
@@ -165,9 +165,12 @@ def test_a_training_takes_it_and_saves_fp32(plan: str, tmp_path: Path) -> None:
 
 
 def test_what_a_plan_widens_where_it_is_tried() -> None:
-    assert widen_for(REFERENCE) == widen_for(PRESETS["tf32"]) == "all"
-    assert widen_for(PRESETS["bf16-mixed"]) is True
-    assert widen_for(PRESETS["bf16-master"]) is False
+    model = Tokens(adapters=True)
+    assert widen_for(REFERENCE, model) == widen_for(PRESETS["tf32"], model) == "all"
+    assert widen_for(PRESETS["bf16-mixed"], model) is True
+    assert widen_for(PRESETS["fp16-mixed"], model) == "all"
+    assert widen_for(PRESETS["fp16-mixed"], Tokens(adapters=False)) is True
+    assert widen_for(PRESETS["bf16-master"], model) is False
     assert as_given(Tokens(adapters=False)) == Plan.parse("bf16-true+output=as_is")
     assert as_given(Tokens(adapters=False).half()) == Plan.parse("fp16-true+output=as_is")
     assert as_given(Tokens(adapters=True)) == Plan.parse("fp32+output=as_is")

@@ -120,7 +120,7 @@ class Whole:
         if ranks.layout.shards:
             shard(model, blocks_of(workload, model), amp, ranks)
         optimizer = make_optimizer(workload, model.parameters())
-        amp.prepare(model, optimizer, widen=widen_for(amp.plan))
+        amp.prepare(model, optimizer, widen=widen_for(amp.plan, model))
         self.modules = [model]
         self.optimizers = [optimizer]
         self.whole: nn.Module | None = None if ranks.layout.tp > 1 or ranks.layout.shards else model
@@ -173,7 +173,7 @@ def evaluate_whole(
     assert workload.evaluate is not None
     with Amp(plan, device=device, group=ALONE) as amp:
         model = build_model(workload, device, seed)
-        amp.prepare(model, widen=widen_for(plan))
+        amp.prepare(model, widen=widen_for(plan, model))
         model.load_state_dict(weights)
         return evaluate(workload, model)
 

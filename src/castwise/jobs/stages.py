@@ -67,7 +67,7 @@ class Stages:
         optimizer = make_optimizer(workload, (p for module in self.modules for p in module.parameters()))
         self.optimizers: list[Optimizer] = [optimizer]
         for module in self.modules:
-            amp.prepare(module, optimizer, part=True, widen=widen_for(amp.plan))
+            amp.prepare(module, optimizer, part=True, widen=widen_for(amp.plan, module))
             module.register_forward_hook(_contiguous)
         groups = _groups(shared, ranks)
         self._ties = [

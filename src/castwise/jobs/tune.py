@@ -226,7 +226,7 @@ def _result(search: Search) -> TuneResult:
         "speedup": chosen.speedup.value if chosen.speedup is not None else None,
         "damage": finite(chosen.parity.value) if chosen.parity is not None else None,
         "complete": record.complete,
-    } | ({"widen": widen_for(search.chosen)} if search.arrived else {})
+    } | ({"widen": widen_for(search.chosen, search.model)} if search.arrived and search.model else {})
     return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
 
 

@@ -189,7 +189,7 @@ class TrainingRun(_Run):
             self.model = build_model(workload, device, seed, state)
             self.optimizer = make_optimizer(workload, self.model.parameters())
             self.amp = Amp(self._without_settings, device=device, group=ALONE)
-            self.amp.prepare(self.model, self.optimizer, widen=widen_for(plan))
+            self.amp.prepare(self.model, self.optimizer, widen=widen_for(plan, self.model))
             self._batches = iter(workload.batches(seed))
         self._block: list[Any] = []
         self._losses: list[torch.Tensor] = []
@@ -284,7 +284,7 @@ class InferenceRun(_Run):
         else:
             self._call = lambda: workload.loss(self.model, batch)
         self.amp = Amp(self._without_settings, device=device, group=ALONE)
-        self.amp.prepare(self.model, inference=True, widen=widen_for(plan))
+        self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model))
 
     def run(self, steps: int) -> None:
         """Call the model."""

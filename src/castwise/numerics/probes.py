@@ -319,10 +319,10 @@ class Prober:
                 amp.prepare(
                     model,
                     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
-                    widen=widen_for(plan),
+                    widen=widen_for(plan, model),
                 )
             else:
-                amp.prepare(model, widen=widen_for(plan))
+                amp.prepare(model, widen=widen_for(plan, model))
             yield model, amp
 
     def _backward(self, model: nn.Module, amp: Amp, micro: Micro) -> float:

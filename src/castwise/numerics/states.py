@@ -173,7 +173,7 @@ class StateTest:
         micros = prober.micros[:STEPS]
         seen = []
         with Amp(plan, device=prober.device, group=ALONE) as amp:
-            amp.prepare(model, optimizer, widen=widen_for(plan))
+            amp.prepare(model, optimizer, widen=widen_for(plan, model))
             if jitter:
                 generator = torch.Generator(prober.device).manual_seed(1)
                 for parameter in model.parameters():

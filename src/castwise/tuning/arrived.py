@@ -32,6 +32,6 @@ def arrival_notes(search: SearchState) -> Iterator[str]:
         dropped = "" if lost is None else f"; rounding drops {lost:.0%} of its updates"
         yield f"{AS_GIVEN!r} is the model as it arrived, under {search.as_given}, and is never chosen{dropped}."
     frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
-    widen = widen_for(search.chosen)
+    widen = widen_for(search.chosen, model)
     said = f", widen={(widen if frozen else True)!r}" if widen else ""
     yield f"Apply the plan {name_of(search.chosen)} by amp.prepare(model, optimizer{said})."

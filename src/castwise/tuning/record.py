@@ -76,6 +76,7 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
         *search.peaks,
         *search.passed_over,
         *search.reasons,
+        *([] if search.as_given is None or search.contest is None else [search.as_given]),
         search.chosen,
     ]
     rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
