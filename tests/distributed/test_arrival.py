@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import castwise
+from castwise.errors import StateError
 from castwise.plans.plan import PRESETS
 
 from .model import mesh_of
@@ -46,3 +47,39 @@ def arrived(rank: int, size: int, plan: str) -> None:
 @pytest.mark.parametrize("plan", [name for name in PRESETS if name != "tf32"])
 def test_shards_that_arrive_low_train_like_the_float_models(two: World, plan: str) -> None:
     two.run(arrived, plan)
+
+
+def ran(rank: int, size: int) -> None:
+    net = nn.Sequential(nn.Linear(6, 4)).bfloat16()
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.fully_shard(net, mesh=mesh_of(fsdp=size))
+    out = net(torch.randn(4, 6).bfloat16())
+    with pytest.raises(StateError, match=r"FSDP2 has gathered .* call reshard\(\)"):
+        amp.prepare(net, torch.optim.SGD(net.parameters(), 0.1), widen=True)
+    out.sum().backward()
+    with pytest.raises(StateError, match=r"0.weight .* was bfloat16 when FSDP2 ran .* stored in float32"):
+        amp.prepare(net, torch.optim.SGD(net.parameters(), 0.1), widen=True)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+
+
+def test_shards_that_fsdp_has_gathered_already_are_refused(two: World) -> None:
+    two.run(ran)
+
+
+def wrapped(rank: int, size: int) -> None:
+    net = nn.Sequential(nn.Linear(6, 4)).bfloat16()
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(StateError, match="prepare the module first and wrap it after"):
+        amp.prepare(nn.parallel.DistributedDataParallel(net), optimizer, widen=True)
+    net = nn.Sequential(nn.Linear(6, 4)).bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    amp.prepare(net, optimizer, widen=True)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    amp.backward(ddp(torch.randn(4, 6)).square().mean())
+    amp.step(optimizer)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+def test_ddp_wraps_what_was_widened(two: World) -> None:
+    two.run(wrapped)

@@ -8,7 +8,7 @@ another format is a group of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,11 @@ def _sharded(
     """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, format by the plan."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for path, _, parameter, policy in _torch.fsdp_groups(model):
+        if parameter not in names:
+            raise StateError(
+                f"prepare: FSDP2 has gathered {path or type(model).__name__!r}, as the outermost module stays after a forward "
+                "without a backward; prepare a sharded model before its first forward, or call reshard() of that module first."
+            )
         name = names[parameter]
         yield path, name, parameter, policy, resolution.stored_in(name.rpartition(".")[0])
 
@@ -102,6 +107,24 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
                 f"{resolution.plan} has it in {said[1]}. Shard by the plan: amp.fully_shard(model, blocks=...), or "
                 "fully_shard(module, mp_policy=amp.mp_policy(module, model)) with a group of its own for each region that "
                 "stores parameters in another format."
+            )
+
+
+def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """See that shards keep the dtype that they had when the model ran for the first time, which FSDP2 counts on.
+
+    Raises:
+        StateError: One is to be stored otherwise.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, known in _torch.fsdp_knows(model).items():
+        wanted = dtypes.get(parameter, parameter.dtype)
+        if wanted is not known:
+            said = [str(dtype).removeprefix("torch.") for dtype in (known, wanted)]
+            raise StateError(
+                f"prepare: {names[parameter]} of this {type(model).__name__} was {said[0]} when FSDP2 ran it for the first time, "
+                f"and it is to be stored in {said[1]}, which FSDP2 would not notice. Prepare a sharded model before its first "
+                "forward, each one once."
             )
 
 

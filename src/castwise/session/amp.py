@@ -178,6 +178,7 @@ class Amp:
         check_arrival(target, resolution, widen)
         fsdp.check_groups(resolution, target)
         dtypes = storage.dtypes_of(resolution, target)
+        fsdp.check_shards(target, dtypes)
         storage.check_range(target, dtypes)
         if optimizers and not self._members.models and self._agreement.ranks.size > 1:
             check_same_plan(self.plan, self._agreement.ranks)
@@ -490,7 +491,7 @@ class Amp:
         """The share of updates that rounding dropped so far, where parameters are stored low without masters.
 
         Of those that are not zero in fp32; measured at a few steps (the first, second, fourth, ... and every 64th) on pieces
-        of the parameters of this process. None under other plans, before the first step, and for an optimizer whose steps
+        of the parameters of this process; those steps wait for the device. None under other plans, before the first step, and for an optimizer whose steps
         cannot be made again beside it: one that evaluates the loss itself or holds more than options and state.
         """
         return self._dropped.share
