@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import checkpoint
-from castwise.errors import PlanError
+from castwise.errors import PlanError, StateError
 from castwise.plans.plan import PRESETS
 from tests.masters.presets import ALL, MASTERS
 
@@ -321,6 +321,25 @@ def test_a_frozen_layer_that_arrives_low_is_fp32_where_a_region_runs_in_fp32(pla
         train(amp, model, optimizer, 1)
         assert model[0].weight.dtype is torch.float32
     assert model[0].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("plan", WIDE)
+@pytest.mark.parametrize("by_itself", [False, True], ids=["amp.step", "optimizer.step"])
+def test_what_is_unfrozen_later_is_not_trained_low_unseen(plan: str, by_itself: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3).bfloat16().requires_grad_(False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with castwise.Amp(plan, device="cpu", nonfinite="skip") as amp:
+        amp.prepare(model, optimizer)
+        model[0].weight.grad = torch.zeros_like(model[0].weight)
+        optimizer.step()
+        model[1].requires_grad_(True)
+        model[1].weight.grad = torch.zeros_like(model[1].weight)
+        with pytest.raises(StateError, match=r"SGD.step\(\): 1.weight .* was frozen .* widen='all'"):
+            if by_itself or amp.plan.loss_scale is not None:
+                optimizer.step()
+            else:
+                amp.step(optimizer)
+    optimizer.step()
 
 
 # --- what is quantised ----------------------------------------------------------------------------------------------

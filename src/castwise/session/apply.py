@@ -93,6 +93,13 @@ def apply(
         refuse = functools.partial(_refuse_stranger, alive)
         log.callback(_torch.forget_every_step, refuse)
         _torch.watch_every_step(refuse)
+    if plan.params == "fp32" and not (plan.keeps_masters or inference):
+        both = model.named_parameters()
+        frozen = [(name, weakref.ref(p)) for name, p in both if masters.is_low(p) and not p.requires_grad]
+        if frozen:
+            refuse = functools.partial(_refuse_unfrozen, type(model).__name__, frozen)
+            log.callback(_torch.forget_every_step, refuse)
+            _torch.watch_every_step(refuse)
     if plan.compile != "as_given":
         log.on(model, _torch.leave_uncompiled, root)
         _torch.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
@@ -130,6 +137,21 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
             attachment.leave(model)
     if model is not None:
         _kept.pop(model, None)
+
+
+def _refuse_unfrozen(
+    kind: str, frozen: Iterable[tuple[str, weakref.ref[nn.Parameter]]], optimizer: Optimizer
+) -> None:
+    """At any optimizer's step: what was frozen in a low format when it was prepared is not trained in it unseen."""
+    trained = [(name, p) for name, ref in frozen if (p := ref()) is not None and p.requires_grad]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if trained else set()
+    for name, parameter in trained:
+        if masters.is_low(parameter) and parameter.grad is not None and id(parameter) in held:
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): {name} of {kind} was frozen when it was prepared, stays in "
+                f"{str(parameter.dtype).removeprefix('torch.')} as it arrived, and is trained now: its updates would be rounded away. "
+                "Unfreeze it before prepare(..., widen=True), or store frozen parameters in fp32 too: prepare(..., widen='all')."
+            )
 
 
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer) -> None:
