@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -102,8 +103,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # --- the digits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [*((kind, "fused adamw") for kind in MODELS), *(("plain", name) for name in ("sgd", "adamw"))],
+)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("plan", ALL)
 def test_a_model_that_arrives_low_trains_like_the_float_model(
@@ -140,8 +143,9 @@ def test_masters_hold_the_very_values_that_arrived(plan: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, torch.bfloat16) for kind in MODELS] + [("batch norm", torch.float16)]
+)
 @pytest.mark.parametrize("plan", ALL)
 def test_close_stores_a_model_as_it_arrived(plan: str, dtype: torch.dtype, kind: str, steps: int) -> None:
     """Parameters, gradients and optimizer state, with every reference to them good all the time."""
@@ -335,10 +339,7 @@ def test_what_is_unfrozen_later_is_not_trained_low_unseen(plan: str, by_itself: 
         model[1].requires_grad_(True)
         model[1].weight.grad = torch.zeros_like(model[1].weight)
         with pytest.raises(StateError, match=r"SGD.step\(\): 1.weight .* was frozen .* widen='all'"):
-            if by_itself or amp.plan.loss_scale is not None:
-                optimizer.step()
-            else:
-                amp.step(optimizer)
+            (optimizer.step if by_itself or amp.plan.loss_scale else functools.partial(amp.step, optimizer))()
     optimizer.step()
 
 
@@ -409,7 +410,7 @@ def tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-@pytest.mark.parametrize("widen", [False, True, "all"])
+@pytest.mark.parametrize("widen", [False, "all"])
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("plan", ALL)
 def test_a_quantised_base_is_left_alone(plan: str, kind: str, widen: Any) -> None:

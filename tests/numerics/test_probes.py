@@ -161,5 +161,3 @@ def test_what_fails_in_fp32_already() -> None:
         NonFiniteError, match=r"batch 0 is not finite in fp32 already.*batch\[0\] \(8 of 128 values\)"
     ):
         made.extend(1)
-
-
