@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -735,6 +735,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step and no hook hear of it, those of all optimizers included."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def load_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """The hooks that an optimizer calls while it loads a state dict."""
     before, after = (
@@ -1269,6 +1275,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local if wait is None or type(local) is torch.Tensor else wait()
 
 
+def dispatches_itself(tensor: torch.Tensor) -> bool:
+    """Whether operators on a tensor run code of its class in Python; fake tensors, which stand for plain ones, do not count."""
+    kind: Any = type(tensor)
+    own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return own and not kind.__module__.startswith("torch._subclasses")
+
+
 _set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # also where a subclass has a property data
 
 
@@ -1301,7 +1314,20 @@ def was_dtensor(parameter: torch.Tensor) -> bool:
 
 def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torch.nn.Parameter, Any]]:
     """Every parameter that ``fully_shard`` manages: path and module it was called on, parameter, its policy."""
-    found = []
+    return [
+        (path, module, param.sharded_param, group.mp_policy)
+        for path, module, group in _fsdp_param_groups(model)
+        for param in group.fsdp_params
+    ]
+
+
+def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:
+    """The dtype of each shard that FSDP2 counts on since the model ran for the first time; nothing before that."""
+    params = (param for _, _, group in _fsdp_param_groups(model) for param in group.fsdp_params)
+    return {param.sharded_param: param.orig_dtype for param in params if hasattr(param, "orig_dtype")}
+
+
+def _fsdp_param_groups(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     for path, module in model.named_modules():
         if not hasattr(module, "_get_fsdp_state"):
             continue
@@ -1309,9 +1335,7 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
         groups = getattr(state, "_fsdp_param_groups", None)  # a list since torch 2.12
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        for group in groups:
-            found += [(path, module, param.sharded_param, group.mp_policy) for param in group.fsdp_params]
-    return found
+        yield from ((path, module, group) for group in groups)
 
 
 def schedule_stages(schedule: Any) -> list[Any]:

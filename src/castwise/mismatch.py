@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from castwise.casting.frames import Frame
-from castwise.plans.formats import LOW
+from castwise.plans.formats import LOW, LOW_DTYPES
 
 _DTYPE_WORDS = re.compile(
     r"\b(?:c10::|torch\.)?(BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|float|double)\b"
@@ -59,6 +59,8 @@ def explain_mismatch(error: BaseException | None, model: nn.Module, frame: Frame
         cures.append(f"or the operator rule ops=(({operator!r}, 'widest'),)")
     if not frame.enabled:
         cures.append("or use a plan with rules='native', which casts the inputs of operators")
+    if any(p.dtype in LOW_DTYPES and not p.requires_grad for p in model.parameters()):
+        cures.append("or store frozen parameters in fp32 as well, by prepare(..., widen='all')")
     error.args = (
         f"{text}\ncastwise: dtypes {' and '.join(known)} met in {_place(path, module)}{held}"
         f"{f', in {operator}' if operator else ''}. {', '.join(cures)}.{_kept_table(running, paths, known)}",

@@ -16,19 +16,20 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from castwise import _torch
+from castwise.arrival import is_quantised, is_sealed, widening
 from castwise.casting.kernels import widest_dtype
 from castwise.errors import PatternError
 from castwise.plans import rules
-from castwise.plans.formats import FORMATS, LOW
+from castwise.plans.formats import FORMATS, LOW, LOW_DTYPES
 from castwise.plans.plan import Plan, Region
-from castwise.plans.text import matches_path, shown
+from castwise.plans.text import matches_path, shown, some
 
 _WEIGHTED = (
     nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.MultiMarginLoss, nn.MultiLabelSoftMarginLoss,
@@ -154,6 +155,8 @@ class Resolution:
         storage: Path of a parameter or buffer -> dtype that it is to be stored in, for those that must change.
         kept: Floating buffers that stay as they are in a module whose parameters are stored low.
         mixes: Operators are cast and may find weights low that their tables take to be fp32.
+        left_low: Paths of trained parameters that arrived in bf16 or fp16, which the plan does not ask for, and stay so.
+        sealed: Paths of parameters that are left alone, with all of their module, since they are quantised.
     """
 
     plan: Plan
@@ -161,6 +164,8 @@ class Resolution:
     storage: Mapping[str, torch.dtype]
     kept: tuple[str, ...]
     mixes: bool = False
+    left_low: tuple[str, ...] = ()
+    sealed: tuple[str, ...] = ()
 
     @property
     def borders(self) -> tuple[Place, ...]:
@@ -193,11 +198,21 @@ class Resolution:
         lines += [f"tensors to be stored otherwise: {stored}"]
         if self.kept:
             lines += [f"buffers kept as they are: {', '.join(self.kept)}"]
+        if self.left_low:
+            lines += [f"trained parameters left low as they arrived: {some(self.left_low, 5)}"]
+        if self.sealed:
+            lines += [f"quantised, and left alone: {some(self.sealed, 5)}"]
         return "\n".join([f"{self.plan} on {root.kind}", *lines])
 
 
 def resolve(
-    plan: Plan, model: nn.Module, device_type: str = "cpu", *, part: bool = False, inference: bool = False
+    plan: Plan,
+    model: nn.Module,
+    device_type: str = "cpu",
+    *,
+    part: bool = False,
+    inference: bool = False,
+    widen: Any = False,
 ) -> Resolution:
     """Find out what a plan makes of a model; changes neither.
 
@@ -209,6 +224,8 @@ def resolve(
     inside, and otherwise has a border of its own (:attr:`Place.meets`), as have those of its children that hold low
     parameters. So has a parametrization, other than torch's norms, whose operators may lack low kernels. A module without
     ``forward`` can have no border: what it keeps stays where it is whole numbers alone.
+    What arrived low stays so, also where a float model's would be fp32, unless ``widen`` says otherwise, it is in
+    another low format than the plan's, or a region of a low plan runs in fp32. Quantised modules stay as they are.
     A BatchNorm keeps its parameters with its statistics, since torch has no kernel for low ones beside fp32 ones, and
     where operators are autocast a layer under spectral_norm keeps its weight with its vectors.
 
@@ -218,6 +235,7 @@ def resolve(
         device_type: Where it runs.
         part: It is one stage of a pipeline: regions that match nothing belong to other stages.
         inference: Store the weights low of layers that the plan computes low anyway.
+        widen: Store in fp32 what arrived low and the plan does not store low: one of ``arrival.WIDEN``.
 
     Raises:
         PatternError: As :func:`assign`.
@@ -231,6 +249,17 @@ def resolve(
     owners: dict[str, Region | None] = {}
     wanted: dict[Tensor, list[torch.dtype]] = {}
     kept = []
+    planned: set[Tensor] = set()
+    sealed: list[str] = []
+    wide = widening(model, widen)
+
+    def as_is(path: str, tensor: Tensor) -> torch.dtype:
+        # operators take neither two low formats nor, in a region that is to run in fp32, a low weight
+        other = plan.stores_low and tensor.dtype is not plan.compute_dtype
+        fp32_region = plan.compute in LOW and places[path].compute == "fp32"
+        meets = tensor.dtype in LOW_DTYPES and (other or fp32_region)
+        return torch.float32 if meets or wide(path, tensor) else tensor.dtype
+
     modules = dict(model.named_modules())
     for path, module in modules.items():
         above = path.rpartition(".")[0]
@@ -248,6 +277,9 @@ def resolve(
             and (_has_statistics(module) or (low_operators and _has_vectors(module)))
         ):
             stored = None
+        quantised = is_quantised(module)
+        if quantised and explicit is None:
+            stored = None
         places[path] = Place(path, type(module).__name__, compute, stored, around)
         dtype = FORMATS[stored].dtype if stored else None
         fused = plan.rules != "native" and any(
@@ -255,18 +287,27 @@ def resolve(
         )
         low_names = () if owners[path] is not None or fused else _names_of(module, layers)
         for name, tensor in module.named_parameters(recurse=False):
-            if tensor.is_floating_point() and tensor.dtype is not torch.float64:  # fp64 is never cast
-                low = plan.compute_dtype if name in low_names and tensor.dtype is torch.float32 else None
-                wanted.setdefault(tensor, []).append(dtype or low or tensor.dtype)
+            if is_sealed(tensor) or (quantised and dtype is None and not tensor.requires_grad):
+                sealed.append(f"{path}.{name}" if path else name)
+            elif tensor.is_floating_point() and tensor.dtype is not torch.float64:  # fp64 is never cast
+                found = as_is(path, tensor)
+                low = plan.compute_dtype if name in low_names and found is torch.float32 else None
+                wanted.setdefault(tensor, []).append(dtype or low or found)
+                if dtype or low:
+                    planned.add(tensor)
         for name, tensor in module.named_buffers(recurse=False):
             if not tensor.is_floating_point() or tensor.dtype is torch.float64:
+                continue
+            if is_sealed(tensor) or (quantised and dtype is None):
                 continue
             follows = dtype is not None and (
                 explicit is not None
                 or _is_wider(dtype, tensor.dtype)
                 or (not low_operators and _is_constant(path, module, tensor))
             )
-            wanted.setdefault(tensor, []).append(dtype if follows and dtype is not None else tensor.dtype)
+            wanted.setdefault(tensor, []).append(
+                dtype if follows and dtype is not None else as_is(path, tensor)
+            )
             if dtype is not None and not follows and _is_wider(tensor.dtype, dtype):
                 kept.append(f"{path}.{name}" if path else name)
     storage = {}
@@ -274,8 +315,15 @@ def resolve(
         widest = widest_dtype(wanted.get(tensor, ()))
         if widest is not None and widest is not tensor.dtype:
             storage[name] = widest
+    left_low = tuple(
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p in wanted and storage.get(name, p.dtype) in LOW_DTYPES and p not in planned
+    )
     _place_tables(plan, modules, assigned, places, storage)
-    return Resolution(plan, places, storage, tuple(kept), _mixes(plan, modules, places))
+    return Resolution(
+        plan, places, storage, tuple(kept), _mixes(plan, modules, places), left_low, tuple(sealed)
+    )
 
 
 def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, Place]) -> bool:

@@ -161,8 +161,3 @@ def test_what_fails_in_fp32_already() -> None:
         NonFiniteError, match=r"batch 0 is not finite in fp32 already.*batch\[0\] \(8 of 128 values\)"
     ):
         made.extend(1)
-
-
-def test_a_low_model_is_no_reference() -> None:
-    with pytest.raises(WorkloadError, match="stored in a low format; give it in fp32"):
-        Prober(mlp().bfloat16(), loss, batches(), CPU)

@@ -432,16 +432,6 @@ def test_a_model_that_is_no_module() -> None:
     _refused(WorkloadError, "parity: model is type; give the torch.nn.Module itself", model=Framed)
 
 
-def test_a_model_stored_low() -> None:
-    model = nn.Sequential(nn.Linear(12, 6).bfloat16())
-    _refused(
-        WorkloadError,
-        "parity: the model is the fp32 reference, but 0.weight, 0.bias are stored in a low format; give it in fp32: "
-        "model.float()",
-        model=model,
-    )
-
-
 def test_a_model_without_trained_parameters() -> None:
     _refused(
         WorkloadError,

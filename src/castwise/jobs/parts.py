@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from castwise.arrival import widen_for
 from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
 from castwise.jobs.layout import Layout
@@ -119,7 +120,7 @@ class Whole:
         if ranks.layout.shards:
             shard(model, blocks_of(workload, model), amp, ranks)
         optimizer = make_optimizer(workload, model.parameters())
-        amp.prepare(model, optimizer)
+        amp.prepare(model, optimizer, widen=widen_for(amp.plan, model))
         self.modules = [model]
         self.optimizers = [optimizer]
         self.whole: nn.Module | None = None if ranks.layout.tp > 1 or ranks.layout.shards else model
@@ -171,8 +172,9 @@ def evaluate_whole(
     """What ``workload.evaluate`` says of a fresh copy of the model with given weights, under the plan."""
     assert workload.evaluate is not None
     with Amp(plan, device=device, group=ALONE) as amp:
-        model = build_model(workload, device, seed, weights)
-        amp.prepare(model)
+        model = build_model(workload, device, seed)
+        amp.prepare(model, widen=widen_for(plan, model))
+        model.load_state_dict(weights)
         return evaluate(workload, model)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from castwise.arrival import widen_for
 from castwise.casting.trees import map_tensors
 from castwise.errors import WorkloadError
 from castwise.jobs.faults import calls
@@ -66,7 +67,7 @@ class Stages:
         optimizer = make_optimizer(workload, (p for module in self.modules for p in module.parameters()))
         self.optimizers: list[Optimizer] = [optimizer]
         for module in self.modules:
-            amp.prepare(module, optimizer, part=True)
+            amp.prepare(module, optimizer, part=True, widen=widen_for(amp.plan, module))
             module.register_forward_hook(_contiguous)
         groups = _groups(shared, ranks)
         self._ties = [

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from castwise.arrival import widen_for
 from castwise.casting import default_device_type
 from castwise.errors import WorkloadError
 from castwise.jobs import Event, Progress, heard, make_folder
@@ -69,7 +70,8 @@ def tune(
 
     Args:
         workload: A workload, or how to find one: ``gpt``, ``file.py:attribute``.
-        model: Instead: a module in fp32, in any state of training.
+        model: Instead: a module in any state of training. One that is stored in bf16 or fp16, wholly or in part, is widened to be
+            the fp32 that plans are held against; a row of its own is the model as given.
         loss: ``loss(model, batch)`` -> scalar tensor; it must call the model that it is given.
         batches: A sequence, an iterable that can be gone through again (a DataLoader), or ``batches(seed)`` -> iterator.
         optimizer: ``optimizer(params)`` -> Optimizer; its step is timed too.
@@ -224,7 +226,7 @@ def _result(search: Search) -> TuneResult:
         "speedup": chosen.speedup.value if chosen.speedup is not None else None,
         "damage": finite(chosen.parity.value) if chosen.parity is not None else None,
         "complete": record.complete,
-    }
+    } | ({"widen": widen_for(search.chosen, search.model)} if search.arrived and search.model else {})
     return TuneResult(dataclasses.replace(search.chosen, provenance=provenance), record)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from castwise.arrival import widen_
 from castwise.casting.trees import to_device
 from castwise.measure import stats
 from castwise.measure.rates import ROUNDS, Loop, Variant, matmul
@@ -135,6 +136,7 @@ def profile_steps(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         model = build_model(workload, device, seed).train()
+        widen_(model)
         optimizer = make_optimizer(workload, model.parameters())
         batches = iter(workload.batches(seed))
         for number in range(2):

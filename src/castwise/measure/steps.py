@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from castwise import _torch
+from castwise.arrival import store_, widen_, widen_for
 from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
 from castwise.plans.plan import Plan
@@ -188,7 +189,7 @@ class TrainingRun(_Run):
             self.model = build_model(workload, device, seed, state)
             self.optimizer = make_optimizer(workload, self.model.parameters())
             self.amp = Amp(self._without_settings, device=device, group=ALONE)
-            self.amp.prepare(self.model, self.optimizer)
+            self.amp.prepare(self.model, self.optimizer, widen=widen_for(plan, self.model))
             self._batches = iter(workload.batches(seed))
         self._block: list[Any] = []
         self._losses: list[torch.Tensor] = []
@@ -272,16 +273,18 @@ class InferenceRun(_Run):
             hook = self.model.register_forward_pre_hook(
                 lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
             )
+            arrived = widen_(self.model)
             with torch.no_grad():
                 workload.loss(self.model, batch)
             hook.remove()
+            store_(self.model, arrived)
         if len(calls) == 1:
             args, kwargs = calls[0]
             self._call: Callable[[], Any] = lambda: self.model(*args, **kwargs)
         else:
             self._call = lambda: workload.loss(self.model, batch)
         self.amp = Amp(self._without_settings, device=device, group=ALONE)
-        self.amp.prepare(self.model, inference=True)
+        self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model))
 
     def run(self, steps: int) -> None:
         """Call the model."""

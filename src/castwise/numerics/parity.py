@@ -398,7 +398,8 @@ def parity(
     fails. On a CPU fp16 matrix products are computed in fp32 and rounded, so plans for a GPU can be tested there.
 
     Args:
-        model: In fp32, in any state of training: its modes (dropout, frozen BatchNorm) are kept.
+        model: In any state of training: its modes (dropout, frozen BatchNorm) are kept. What of it is stored in bf16 or fp16 is
+            widened to be the fp32 that the plan is held against.
         loss: ``loss(model, batch)`` -> scalar tensor, fp32.
         batches: A sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator; each batch is
             one microbatch.

@@ -13,14 +13,16 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from castwise.arrival import store_, widen_, widen_for
 from castwise.casting.trees import to_device
 from castwise.errors import NonFiniteError, WorkloadError
 from castwise.numerics.damage import Grams, Matrix
@@ -28,7 +30,7 @@ from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import copied, seed_all
 from castwise.numerics.positions import Positions
-from castwise.plans.formats import FORMATS, LOW_DTYPES
+from castwise.plans.formats import FORMATS
 from castwise.plans.plan import Plan
 from castwise.ranks import ALONE
 from castwise.session import Amp
@@ -96,6 +98,8 @@ class Prober:
         seed: Of dither and random draws.
         call: The caller, for errors.
         dither: The coarsest format in question.
+        arrived: Path of a tensor -> low format that it arrived in, of a model that has been widened since; by default the
+            model says so itself.
 
     Attributes:
         passes: Forward/backwards so far.
@@ -117,6 +121,7 @@ class Prober:
         seed: int = 0,
         call: str = "parity",
         dither: str = "bf16",
+        arrived: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self.call = call
         self.device = device
@@ -130,12 +135,7 @@ class Prober:
         self._seed = seed
         self._eps = FORMATS[dither].eps
         self.model = copied(model, call).to(device)
-        low = [name for name, p in self.model.named_parameters() if p.dtype in LOW_DTYPES]
-        if low:
-            raise WorkloadError(
-                f"{call}: the model is the fp32 reference, but {', '.join(low[:3])} "
-                f"{'are' if len(low) > 1 else 'is'} stored in a low format; give it in fp32: model.float()"
-            )
+        self.arrived = arrived or widen_(self.model)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.names = list(trained)
         if not self.names:
@@ -300,21 +300,29 @@ class Prober:
                     return []
         return []
 
+    def as_given(self) -> nn.Module:
+        """A copy of the model, stored as it arrived."""
+        model = copy.deepcopy(self.model)
+        store_(model, self.arrived)
+        return model
+
     @contextlib.contextmanager
     def _under(self, plan: Plan) -> Iterator[tuple[nn.Module, Amp]]:
         """A copy of the model, run by a plan; with masters as training has them, so that gradients are fp32.
 
         Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
         """
-        model = copy.deepcopy(self.model)
+        model = self.as_given()
         plan = dataclasses.replace(plan, compile="as_given")
         with Amp(plan, device=self.device, group=ALONE) as amp:
             if plan.keeps_masters:
                 amp.prepare(
-                    model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+                    model,
+                    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
+                    widen=widen_for(plan, model),
                 )
             else:
-                amp.prepare(model)
+                amp.prepare(model, widen=widen_for(plan, model))
             yield model, amp
 
     def _backward(self, model: nn.Module, amp: Amp, micro: Micro) -> float:
@@ -336,7 +344,9 @@ class Prober:
                 weight = self._weights.get(name)
                 if weight is None:
                     continue
-                moved = dithered(weight, self._eps, generator)
+                # a base that arrived low is what it is: no training moves it to where it would have to be rounded
+                still = name in self.arrived and not parameter.requires_grad
+                moved = weight if still else dithered(weight, self._eps, generator)
                 if jitter:
                     moved = dithered(moved, jitter, second)
                 parameter.data.copy_(moved)

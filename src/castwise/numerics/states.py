@@ -16,7 +16,6 @@ spectral_norm, which are computed anew from the weight in every step.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,6 +23,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from castwise.arrival import widen_for
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import seed_all
@@ -162,15 +162,10 @@ class StateTest:
     ) -> dict[str, _Path]:
         """The paths of the state, of fp32 as far as it moves."""
         prober = self.prober
-        model = copy.deepcopy(prober.model)
+        model = prober.as_given()
         for name, tensor in state_of(model):
             if name in start:
                 as_real(tensor.data).copy_(start[name])
-        if jitter:
-            generator = torch.Generator(prober.device).manual_seed(1)
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.data.copy_(dithered(parameter.data, jitter, generator))
         optimizer = None if self.optimizer is None else self.optimizer(model.parameters())
         if optimizer is None or isinstance(optimizer, torch.optim.LBFGS):  # whose step takes a closure
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
@@ -178,7 +173,12 @@ class StateTest:
         micros = prober.micros[:STEPS]
         seen = []
         with Amp(plan, device=prober.device, group=ALONE) as amp:
-            amp.prepare(model, optimizer)
+            amp.prepare(model, optimizer, widen=widen_for(plan, model))
+            if jitter:
+                generator = torch.Generator(prober.device).manual_seed(1)
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.data.copy_(dithered(parameter.data, jitter, generator))
             seen.append(_now(model))
             for at, micro in enumerate(micros):
                 optimizer.zero_grad()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from castwise.arrival import widen_
 from castwise.casting.trees import to_device
 from castwise.numerics.isolation import seed_all
 from castwise.plans.formats import FORMATS
@@ -40,6 +41,7 @@ def lost_updates(
     if not plan.stores_low or plan.keeps_masters:
         return None
     copied = copy.deepcopy(model).to(device)
+    widen_(copied)
     optim = optimizer(copied.parameters())
     dtype = FORMATS[plan.compute].dtype
     for step in range(WARM_STEPS + 1):

@@ -8,7 +8,7 @@ another format is a group of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.errors import StateError
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution, resolve
 
@@ -82,6 +83,11 @@ def _sharded(
     """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, format by the plan."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for path, _, parameter, policy in _torch.fsdp_groups(model):
+        if parameter not in names:
+            raise StateError(
+                f"prepare: FSDP2 has gathered {path or type(model).__name__!r}, as the outermost module stays after a forward "
+                "without a backward; prepare a sharded model before its first forward, or call reshard() of that module first."
+            )
         name = names[parameter]
         yield path, name, parameter, policy, resolution.stored_in(name.rpartition(".")[0])
 
@@ -104,15 +110,36 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
             )
 
 
+def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """See that shards keep the dtype that they had when the model ran for the first time, which FSDP2 counts on.
+
+    Raises:
+        StateError: One is to be stored otherwise.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, known in _torch.fsdp_knows(model).items():
+        wanted = dtypes.get(parameter, parameter.dtype)
+        if wanted is not known:
+            said = [str(dtype).removeprefix("torch.") for dtype in (known, wanted)]
+            raise StateError(
+                f"prepare: {names[parameter]} of this {type(model).__name__} was {said[0]} when FSDP2 ran it for the first time, "
+                f"and it is to be stored in {said[1]}, which FSDP2 would not notice. Prepare a sharded model before its first "
+                "forward, each one once."
+            )
+
+
 def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
     """The dtype that each shard is to be stored in.
 
-    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, but for a plan
-    without masters, where the shards themselves are low and the optimizer's state follows.
+    FSDP2 keeps shards in fp32, which are masters enough, and gathers them low; so they stay as they are, and those of trained
+    parameters that arrived low become fp32. Under a plan without masters the shards themselves are low and the optimizer's
+    state follows.
     """
     plan = resolution.plan
-    low = plan.stores_low and not plan.keeps_masters
-    return {
-        parameter: (dtype if low and dtype is not None else parameter.dtype)
-        for _, _, parameter, _, dtype in _sharded(resolution, model)
-    }
+    found = {}
+    for _, name, parameter, _, dtype in _sharded(resolution, model):
+        found[parameter] = resolution.storage.get(name, parameter.dtype)
+        if dtype is not None and plan.keeps_masters:
+            becomes_master = parameter.requires_grad and parameter.dtype in LOW_DTYPES
+            found[parameter] = torch.float32 if becomes_master else parameter.dtype
+    return found

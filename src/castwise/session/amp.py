@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise import _torch, borders, masters, process
+from castwise.arrival import check_widen
 from castwise.canary import check_torch
 from castwise.casting import autocast, default_device_type, frames
 from castwise.casting.backward import mark_boundary
@@ -28,16 +29,18 @@ from castwise.session import storage
 from castwise.session.apply import apply, apply_late
 from castwise.session.checks import (
     check_apart,
+    check_arrival,
     check_group,
     check_masters,
     check_model,
     check_norm,
     check_optimizer,
-    check_parameters,
     check_uncompiled,
 )
+from castwise.session.dropped import DroppedUpdates
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
+from castwise.session.summary import summarise
 from castwise.session.undo import UndoLog
 from castwise.session.wrapping import Wrapping
 
@@ -52,6 +55,7 @@ class _HowPrepared(TypedDict, total=False):
     methods: Sequence[str]
     inference: bool
     part: bool
+    widen: bool | str
 
 
 class Amp:
@@ -105,6 +109,7 @@ class Amp:
         self._watch = Watch(self._window)
         self._claim = process.Claim(self.plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
+        self._dropped = DroppedUpdates()
         self._block: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
@@ -131,6 +136,7 @@ class Amp:
         methods: Sequence[str] = (),
         inference: bool = False,
         part: bool = False,
+        widen: bool | str = False,
     ) -> Any:
         """Make a model run by the plan, and optimizers update it by the plan.
 
@@ -149,15 +155,20 @@ class Amp:
                 trained any more. Norm layers keep their weights.
             part: The model is one stage of a pipeline: regions of the plan that match nothing in it are those of other
                 stages. :meth:`pipeline` sees to it that each matches somewhere.
+            widen: Of a model that arrives in bf16 or fp16, store in fp32 what the plan does not store low: True for trained
+                parameters and the buffers beside them, ``"all"`` for frozen parameters too. Exact and in place, so that
+                optimizers stay good; their state follows. ``close`` stores it as it was again, rounded.
 
         Returns:
             ``model`` alone where no optimizer was given, else ``(model, *optimizers)``.
 
         Raises:
             PatternError: A region of the plan that does not fit the model.
-            PlanError: Parameters already stored in a format that contradicts the plan, or ranks with different plans.
+            PlanError: Trained parameters that arrive low under a plan that stores them in fp32, without ``widen``; a
+                ``widen`` that is none, or has nothing to do under the plan; ranks with different plans.
             StateError: A wrong order of wrapping, or something prepared twice.
         """
+        check_widen("prepare", widen)
         late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
         if late and not (inference or self.plan.stores_low) and self._has(model):
             self._join(_torch.without_compiler(model), late)
@@ -178,17 +189,19 @@ class Amp:
         for optimizer in optimizers:
             check_optimizer(optimizer, target, self.plan)
             self._watch.check_alone(optimizer)
-        check_parameters(target, self.plan)
         check_masters(target, optimizers, self._members)
         if self.scaler.is_enabled():
             check_apart(target, [*self._members.optimizers, *optimizers])
         borders.check_methods(target, methods)
-        resolution = self.resolve(target, part=part, inference=inference)
+        resolution = self.resolve(target, part=part, inference=inference, widen=widen)
+        check_arrival(target, resolution, widen)
         fsdp.check_groups(resolution, target)
         dtypes = storage.dtypes_of(resolution, target)
+        fsdp.check_shards(target, dtypes)
         storage.check_range(target, dtypes)
         if optimizers and not self._members.models and self._agreement.ranks.size > 1:
             check_same_plan(self.plan, self._agreement.ranks)
+        arrived = storage.low_dtypes(target)
         with self._undo.transaction() as log:
             if not self._claim.held:
                 log.callback(self._claim.close)
@@ -201,6 +214,8 @@ class Amp:
             self._members.add(target, root)
             log.on(target, _prepared.pop, None)
             _prepared[target] = self
+            log.on(target, self._members.arrived.pop, None)
+            self._members.arrived[target] = arrived
             wrappers.on_ddp(_meet_ddp)
             self._wrapping.note(target, resolution.plan)
             log.on(self, setattr, "_root", self._root)
@@ -224,7 +239,7 @@ class Amp:
         if self.scaler.is_enabled():
             check_apart(model, [*self._members.optimizers, *optimizers])
         with self._undo.transaction() as log:
-            apply_late(optimizers, self.plan, log)
+            apply_late(model, optimizers, self.plan, log)
             self._take_in(optimizers, log)
 
     def _take_in(self, optimizers: Sequence[Optimizer], log: UndoLog) -> None:
@@ -234,14 +249,19 @@ class Amp:
                 self._members.add_optimizer(optimizer)
                 if _torch.has_step_hooks(optimizer):
                     self._watch.follow(optimizer, log.callback)
+                    if self.plan.master == "none":
+                        self._dropped.follow(optimizer, log.callback)
 
-    def resolve(self, model: nn.Module, *, part: bool = False, inference: bool = False) -> Resolution:
+    def resolve(
+        self, model: nn.Module, *, part: bool = False, inference: bool = False, widen: bool | str = False
+    ) -> Resolution:
         """What the plan makes of a model, without changing it: ``print(amp.resolve(model))``.
 
         Args:
             model: In any state.
             part: As for :meth:`prepare`.
             inference: As for :meth:`prepare`.
+            widen: As for :meth:`prepare`.
 
         Returns:
             The format of each module, the dtype of each tensor that changes, and the borders.
@@ -249,7 +269,8 @@ class Amp:
         Raises:
             PatternError: A region of the plan that does not fit the model.
         """
-        return resolve(self.plan, model, self.device_type, part=part, inference=inference)
+        check_widen("resolve", widen)
+        return resolve(self.plan, model, self.device_type, part=part, inference=inference, widen=widen)
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
         """The plan's casting as a block, for code outside a prepared module: a loss, a function.
@@ -488,6 +509,22 @@ class Amp:
         """
         return self._window.skipped_steps
 
+    @property
+    def dropped_updates(self) -> float | None:
+        """The share of updates that rounding dropped so far, where parameters are stored low without masters.
+
+        Of those that are not zero in fp32; measured at a few steps (the first, second, fourth, ... and every 64th) on pieces
+        of the parameters of this process; those steps wait for the device. None under other plans, before the first step, and for an optimizer whose steps
+        cannot be made again beside it: one that evaluates the loss itself or holds more than options and state.
+        """
+        return self._dropped.share
+
+    def summary(self) -> str:
+        """What the session does and has done, for a log: plan, weights and how they arrived, steps, updates lost to rounding."""
+        said = summarise(self._members, self.plan, self._dropped)
+        steps = f"skipped steps: {self.skipped_steps}"
+        return "\n".join([f"{self.plan} on {self.device_type}: {self.plan.summary()}", *said, steps])
+
     # --- several processes --------------------------------------------------------------------------------
 
     def mp_policy(self, module: nn.Module | None = None, model: nn.Module | None = None) -> Any:
@@ -593,12 +630,19 @@ class Amp:
         if state["scaler"]:
             self._window.load_state_dict(state["scaler"])
 
-    def model_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def model_state_dict(self, model: nn.Module, *, as_given: bool = False) -> dict[str, torch.Tensor]:
         """Weights of a model in fp32 under its own keys, from the masters where there are any.
 
         A checkpoint written so loads into the model under any other plan.
+
+        Args:
+            model: Prepared, or a part of one that is.
+            as_given: Store what arrived in bf16 or fp16 in that format again, rounded once: for a checkpoint like the
+                one that the model came from. Training cannot go on from it without loss.
         """
-        return masters.fp32_state_dict(_torch.without_compiler(model))
+        target = _torch.without_compiler(model)
+        weights = masters.fp32_state_dict(target)
+        return storage.as_arrived(weights, target, self._members.arrived.values()) if as_given else weights
 
     def close(self) -> None:
         """Take the plan off again: all that :meth:`prepare` has changed is as it was, and weights are what they became.

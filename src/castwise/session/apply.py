@@ -20,6 +20,7 @@ from castwise.casting import frames, tracing
 from castwise.errors import StateError
 from castwise.fused import check_updates, fuse
 from castwise.masters.sync import sync
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution
 from castwise.session import storage
@@ -27,6 +28,8 @@ from castwise.session.undo import UndoLog
 
 _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
 """What has a model's masters: a model whose optimizer is gone gets their values back all the same."""
+_late: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
+"""The optimizers that came after their model: their state follows where the model is stored as it was again."""
 
 
 def apply(
@@ -60,12 +63,17 @@ def apply(
     changed = [
         weakref.ref(parameter)
         for parameter in model.parameters()
-        if parameter in dtypes and not (plan.keeps_masters and parameter.requires_grad)
+        if parameter in dtypes
+        and not (plan.keeps_masters and parameter.requires_grad and dtypes[parameter] in LOW_DTYPES)
     ]
+    # under masters state is fp32, and follows what arrived low back there
+    arrived = [weakref.ref(p) for p in model.parameters() if plan.keeps_masters and masters.is_low(p)]
     log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
-        log.kept += storage.state_of(optimizer, changed)
-        log.on(optimizer, storage.follow_state, changed)
+        log.kept += storage.state_of(optimizer, [*changed, *arrived])
+        log.on(optimizer, storage.follow_state, [*changed, *arrived])
+    _late[model] = []
+    log.callback(_follow_late, _late[model], [*changed, *arrived])
     storage.store(model, plan, dtypes, log)
     for optimizer in optimizers:
         storage.follow_state(optimizer, changed)
@@ -85,21 +93,38 @@ def apply(
         refuse = functools.partial(_refuse_stranger, alive)
         log.callback(_torch.forget_every_step, refuse)
         _torch.watch_every_step(refuse)
+    if plan.params == "fp32" and not (plan.keeps_masters or inference):
+        both = model.named_parameters()
+        frozen = [(name, weakref.ref(p)) for name, p in both if masters.is_low(p) and not p.requires_grad]
+        if frozen:
+            refuse = functools.partial(_refuse_unfrozen, type(model).__name__, frozen)
+            log.callback(_torch.forget_every_step, refuse)
+            _torch.watch_every_step(refuse)
     if plan.compile != "as_given":
         log.on(model, _torch.leave_uncompiled, root)
         _torch.guard_calls(model, root, frames.depth, frames.unwind, plan.compile)
     return root
 
 
-def apply_late(optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
+def apply_late(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
     """Have optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
     for optimizer in optimizers:
+        _late[model].append(weakref.ref(optimizer))
         if plan.memory_format == "channels_last":
             log.on(optimizer, masters.restride_state)
             masters.restride_state(optimizer)
         if plan.optimizer == "fused":
             fuse(optimizer, log.callback)
         check_updates(optimizer)
+
+
+def _follow_late(
+    optimizers: Iterable[weakref.ref[Optimizer]], params: Sequence[weakref.ref[nn.Parameter]]
+) -> None:
+    for optimizer in optimizers:
+        alive = optimizer()
+        if alive is not None:
+            storage.follow_state(alive, params)
 
 
 def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
@@ -112,6 +137,21 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
             attachment.leave(model)
     if model is not None:
         _kept.pop(model, None)
+
+
+def _refuse_unfrozen(
+    kind: str, frozen: Iterable[tuple[str, weakref.ref[nn.Parameter]]], optimizer: Optimizer
+) -> None:
+    """At any optimizer's step: what was frozen in a low format when it was prepared is not trained in it unseen."""
+    trained = [(name, p) for name, ref in frozen if (p := ref()) is not None and p.requires_grad]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if trained else set()
+    for name, parameter in trained:
+        if masters.is_low(parameter) and parameter.grad is not None and id(parameter) in held:
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): {name} of {kind} was frozen when it was prepared, stays in "
+                f"{str(parameter.dtype).removeprefix('torch.')} as it arrived, and is trained now: its updates would be rounded away. "
+                "Unfreeze it before prepare(..., widen=True), or store frozen parameters in fp32 too: prepare(..., widen='all')."
+            )
 
 
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import _torch, borders, masters
+from castwise.arrival import low_tensors, more_bytes
 from castwise.errors import PlanError, StateError
 from castwise.fused import check_fused
 from castwise.parallel import wrappers
@@ -17,6 +18,8 @@ from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.plans.text import shown, some
 from castwise.ranks import ALONE
+from castwise.report.words import size
+from castwise.resolve import Resolution
 from castwise.session.members import Members
 
 
@@ -162,26 +165,38 @@ def check_apart(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
                 )
 
 
-def check_parameters(model: nn.Module, plan: Plan) -> None:
-    """Trained parameters stored low under a plan that stores them in fp32 cannot be what anyone wants.
+def check_arrival(model: nn.Module, resolution: Resolution, widen: bool | str) -> None:
+    """Trained parameters stay low under a plan that stores them in fp32 only where that cannot be what anyone wants.
+
+    Args:
+        model: To be prepared.
+        resolution: What the plan makes of it.
+        widen: What was asked for.
 
     Raises:
-        PlanError: There are such; names them.
+        PlanError: There are such parameters: it names them, and what it takes to widen them. Or ``widen`` was asked for,
+            and the plan stores low all that arrived so.
     """
-    if plan.params != "fp32":
-        return
-    low: dict[torch.dtype, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in LOW_DTYPES and parameter.requires_grad:
-            low.setdefault(parameter.dtype, []).append(name)
-    for dtype, names in low.items():
-        short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        instead = f"{short}-master" if dtype is torch.bfloat16 or plan.compute == "fp16" else "bf16-master"
+    plan, low = resolution.plan, low_tensors(model)
+    stay = all(resolution.storage.get(name, tensor.dtype) in LOW_DTYPES for name, tensor in low.items())
+    if widen and plan.stores_low and low and stay:
         raise PlanError(
-            f"prepare: the plan {plan} keeps parameters in fp32, but {some(names, 3)} are stored in "
-            f"{short}: their updates and gradients would be {short}. Use the plan {instead!r} (fp32 masters in the "
-            "optimizer), or call model.float() before the optimizer is made."
+            f"prepare(widen={widen!r}): the plan {plan} stores all that arrived low in {plan.compute}, so nothing is left to be "
+            f"stored in fp32. Leave widen out, or use a plan that keeps parameters in fp32, such as {plan.compute + '-mixed'!r}."
         )
+    if plan.params != "fp32" or not resolution.left_low:
+        return
+    dtype = low[resolution.left_low[0]].dtype
+    names = [name for name in resolution.left_low if low[name].dtype is dtype]
+    short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    instead = f"{short}-master" if dtype is torch.bfloat16 or plan.compute == "fp16" else "bf16-master"
+    cost = more_bytes(low[name] for name in resolution.left_low)
+    raise PlanError(
+        f"prepare: the plan {plan} keeps parameters in fp32, but {some(names, 3)} are stored in "
+        f"{short}: their updates and gradients would be {short}. prepare(..., widen=True) stores them in fp32, which takes "
+        f"{size(cost)} more for the weights, as much again for their gradients, and for each tensor of state that the optimizer keeps of "
+        f"them; or use the plan {instead!r} (fp32 masters in the optimizer)."
+    )
 
 
 def check_norm(call: str, max_norm: object) -> None:

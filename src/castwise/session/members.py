@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ class Members:
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self.roots: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
         """The models, and the border around each."""
+        self.arrived: weakref.WeakKeyDictionary[nn.Module, Mapping[torch.Tensor, torch.dtype]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Of each model the tensors that arrived in bf16 or fp16, and in which."""
         self._strays: list[torch.Tensor] | None = None
 
     def add(self, model: nn.Module, root: Border) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import masters
 from castwise.errors import PlanError, StateError
@@ -29,6 +30,31 @@ def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dt
     dtypes = {by_name[name]: dtype for name, dtype in resolution.storage.items()}
     dtypes.update(fsdp.shard_dtypes(resolution, model))
     return {tensor: dtype for tensor, dtype in dtypes.items() if tensor.dtype is not dtype}
+
+
+def low_dtypes(model: nn.Module) -> Any:
+    """The tensors of a model that are stored in bf16 or fp16, with their dtypes; they are not held."""
+    found: Any = WeakTensorKeyDictionary()
+    for _, tensor in named_tensors(model):
+        if masters.is_low(tensor):
+            found[tensor] = tensor.dtype
+    return found
+
+
+def as_arrived(
+    weights: Mapping[str, Any], model: nn.Module, arrived: Iterable[Mapping[Tensor, torch.dtype]]
+) -> dict[str, Any]:
+    """fp32 weights, with those in the low formats again that :func:`low_dtypes` has; what was one tensor stays one."""
+    known = list(arrived)
+    done: dict[int, Tensor] = {}
+    out = dict(weights)
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        dtype = next((of[tensor] for of in known if isinstance(tensor, Tensor) and tensor in of), None)
+        if dtype is not None:
+            if id(tensor) not in done:
+                done[id(tensor)] = weights[key].to(dtype)
+            out[key] = done[id(tensor)]
+    return out
 
 
 def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
@@ -89,7 +115,8 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
     for _, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
         strides = plan.memory_format == "channels_last" and tensor.dim() == 4
-        if dtype is tensor.dtype and not strides:
+        gets_master = plan.keeps_masters and masters.is_low(tensor)  # which comes back as fp32
+        if dtype is tensor.dtype and not strides and not gets_master:
             continue
         grad_dtype = tensor.grad_dtype if tensor.is_leaf else None
         log.on(tensor, _as_before, tensor.dtype, tensor.stride(), grad_dtype)

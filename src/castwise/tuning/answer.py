@@ -23,9 +23,13 @@ def answer(search: Search) -> str:
     if plan == FP32:
         if not search.complete:
             return "Stay in fp32 for now: the search ended before it could choose."
-        return f"Stay in fp32 as it is: {_why_fp32(search)}."
+        does = "Widen the model to fp32" if search.arrived else "Stay in fp32 as it is"
+        return f"{does}: {_why_fp32(search)}."
     brings = [said for said in (_speed_words(speed(search, plan, FP32)), _memory_words(search)) if said]
-    return f"{advice(plan, search.optimizer)}: {', '.join(brings) or 'nothing of it was measured'}."
+    does = advice(plan, search.optimizer)
+    if search.arrived:
+        does = does.replace("Stay in fp32", "Widen the model to fp32")
+    return f"{does}: {', '.join(brings) or 'nothing of it was measured'}."
 
 
 def why(search: Search) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.35, 0.6, 0.85
 start of the final begins."""
 START_S = 0.5
 """What starting a process and building a model in it takes, about."""
+AS_GIVEN_ROUNDS = 3
+"""Rounds that the model as it arrived runs in the race, so that it can be shown in the final."""
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 TRAINING_SHARE = 0.35
@@ -74,12 +76,17 @@ def find_fastest(search: SearchState) -> None:
     with contest:
         search.contest = contest
         (_fastest if settings.goal == "time" else _lightest)(search, contest, plans)
+    if search.as_given is not None:
+        with search.stage("as given"):
+            _judge_as_given(search, search.as_given)
 
 
 def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("race"):
         left = contest.halve(plans, keep=FINALISTS)
         left = _with_operators(search, contest, left)
+        if search.as_given is not None:
+            contest.run([search.as_given], AS_GIVEN_ROUNDS)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
     share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
@@ -120,7 +127,7 @@ def _final(
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
-        search.measure_peaks(plans)
+        search.measure_peaks([*plans, *([] if search.as_given is None else [search.as_given])])
 
     def lightness(plan: Plan) -> tuple[float, float]:
         """Peak memory to within a hundredth, then complexity; a plan that was not measured comes last."""
@@ -375,6 +382,16 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
         search.settle(plan, result, kept if regions else None)
         return
     search.settle(FP32, None)
+
+
+def _judge_as_given(search: SearchState, plan: Plan) -> None:
+    """Find out what the model's own storage does to its gradients and its updates."""
+    found, search.lost_as_given = search.find(plan), _lost(search, plan)
+    said = [search.why(plan, found)] if found is None or found.verdict != "pass" else []
+    if search.lost_as_given is not None and search.lost_as_given > LOST:
+        said.append(f"rounding drops {search.lost_as_given:.0%} of its updates")
+    if said:
+        search.reasons[plan] = "; ".join(said)
 
 
 def _trained(search: SearchState, plan: Plan) -> Verification | None:

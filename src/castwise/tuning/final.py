@@ -170,7 +170,8 @@ def race_final(
     contest, ranks = search.contest, search.ranks
     assert contest is not None
     runs = contest.entries
-    shows = [AUTOCAST] if AUTOCAST in runs and (runs[AUTOCAST].behind or not runs[AUTOCAST].reason) else []
+    beside_all = [plan for plan in (AUTOCAST, search.as_given) if plan is not None and plan in runs]
+    shows = [plan for plan in beside_all if runs[plan].behind or not runs[plan].reason]
     plans = list(dict.fromkeys([FP32, *eligible, *shows]))
     choice = {FP32, *eligible}.difference(beside)
     final = Final(plans, doubtful)

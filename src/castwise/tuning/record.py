@@ -13,6 +13,7 @@ from castwise.plans.parts import Region
 from castwise.plans.plan import Plan
 from castwise.resolve import assign
 from castwise.tuning.answer import answer, speed, tied, why, why_chosen
+from castwise.tuning.arrived import AS_GIVEN
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
@@ -75,6 +76,7 @@ def _candidates(search: Search) -> tuple[Candidate, ...]:
         *search.peaks,
         *search.passed_over,
         *search.reasons,
+        *([] if search.as_given is None or search.contest is None else [search.as_given]),
         search.chosen,
     ]
     rows = [_candidate(search, plan) for plan in dict.fromkeys(seen)]
@@ -96,7 +98,7 @@ def _candidate(search: Search, plan: Plan) -> Candidate:
     )
     over_fp32 = speed(search, plan, FP32)
     return Candidate(
-        name=name_of(plan), plan=str(plan), status=status, reason=reason, rounds=len(times),
+        name=AS_GIVEN if plan == search.as_given else name_of(plan), plan=str(plan), status=status, reason=reason, rounds=len(times),
         time=_time(search, times, over_fp32), speedup=over_fp32,
         versus_autocast=speed(search, plan, AUTOCAST),
         peak_bytes=search.peaks.get(plan), parity=_parity(search, plan, found),

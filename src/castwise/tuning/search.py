@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from castwise.arrival import as_given, low_tensors, widen_
 from castwise.casting.trees import to_device
 from castwise.errors import StateError
 from castwise.measure.steps import build_model
@@ -32,6 +33,7 @@ from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
+from castwise.tuning.arrived import arrival_notes
 from castwise.tuning.axes import name_of, numerics_of, uncompiled
 from castwise.tuning.compiling import own_cache
 from castwise.tuning.exemptions import find_exemptions
@@ -95,6 +97,8 @@ class Search(SearchState):
         assert self.test is not None
         if (note := self.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
             self.notes.append(note)
+        if self.arrived:
+            self.notes += arrival_notes(self)
         if missed := formats_not_reached(self):
             self.notes.append(
                 f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time was spent before. A longer "
@@ -107,6 +111,8 @@ class Search(SearchState):
         """Run fp32 on a few batches, and look at the model."""
         settings, workload = self.settings, self.workload
         self.model = model = build_model(workload, self.device, settings.seed)
+        self.as_given = as_given(model)
+        self.arrived = bool(low_tensors(model))
         trained = model.parameters()
         optimizer = (
             workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
@@ -149,6 +155,7 @@ class Search(SearchState):
         assert self.model is not None
         seed_all(settings.seed)
         model = build_model(workload, self.device, settings.seed, self.model.state_dict())
+        arrived = widen_(model)
         optimizer = workload.optimizer(model.parameters())
         batches = iter(workload.batches(settings.seed))
         for step in range(settings.warmup_steps):
@@ -158,8 +165,9 @@ class Search(SearchState):
             optimizer.step()
         optimizer.zero_grad()
         prober = Prober(
-            model, workload.loss, batches, self.device, seed=settings.seed, call=self.test.prober.call
-        )
+            model, workload.loss, batches, self.device, seed=settings.seed, call=self.test.prober.call,
+            arrived=arrived,
+        )  # fmt: skip
         warm = ParityTest(prober, self.test.per_update, self.test.adam, workload.optimizer)
         warm.reference(MICROBATCHES)
         search = NumericsSearch(warm, self.parts, self.tell, self.ranks)

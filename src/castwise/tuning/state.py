@@ -96,7 +96,10 @@ class SearchState:
         elsewhere: Plans that were found for the same job on other devices or by other versions.
         home: Where the processes start that it measures in.
         say: Told the stage, what is tried, how much is done of how much.
-        model: The model in fp32, as the search found it; set by the first stage, as are the next six.
+        model: The model as the workload makes it; set by the first stage, as are the next eight but one.
+        arrived: Whether some of it is stored low before any plan.
+        as_given: The plan under which a model that arrives low runs as it is; shown, and never chosen.
+        lost_as_given: The share of updates that rounding drops there, where parameters have no masters.
         optimizer: Class name of the optimizer.
         test: The parity test with its reference.
         numerics: Judges plans with it and repairs them.
@@ -130,6 +133,9 @@ class SearchState:
     home: Home = field(default_factory=Home)
     say: Say = lambda _stage, _subject, _done, _total: None
     model: nn.Module | None = None
+    arrived: bool = False
+    as_given: Plan | None = None
+    lost_as_given: float | None = None
     optimizer: str = "optimizer"
     parts: tuple[Part, ...] = ()
     used: frozenset[str] = frozenset()
