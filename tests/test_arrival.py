@@ -334,8 +334,8 @@ def test_what_is_unfrozen_later_is_not_trained_low_unseen(plan: str, by_itself: 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with castwise.Amp(plan, device="cpu", nonfinite="skip") as amp:
         amp.prepare(model, optimizer)
-        model[0].weight.grad = torch.zeros_like(model[0].weight)
-        optimizer.step()
+        amp.backward(model(torch.zeros(1, 6)).sum())
+        amp.step(optimizer)
         model[1].requires_grad_(True)
         model[1].weight.grad = torch.zeros_like(model[1].weight)
         with pytest.raises(StateError, match=r"SGD.step\(\): 1.weight .* was frozen .* widen='all'"):
