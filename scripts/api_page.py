@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise
-from castwise import casting, checkpoint, errors, masters, scaler, updates, workload
+from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -45,6 +45,7 @@ FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "newest", "load")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
+    ("castwise.parallel", parallel, ("init_process_group", "compress_to_bf16", "compress_to_fp16")),
     ("castwise.plans.plan", plan, ("as_plan",)),
     ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),
     (
