@@ -1,0 +1,1 @@
+"""Plans in trainers of others."""
