@@ -166,4 +166,5 @@ if __name__ == "__main__":
     parser.add_argument("--out", default="runs/titan")
     init_process_group()
     train(parser.parse_args())
+    dist.barrier()  # nobody leaves while others still talk
     dist.destroy_process_group()

@@ -135,7 +135,7 @@ class Torchrun:
 class OwnLoop(Torchrun):
     """The script of a loop of one's own in docs/parallel.md, as it stands there, but for gloo's teardown.
 
-    That aborts now and then, in plain torch too, and would be a restart.
+    That aborts one in ten processes, in plain torch too, and would be a restart.
     """
 
     def __init__(self, folder: Path, *, steps: int = 200, forks: bool = True) -> None:
@@ -147,9 +147,7 @@ class OwnLoop(Torchrun):
         assert not end
         code = re.sub(r"^STEPS = \d+$", f"STEPS = {steps}", code, flags=re.MULTILINE)
         script = folder / "train.py"
-        end = "dist.barrier()\n" + (
-            "" if forks else "import os\nos._exit(0)\n"
-        )  # a fork ends by os._exit itself
+        end = "" if forks else "import os\nos._exit(0)\n"  # a fork ends by os._exit itself
         script.write_text(code + end, encoding="utf-8")
         super().__init__(folder / "runs" / "survives", str(script), folder=folder, forks=forks)
 

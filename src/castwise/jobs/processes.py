@@ -97,6 +97,7 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
     yield rank, device
     # Not after an error: ending a group waits for ranks that may be gone, and the process ends anyway.
     if ours:
+        dist.barrier()  # gloo aborts more often where a rank leaves while others still talk
         dist.destroy_process_group()
 
 
