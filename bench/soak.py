@@ -3,7 +3,7 @@
 ``layouts``: each layout with each preset and with regions and operator rules, eager and compiled, with and without
 activation checkpointing, clipped and not, fused and not: against one process, as in ``tests/distributed/test_layouts.py``.
 ``kills``: ``castwise train`` under torchrun's elastic restarts, a process killed at random moments; the weights at the
-end against those of an undisturbed run, bit for bit.
+end against those of an undisturbed run, bit for bit. ``own``: the same of the example in docs/parallel.md.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 STEPS = 6
 LONG = 50
 """Of the plain variant on two processes; ``make test`` trains so long under one plan."""
+
+
+KILLED = {"kills": (kills.Training, kills.STEPS, 5), "own": (kills.OwnLoop, 3000, 0)}
+"""What is killed, how many steps it has, and restarts beside those for the kills: gloo's teardown aborts now and then."""
 
 
 def fits(layout: str, plan: str, variant: str, size: int) -> bool:
@@ -113,14 +117,16 @@ def layouts() -> Iterator[dict[str, Any]]:
         world.close()
 
 
-def killed(times: int, seed: int) -> dict[str, Any]:
+def killed(
+    part: str, what: type[kills.Training | kills.OwnLoop], steps: int, spare: int, times: int, seed: int
+) -> dict[str, Any]:
     """Kills at random moments, and what was lost: nothing, if the weights are those of a quiet run."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        quiet = kills.Training(Path(folder) / "quiet", steps=kills.STEPS)
+        quiet = what(Path(folder) / "quiet", steps=steps)
         quiet.run()
-        with kills.Training(Path(folder) / "noisy", steps=kills.STEPS, forks=False) as noisy:
-            noisy.start(restarts=times + 5)
+        with what(Path(folder) / "noisy", steps=steps, forks=False) as noisy:
+            noisy.start(restarts=times + spare)
             moments = []
             while len(moments) < times and noisy.running():
                 before = noisy.steps_made()
@@ -138,22 +144,24 @@ def killed(times: int, seed: int) -> dict[str, Any]:
             code = noisy.wait()
         same = code == 0 and noisy.weights_equal(quiet)
         return {
-            "part": "kills", "seed": seed, "kills": len(moments), "moments": moments, "exit_code": code,
+            "part": part, "seed": seed, "kills": len(moments), "moments": moments, "exit_code": code,
             "weights_equal": same, "ok": same,
         }  # fmt: skip
 
 
 def main() -> None:
-    """Run all of it and write ``results/soak-kills-cpu.json`` and ``results/soak-layouts-cpu.json``."""
+    """Run all of it and write ``results/soak-PART-cpu.json`` for each part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", choices=["layouts", "kills"], default=None)
+    parser.add_argument("--part", choices=[*KILLED, "layouts"], default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0
-    for part in ("kills", "layouts") if options.part is None else (options.part,):
-        rows = [killed(options.kills, options.seed)] if part == "kills" else list(layouts())
+    for part in (*KILLED, "layouts") if options.part is None else (options.part,):
+        rows = (
+            [killed(part, *KILLED[part], options.kills, options.seed)] if part in KILLED else list(layouts())
+        )
         write(f"soak-{part}", torch.device("cpu"), __doc__, rows)
         failed += sum(not row["ok"] for row in rows)
         print(f"{part}: {len(rows)} cases, {failed} failed so far")

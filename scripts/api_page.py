@@ -14,7 +14,7 @@ from typing import Any
 
 import castwise
 import castwise.schemas
-from castwise import casting, checkpoint, errors, masters, scaler, updates, workload
+from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
 from castwise.numerics import damage, parity
 from castwise.plans import plan, rules
 
@@ -52,6 +52,7 @@ FURTHER = (
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     ("castwise.numerics.damage", damage, ("Estimate",)),
     ("castwise.numerics.parity", parity, ("RegionParity",)),
+    ("castwise.parallel", parallel, ("init_process_group", "compress_to_bf16", "compress_to_fp16")),
     ("castwise.plans.plan", plan, ("as_plan",)),
     ("castwise.plans.rules", rules, ("base_table", "describe", "overrides")),
     (

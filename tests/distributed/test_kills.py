@@ -6,17 +6,18 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.processes import Forked
 
 from . import kills
-from .kills import Training
+from .kills import OwnLoop, Training
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for the processes to kill")
 
@@ -49,25 +50,44 @@ def test_three_kills_lose_nothing(tmp_path: Path) -> None:
     assert result["steps_before"] >= 30  # saves are asynchronous: the last one may not have been whole
 
 
+def test_a_loop_of_ones_own_comes_back(tmp_path: Path) -> None:
+    """The example of docs/parallel.md: either rank killed, each time back at the first restart, to the same weights."""
+    quiet = OwnLoop(tmp_path / "quiet")
+    quiet.run()
+    with OwnLoop(tmp_path / "noisy") as noisy:
+        noisy.start(restarts=2)
+        for rank in range(2):
+            noisy.until(lambda: noisy.steps_made() > 10 + 40 * rank)  # noqa: B023
+            os.kill(sorted(noisy.workers())[rank], signal.SIGKILL)
+            assert noisy.steps_made() < 200
+        assert noisy.wait(60) == 0, noisy.said()
+    assert noisy.steps_made() == quiet.steps_made() == 200
+    assert noisy.weights_equal(quiet)
+
+
 def test_two_nodes_train_like_one(tmp_path: Path) -> None:
-    """Two torchrun agents with a rendezvous on loopback, against two processes of one agent."""
-    one = Training(tmp_path / "one", steps=8, layout="fsdp2")
+    """Two torchrun agents with a rendezvous on loopback, of which one is killed, against two processes of one agent."""
+    one = Training(tmp_path / "one", steps=40, layout="fsdp2")
     one.run()
+    two = Training(tmp_path / "two", steps=40, layout="fsdp2")
     port = _listening_port()
     words = [
         "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-        "--rdzv-id", "castwise", "--local-addr", "127.0.0.1", *kills.FORKED,
-        "train", kills.WORKLOAD, "--plan", "fp16-master", "--layout", "fsdp2", "--steps", "8",
-        "--out", str(tmp_path / "two"),
+        "--rdzv-id", "castwise", "--local-addr", "127.0.0.1", "--max-restarts", "1", "--monitor-interval", "0.1",
+        *kills.FORKED, *two.words,
     ]  # fmt: skip
     nodes = [Forked(kills.torchrun, words, tmp_path, tmp_path / f"node{number}") for number in range(2)]
-    codes = [node.wait(240) for node in nodes]
+    deadline = time.monotonic() + 60
+    while two.steps_made() < 12 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    for worker in kills.workers_of(nodes[1].pid):
+        os.kill(worker, signal.SIGKILL)
+    codes = [node.wait(100) for node in nodes]
     said = [node.said("out") + node.said("err") for node in nodes]
     assert codes == [0, 0], "\n".join(said)
     assert sum("Wrote" in text for text in said) == 1
-    got = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
-    for name, value in torch.load(one.out / "model.pt", weights_only=True).items():
-        assert torch.equal(got[name], value), name
+    assert json.loads((two.out / "result.json").read_text())["steps_before"] >= 5
+    assert two.weights_equal(one)
 
 
 def _listening_port() -> int:

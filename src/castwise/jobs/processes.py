@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from castwise.errors import DeviceError, StateError
 from castwise.jobs.layout import Layout, Place
+from castwise.parallel import init_process_group
 from castwise.ranks.group import ALONE, Ranks, running
 
 if TYPE_CHECKING:
@@ -90,35 +91,14 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
     if ours:
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(
-                backend, device_id=device if device.type == "cuda" else None, **_meeting_place()
-            )
+            init_process_group(backend, device_id=device if device.type == "cuda" else None)
         except (RuntimeError, ValueError) as error:
-            cure = " (restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun)"
-            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-            raise StateError(
-                f"{call}: rank {rank} of {world} cannot reach the others{cure * again}: {error}"
-            ) from error
+            raise StateError(f"{call}: rank {rank} of {world} cannot reach the others: {error}") from error
     yield rank, device
     # Not after an error: ending a group waits for ranks that may be gone, and the process ends anyway.
     if ours:
+        dist.barrier()  # gloo aborts more often where a rank leaves while others still talk
         dist.destroy_process_group()
-
-
-def _meeting_place() -> dict[str, Any]:
-    """Where to meet, if not where torch would.
-
-    torchrun's agent keeps one store for all its restarts, and processes that are started again can read from it the
-    addresses of those that have died. With one agent, the number of the restart keeps them apart; several agents count
-    for themselves.
-    """
-    env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
-        return {}
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
-    attempt = f"castwise/{env['TORCHELASTIC_RUN_ID']}/{env['TORCHELASTIC_RESTART_COUNT']}"
-    rank, world = started()
-    return {"store": dist.PrefixStore(attempt, store), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

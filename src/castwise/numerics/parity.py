@@ -25,7 +25,17 @@ from torch import Tensor, nn
 from castwise.casting import default_device_type
 from castwise.errors import WorkloadError, check_count
 from castwise.numerics.batches import endless, period
-from castwise.numerics.damage import FAIL, Estimate, Grams, estimate, quick_estimate, severity, share
+from castwise.numerics.damage import (
+    ADAM_PASS,
+    FAIL,
+    PASS,
+    Estimate,
+    Grams,
+    estimate,
+    quick_estimate,
+    severity,
+    share,
+)
 from castwise.numerics.gradient_range import GradientRange
 from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE, Probe, Prober
@@ -127,6 +137,11 @@ class ParityResult:
     def severity(self) -> float:
         """Damage over the line below which it passes: below 1 nothing of it shows in training."""
         return severity(self.damage.value, None if self.adam is None else self.adam.value)
+
+    @property
+    def lines(self) -> tuple[float, float | None]:
+        """What the damage has to stay below to pass, and what in the units of Adam's steps; None where not asked for."""
+        return PASS, None if self.adam is None else ADAM_PASS
 
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
         """The modules that contribute most, the worst first."""

@@ -1,11 +1,12 @@
 """Many processes, one plan: what each kind of parallelism needs.
 
 ``wrappers``: DistributedDataParallel, recognised. ``fsdp``: FSDP2, and its shard groups. ``pipeline``: losses inside pipeline
-schedules. ``compression``: gradients sent in bf16 or fp16.
+schedules. ``compression``: gradients sent in bf16 or fp16. ``rendezvous``: where processes meet, restarted ones too.
 """
 
 from __future__ import annotations
 
 from castwise.parallel.compression import compress_to_bf16, compress_to_fp16
+from castwise.parallel.rendezvous import init_process_group
 
-__all__ = ["compress_to_bf16", "compress_to_fp16"]
+__all__ = ["compress_to_bf16", "compress_to_fp16", "init_process_group"]

@@ -1,0 +1,25 @@
+"""A test that keeps a plan honest: it fails in the pull request after which plan.json no longer fits the model.
+
+    python -m pytest examples/test_plan.py
+
+The model, its loss and its batches are those of the training script next to this file; plan.json is what
+`castwise tune` wrote, committed.
+"""
+
+from pathlib import Path
+
+import torch
+from fsdp2_titan import Transformer, batch, loss_of
+
+PLAN = Path(__file__).with_name("plan.json")
+
+
+def test_the_plan_fits_the_model(assert_precision_safe):
+    assert_precision_safe(
+        Transformer(),
+        loss_of,
+        [batch(number) for number in range(32)],
+        PLAN,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
+        accumulate=4,  # of the training: two microbatches on each of two processes
+    )

@@ -1,0 +1,226 @@
+"""Tests that hold a precision plan to the model it was chosen for: ``assert_precision_safe``, a function and a fixture.
+
+A plan is chosen once, and the model goes on changing. A test with the fixture says in CI when the plan does not fit any
+more. pytest loads this module wherever castwise is installed, so it imports nothing of castwise, and no torch, before the
+first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+if TYPE_CHECKING:
+    import castwise
+
+__all__ = ["PrecisionNotShown", "PrecisionUndecided", "PrecisionUnsafe", "assert_precision_safe"]
+
+TRIALS = 12
+
+
+class PrecisionNotShown(AssertionError):
+    """A plan did not pass.
+
+    Attributes:
+        result: What the parity test found.
+    """
+
+    def __init__(self, message: str, result: castwise.ParityResult) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class PrecisionUnsafe(PrecisionNotShown):
+    """The plan's gradients can be told from fp32's."""
+
+
+class PrecisionUndecided(PrecisionNotShown):
+    """The parity test cannot tell: the plan is not known to be safe, nor to be unsafe."""
+
+
+def assert_precision_safe(
+    model: Any,
+    loss: Callable[[Any, Any], Any],
+    batches: Any,
+    plan: Any,
+    *,
+    undecided: Literal["fail", "skip"] = "fail",
+    trials: int = TRIALS,
+    seed: int = 0,
+    record: Callable[[str, object], None] | None = None,
+    **options: Any,
+) -> castwise.ParityResult:
+    """Assert that a plan's gradients cannot be told from fp32's, by :func:`castwise.parity`.
+
+    The model, and every random generator, are as before when it returns or raises. Random draws start from ``seed``, those
+    of a DataLoader that shuffles included, so that the same model, data and machine give the same finding each time.
+
+    Args:
+        model: A torch.nn.Module in fp32, in any state of training.
+        loss: ``loss(model, batch)`` -> scalar tensor.
+        batches: A sequence of batches, a DataLoader, or ``batches(seed)`` -> iterator. To pass takes 29 of them, or
+            all there are.
+        plan: A :class:`castwise.Plan`, the name of a preset, or the path of a ``plan.json``.
+        undecided: What becomes of a test that cannot tell: ``fail`` by :class:`PrecisionUndecided`, or ``skip``.
+        trials: After a failure, how many kinds of modules at most are tried in fp32 to find the one that is wrong.
+        seed: Of everything random.
+        record: pytest's ``record_property``, to have the finding in its reports; the fixture gives it.
+        **options: Of :func:`castwise.parity`: ``optimizer``, ``accumulate``, ``world_size``, ``microbatches``,
+            ``device``.
+
+    Returns:
+        The finding, which passed.
+
+    Raises:
+        PrecisionUnsafe: The plan fails; which modules carry the damage, how far above its line it is, what to try.
+        PrecisionUndecided: The test could not tell, and what would help.
+        CastwiseError: As of :func:`castwise.parity`, for a model, batches or a plan that cannot be tested.
+        ValueError: ``undecided`` is neither of the two.
+    """
+    __tracebackhide__ = True
+    if undecided not in ("fail", "skip"):
+        raise ValueError(f"assert_precision_safe: undecided={undecided!r}; give 'fail' or 'skip'")
+    import castwise
+
+    def test(of: Any) -> castwise.ParityResult:
+        with _seeded(seed):
+            return castwise.parity(model, loss, batches, of, seed=seed, **options)
+
+    result = test(plan)
+    if record is not None:
+        record("castwise", f"{result.verdict} at {result.severity:.2g} of its line: {result.plan}")
+    if result.verdict == "fail":
+        raise PrecisionUnsafe(_said(result, _cures(result, model, test, trials)), result)
+    if result.verdict == "undecided":
+        message = _said(result, _more(result))
+        if undecided == "skip":
+            pytest.skip(message)
+        raise PrecisionUndecided(message, result)
+    return result
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Every random generator starts from a seed, and goes on afterwards from where it was."""
+    import torch
+
+    numpy = sys.modules.get("numpy")  # where nobody has imported it, nobody draws from it
+    python, arrays = random.getstate(), numpy and numpy.random.get_state()
+    device = torch.accelerator.current_accelerator() or torch.device("cuda")
+    with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=device.type):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy:
+                numpy.random.set_state(arrays)
+
+
+def _said(result: castwise.ParityResult, advice: list[str]) -> str:
+    """The finding as text, and what to try."""
+    import io
+
+    from rich.console import Console
+
+    text = io.StringIO()
+    Console(file=text, width=100, color_system=None).print(result.table())
+    plain, adam = result.lines
+    line = f"To pass it has to stay below {plain:g}" + (
+        f", and below {adam:g} in the units of Adam's steps." if adam else "."
+    )
+    rows = [row.rstrip() for row in text.getvalue().splitlines()]
+    said = [row for row, before in zip(rows, ["", *rows], strict=False) if row or before]
+    return "\n".join([*said, line, "", *advice])
+
+
+def _more(result: castwise.ParityResult) -> list[str]:
+    """What may decide an undecided finding."""
+    if result.more:
+        return [
+            f"Not decided by {result.microbatches} microbatches. Try: more and more varied batches, or "
+            f"microbatches={2 * result.microbatches}, which draws up to four times as many."
+        ]
+    return [
+        "Not decided, and more batches would not help. Try: what the reason above names; a plan with more in fp32, which "
+        "`castwise tune` finds; or undecided='skip'."
+    ]
+
+
+def _cures(
+    result: castwise.ParityResult, model: Any, test: Callable[[Any], castwise.ParityResult], trials: int
+) -> list[str]:
+    """What to try, as far as it can be found out: the first kind of module that, kept in fp32, makes the plan pass."""
+    import castwise
+
+    plan, search = result.plan, "`castwise tune` finds the fastest plan that passes."
+    if result.stopped:
+        kept = ", ".join(sorted({name.rpartition(".")[0] or name for name in result.stopped}))
+        return [f"Try: keeping the state of {kept} in fp32, as by a region with params='fp32'; {search}"]
+    if result.lost_updates is not None and result.damage.value < result.lines[0]:
+        return [f"Try: fp32 masters (master='fp32'), or storing parameters in fp32; {search}"]
+    kinds = _kinds(model)
+    for pattern, name in kinds[:trials]:
+        cured = dataclasses.replace(plan, regions=(*plan.regions, castwise.Region(pattern, compute="fp32")))
+        with contextlib.suppress(castwise.CastwiseError):  # a kind whose forward never runs
+            if found := test(cured):
+                return [
+                    f"Keeping {name} in fp32 cures it: damage is then {found.damage.value:.2g}.",
+                    f"Try: Region({pattern!r}, compute='fp32') among the plan's regions, or writing it so that "
+                    f"{plan.compute} can compute it; {search}",
+                ]
+    tried = min(trials, len(kinds))
+    return [f"No kind of module alone cures it, of {tried} that were tried in fp32. Try: {search}"]
+
+
+def _kinds(model: Any) -> list[tuple[str, str]]:
+    """Kinds of modules, as patterns of regions and in words: one's own before torch's, small before large."""
+    containers = ("Sequential", "ModuleList", "ModuleDict")
+    kinds: dict[type, list[tuple[str, int]]] = {}
+    for path, module in model.named_modules():
+        if path and type(module).__name__ not in containers:
+            kinds.setdefault(type(module), []).append((path, len(list(module.modules()))))
+
+    def order(kind: type) -> tuple[bool, bool, int]:
+        size = max(inside for _, inside in kinds[kind])
+        return size > 1, kind.__module__.startswith("torch."), size
+
+    return [
+        (places[0][0], f"{places[0][0]} ({kind.__name__})")
+        if len(places := kinds[kind]) == 1
+        else (f"type:{kind.__name__}", f"{kind.__name__} ({len(places)} of them, such as {places[0][0]})")
+        for kind in sorted(kinds, key=order)
+    ]
+
+
+@pytest.fixture(name="assert_precision_safe")
+def _assert_precision_safe(record_property: Callable[[str, object], None]) -> Iterator[Callable[..., Any]]:
+    """:func:`assert_precision_safe`, in a test whose random generators start from 0; findings go into the reports."""
+    with _seeded(0):
+        yield functools.partial(assert_precision_safe, record=record_property)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How far each plan is from its line, also where it passed."""
+    lines = [
+        f"{report.nodeid}: {line}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, line in report.user_properties
+        if name == "castwise"
+    ]
+    if lines:
+        terminalreporter.section("precision plans")
+        for line in lines:
+            terminalreporter.line(line)

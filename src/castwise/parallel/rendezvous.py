@@ -1,0 +1,99 @@
+"""Where processes meet, also those that torchrun has started again.
+
+torchrun's agent keeps one store for all its restarts, with the keys that ended processes have left there: torch's own
+``init_process_group`` reads the addresses of the dead from it, and fails or waits. Here each start of the processes
+gets a part of the store of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import uuid
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from castwise.errors import StateError
+
+_PATIENCE = datetime.timedelta(minutes=5)
+_POLL_S = 0.01
+
+
+def init_process_group(
+    backend: str | None = None,
+    *,
+    timeout: datetime.timedelta | None = None,
+    device_id: torch.device | int | None = None,
+    pg_options: Any = None,
+) -> None:
+    """Start ``torch.distributed``, in a way that also works in processes that torchrun has started again.
+
+    Use it in place of ``torch.distributed.init_process_group`` in a script under ``torchrun --max-restarts``, on one
+    machine or several: that one meets ended processes in torchrun's store, fails or hangs. Without torchrun or another
+    launcher the process is a group by itself, so that the same script runs as ``python train.py`` too.
+
+    Args:
+        backend: Such as ``"gloo"`` or ``"nccl"``; None for torch's choice by device.
+        timeout: How long to wait for the other processes, here and in collectives; None for five minutes
+            here and torch's own times there.
+        device_id: As torch takes it: the GPU of this process.
+        pg_options: As torch takes it.
+
+    Raises:
+        StateError: Other processes did not come in time.
+        RuntimeError: torch's own, for a store that cannot be reached.
+        ValueError: torch's own, for a group that runs already, or an environment without ``MASTER_ADDR`` and its like.
+    """
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        device_id=device_id,
+        pg_options=pg_options,
+        **_meeting_place(timeout or _PATIENCE),
+    )
+
+
+def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where to meet, as arguments of torch's ``init_process_group``; nothing where torch's own choice will do."""
+    env = os.environ
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    agents = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    ours = dist.PrefixStore("castwise", agents)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(_attempt(ours, rank, world), ours)  # type: ignore[attr-defined]
+    return {"store": store, "rank": rank, "world_size": world}
+
+
+def _attempt(store: Any, rank: int, world: int) -> str:
+    """A name for this start of the processes, the same on all, in a store where ended ones have left theirs.
+
+    Rank 0 makes it. It cannot tell a live rank's word from a dead one's, so it answers all of them under names that are
+    made anew each time, until every rank has shown that it has read the answer. The number of the restart would not do:
+    each agent counts its own.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"here/{rank}", own)
+        attempt = str(store.get(f"answer/{own}").decode())
+        store.set(f"{attempt}/read/{rank}", "")
+        return attempt
+    missing, deadline = set(range(1, world)), time.monotonic() + store.timeout.total_seconds()
+    while missing:
+        if time.monotonic() > deadline:
+            raise StateError(
+                f"init_process_group: {len(missing)} of {world} ranks have not come in {store.timeout}, the first of them "
+                f"rank {min(missing)}; look for its error above, or give more time by timeout="
+            )
+        for other in sorted(missing):
+            if store.check([f"{own}/read/{other}"]):
+                missing.remove(other)
+            elif store.check([f"here/{other}"]):
+                store.set(f"answer/{store.get(f'here/{other}').decode()}", own)
+        time.sleep(_POLL_S)
+    return own

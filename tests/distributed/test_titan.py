@@ -1,0 +1,55 @@
+"""The example of a loop in torchtitan's style, as it stands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_ranks, run_script
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2_titan.py"
+
+
+def losses(folder: Path, *words: str, ranks: int = 2) -> dict[int, str]:
+    """What the example prints, by step; it saves into a part of the folder."""
+    folder.mkdir(exist_ok=True)
+    ran = run_ranks(
+        run_script,
+        [str(SCRIPT), "--steps", "12", "--save-every", "6", "--out", "saved", *words],
+        folder,
+        ranks,
+    )
+    assert [rank.code for rank in ran] == [0] * ranks, "\n".join(rank.said("err")[-3000:] for rank in ran)
+    return {
+        int(step): loss
+        for step, loss in re.findall(r"^step (\d+) loss (\S+)", ran[0].said("out"), re.MULTILINE)
+    }
+
+
+def test_it_resumes_with_the_same_digits_and_under_another_plan(tmp_path: Path) -> None:
+    whole = losses(tmp_path / "whole", "--plan", "fp16-master")
+    assert list(whole) == list(range(1, 13))
+    first = losses(tmp_path / "parts", "--plan", "fp16-master", "--stop", "6")
+    shutil.copytree(tmp_path / "parts", tmp_path / "other")
+    then = losses(tmp_path / "parts", "--plan", "fp16-master")
+    assert list(then) == list(range(7, 13))
+    assert first | then == whole
+
+    other = losses(tmp_path / "other", "--plan", "bf16-mixed")
+    assert list(other) == list(range(7, 13))
+    for step, loss in other.items():
+        assert float(loss) == pytest.approx(float(whole[step]), rel=2e-3)  # bf16 has 8 bits
+        assert loss != whole[step]
+
+
+def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
+    """The same microbatches, twice as many of them on one."""
+    two = losses(tmp_path / "two", "--plan", "fp32", "--stop", "6")
+    one = losses(tmp_path / "one", "--plan", "fp32", "--stop", "6", "--accumulate", "4", ranks=1)
+    assert {k: float(v) for k, v in one.items()} == pytest.approx(
+        {k: float(v) for k, v in two.items()}, rel=1e-5
+    )
+    assert float(two[6]) < float(two[1])
