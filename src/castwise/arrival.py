@@ -75,13 +75,14 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
 
     def beside_base(path: str) -> bool:
         """Whether the nearest module around that has parameters has frozen ones that are low."""
-        if path not in known:
-            here = list(modules[path].parameters())
-            if here or not path:
-                known[path] = any(p.dtype in LOW_DTYPES and not p.requires_grad for p in here)
-            else:
-                known[path] = beside_base(path.rpartition(".")[0])
-        return known[path]
+        around = path  # no recursion: a function that refers to itself would keep the model until a garbage collection
+        while around and not any(True for _ in modules[around].parameters()):
+            around = around.rpartition(".")[0]
+        if around not in known:
+            known[around] = any(
+                p.dtype in LOW_DTYPES and not p.requires_grad for p in modules[around].parameters()
+            )
+        return known[around]
 
     def wide(path: str, tensor: Tensor) -> bool:
         if not widen or tensor.dtype not in LOW_DTYPES:

@@ -27,8 +27,14 @@ def imported(tree: ast.AST) -> Iterator[str]:
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{name}" for name in names]
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "castwise"
+        ):
+            names = [f"castwise.{node.attr}"]
         for name in names:
-            if f"{name}.".startswith("castwise.") and not name.startswith((
+            if name.startswith("castwise.") and not name.startswith((
                 "castwise.compat",
                 "castwise.integrations",
                 "castwise.migrate",

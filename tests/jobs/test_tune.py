@@ -285,7 +285,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[CastwiseError], str]] = {
         {"loss": lambda _m, b: loss(OTHER, b)}, WorkloadError, "no parameter of the model has a gradient; the loss must call",
     ),
     "NaN": ({"batches": _nan(data())}, NonFiniteError, "is not finite in fp32 already, so no plan can be compared: its data"),
-    "low model": ({"model": network().bfloat16()}, WorkloadError, "stored in a low format; give it in fp32"),
 }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +67,20 @@ class Interrupted:
         if self.left:
             self.left -= 1
             raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("line", PLANS)
+def test_a_session_that_is_dropped_with_its_models_ends_at_once(line: str) -> None:
+    """Nothing in it refers to itself, so that what it has set in the process does not wait for a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        pair = life(line, "plain")
+        session = weakref.ref(pair.amp)
+        del pair
+        assert session() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["plain", "frozen", "conv"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from castwise.errors import WorkloadError
+from castwise.errors import CastwiseError
 from castwise.workload import find_workload
 from castwise.workloads import digits as digits_module
 from castwise.workloads.digits import digits, split
@@ -84,6 +84,6 @@ def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest
         sys.modules, "sklearn.datasets", None
     )  # as Python marks a module that cannot be imported
     digits_module.split.cache_clear()
-    with pytest.raises(WorkloadError, match="pip install scikit-learn"):
+    with pytest.raises(CastwiseError, match=r'pip install "castwise\[workloads\]"'):
         next(digits().batches(0))
     digits_module.split.cache_clear()

@@ -48,6 +48,11 @@ def lie_on(optimizer: Optimizer) -> bool:
     return any(grad is not None for grad in on_each(optimizer))
 
 
+def move(optimizer: Optimizer) -> bool:
+    """Whether any gradient of an optimizer is not zero; libraries step on zeros, so that there is state to load into."""
+    return any(bool(values(grad).any()) for grad in on_each(optimizer) if grad is not None)
+
+
 def values(grad: torch.Tensor) -> torch.Tensor:
     """What this process holds of a gradient as dense real numbers: of a DTensor its shard, of a sparse one its values.
 

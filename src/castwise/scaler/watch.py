@@ -124,7 +124,7 @@ class Watch:
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
-            if not window.used and gradients.lie_on(optimizer):
+            if not window.used and gradients.move(optimizer):
                 if not _torch.called_by_a_scaler():
                     raise StateError(
                         f"{type(optimizer).__name__}.step(): the plan has a loss scale, and no loss was ever scaled, so that small "

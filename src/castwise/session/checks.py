@@ -18,7 +18,6 @@ from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.plans.text import shown, some
 from castwise.ranks import ALONE
-from castwise.report.words import size
 from castwise.resolve import Resolution
 from castwise.session.members import Members
 
@@ -186,6 +185,8 @@ def check_arrival(model: nn.Module, resolution: Resolution, widen: bool | str) -
         )
     if plan.params != "fp32" or not resolution.left_low:
         return
+    from castwise.report.words import size  # where it is needed: training imports no room that reports
+
     dtype = low[resolution.left_low[0]].dtype
     names = [name for name in resolution.left_low if low[name].dtype is dtype]
     short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]

@@ -10,7 +10,6 @@ from torch import nn
 from castwise import masters
 from castwise.arrival import is_sealed
 from castwise.plans.plan import Plan
-from castwise.report.words import size
 from castwise.session.dropped import DroppedUpdates
 from castwise.session.members import Members
 
@@ -47,6 +46,8 @@ def _kinds(model: nn.Module, members: Members) -> Iterator[str]:
         counts[kind] += parameter.numel()
     yield from (f"{count:,} parameters {kind}" for kind, count in counts.items())
     if more > 0:
+        from castwise.report.words import size  # where it is needed: training imports no room that reports
+
         yield f"widened by {size(more)}"
 
 
