@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import importlib.machinery
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +97,20 @@ def _end_by_signal() -> None:
         stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Wait for a process that leads a session of its own; then end it, and what it has left behind."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    for number in (
+        signal.SIGTERM,
+        signal.SIGKILL,
+    ):  # multiprocessing's tracker of resources outlives the first, and tidies up
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+            time.sleep(0.1)
+    process.wait()
 
 
 def last_words(said: Sequence[str]) -> str:
