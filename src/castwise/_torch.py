@@ -847,10 +847,10 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
     return undo
 
 
-def around_method(
-    home: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+def around_function(
+    home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Put ``around(method)`` in the place of a method of torch.
+    """Put ``around(method)`` in the place of a function of torch, in a class or a module.
 
     Returns:
         What undoes it.

@@ -79,6 +79,9 @@ import io
 step(); f = io.BytesIO(); torch.save(m.state_dict(), f); torch.save(o.state_dict(), b := io.BytesIO()); f.seek(0); b.seek(0)
 m = net(); m.load_state_dict(torch.load(f)); o = torch.optim.SGD(m.parameters(), 0.1); o.load_state_dict(torch.load(b)); step()
 """,
+    "scripted afterwards": """
+step(); s = torch.jit.script(m); print(s(X).sum().item()); step()
+""",
     "sparse gradients": """
 e, h = nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4); m, X = nn.Sequential(e, h), torch.randint(0, 20, (32, 3))
 a, o = torch.optim.SparseAdam(e.parameters(), 1e-2), torch.optim.Adam(h.parameters(), 1e-2)

@@ -20,7 +20,7 @@ from castwise.errors import CastwiseError
 from castwise.script.gate import EnoughError
 
 
-def check(target: str, is_module: bool) -> None:
+def check(target: str, is_module: bool, command: str = "run") -> None:
     """See that there is such a script; a module is looked for when it is run.
 
     Raises:
@@ -29,7 +29,7 @@ def check(target: str, is_module: bool) -> None:
     if not is_module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "does not exist"
         raise CastwiseError(
-            f"castwise run {target!r}: {what}; allowed: the path of a Python script, as for python itself, or -m and the name of "
+            f"castwise {command} {target!r}: {what}; allowed: the path of a Python script, as for python itself, or -m and the name of "
             "a module. Options of castwise come before it, the script's own after it"
         )
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise import _torch
-from castwise.borders import Border, Door, root_of
+from castwise.borders import Border, Door, root_of, strip
 from castwise.casting import frames
 from castwise.casting.trees import map_tensors
 from castwise.errors import CastwiseError, sentence
@@ -91,6 +91,7 @@ class Follower:
             _torch.after_optimizers(self._meet_optimizer), _torch.before_calls(self._meet), _torch.around_backward(self._backward),
             lambda: _torch.forget_every_step(self._begin_step),
             register_optimizer_step_post_hook(self._end_step).remove,
+            _torch.around_function(torch.jit, "script", _around_script),
         ]  # fmt: skip
         if self.plan.loss_scale is not None:
             for home, names, around in (
@@ -102,7 +103,7 @@ class Follower:
                 ),
                 (torch.Tensor, ("retain_grad",), self._around_retain_grad),
             ):
-                self._undo += [_torch.around_method(home, name, around) for name in names]
+                self._undo += [_torch.around_function(home, name, around) for name in names]
 
     def end(self) -> None:
         """Look no more; what is prepared stays so. Say how many steps were skipped."""
@@ -163,7 +164,7 @@ class Follower:
 
     def _meet(self, module: nn.Module) -> None:
         if module in self._known or not self._begun:
-            if module in self._parts and not frames.depth():
+            if self._parts and module in self._parts and not frames.depth():
                 Door(self._parts.pop(module)).put(module)
             return
         if frames.depth():  # inside a model that trains by the plan, which has been given another part
@@ -318,6 +319,22 @@ def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) 
         grad if grad is None else grad.to(output.dtype) * scale.to(output.device)
         for output, grad in zip(outputs, grads, strict=True)
     )
+
+
+def _around_script(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchScript would compile the hooks of a prepared model, and cannot."""
+
+    def script(what: Any, *args: Any, **kwargs: Any) -> Any:
+        put_back: list[Callable[[], None]] = []
+        try:
+            if isinstance(what, nn.Module):
+                strip(what, put_back.append)
+            return compile_(what, *args, **kwargs)
+        finally:
+            for call in put_back:
+                call()
+
+    return script
 
 
 def is_trained(model: nn.Module) -> bool:

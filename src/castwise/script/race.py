@@ -172,7 +172,7 @@ def try_script(
         CastwiseError: No such script, a folder that is too large to be copied, no step under the first plan, or nothing to tune.
         PlanError: A plan that cannot be.
     """
-    check(script, is_module)
+    check(script, is_module, "try")
     chosen = [as_plan(plan) for plan in plans]
     with heard(progress) as tell, contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="castwise-try-")))
@@ -200,7 +200,7 @@ def try_script(
         steps = _race(children, rounds, tell)
         for child in children:
             child.close()
-        _check_first(children[0], script)
+        _check_first(children[0], script, in_place)
         return TryResult(
             script, steps, min(len(child.seconds) for child in children if child.seconds), environment(default_device_type()),
             tuple(_tried(child, children[0], steps) for child in children),
@@ -257,14 +257,18 @@ def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> int:
     return 1 + WARMUP + done
 
 
-def _check_first(child: _Child, script: str) -> None:
+def _check_first(child: _Child, script: str, in_place: bool) -> None:
     if not child.seconds:
         took = (
             "no step of an optimizer was seen" if child.last is None else "it ended before it could be timed"
         )
         last = last_words(child.said)
+        lacks = "" if in_place or "No such file" not in last else (
+            ". It ran in a copy of the working folder: what lies beside that is named by its whole path, or is found with --in-place"
+        )  # fmt: skip
         raise CastwiseError(
-            f"castwise try {script!r}: under {child.name} {took}; its last words: {last}. Run it by castwise run --plan {child.name} to see all that it says"
+            f"castwise try {script!r}: under {child.name} {took}; its last words: {last}{lacks}. Run it by castwise run --plan "
+            f"{child.name} to see all that it says"
         )
 
 
