@@ -125,6 +125,18 @@ m[2].register_full_backward_hook(lambda _, given, got: print(*[g.norm().item() f
 m[2].register_full_backward_pre_hook(lambda _, got: (got[0] * 0.5,))
 for _ in range(3): step()
 """,
+    "hooks on parameters": """
+seen = []
+def hook(p): seen.append(p.grad.norm().item()); p.grad.clamp_(-0.01, 0.01)
+for p in m.parameters(): p.register_post_accumulate_grad_hook(hook)
+for _ in range(3): step(); print(sum(seen))
+""",
+    "hooks that clip and step": """
+ops = {p: torch.optim.SGD([p], 0.1) for p in m.parameters()}; seen = []; del o
+def hook(p): seen.append(nn.utils.clip_grad_norm_([p], 0.02).item()); ops[p].step(); ops[p].zero_grad()
+for p in m.parameters(): p.register_post_accumulate_grad_hook(hook)
+for _ in range(3): loss = ce(m(X), Y); loss.backward(); print(loss.item(), sum(seen))
+""",
     "what is below no leaf": """
 for _ in range(3):
     out = m(X); out.retain_grad(); loss = ce(out, Y); o.zero_grad(); loss.backward(retain_graph=True); print(out.grad.norm().item())

@@ -73,6 +73,8 @@ class Follower:
         """By which a backward runs now that is scaled."""
         self._scale: torch.Tensor | None = None
         """By which gradients are too large while a backward runs."""
+        self._shown: torch.Tensor | None = None
+        """Whose gradient holds no scale for a moment, while a hook runs."""
         self._retained: list[weakref.ref[torch.Tensor]] = []
         """Tensors below which the script keeps gradients, though they are no leaves."""
         self._parts: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
@@ -102,6 +104,7 @@ class Follower:
                     self._around_hooks,
                 ),
                 (torch.Tensor, ("retain_grad",), self._around_retain_grad),
+                (torch.Tensor, ("register_post_accumulate_grad_hook",), self._around_accumulate_hooks),
             ):
                 self._undo += [_torch.around_function(home, name, around) for name in names]
 
@@ -141,6 +144,7 @@ class Follower:
         self._stepping = optimizer
         amp = self._scaling
         if amp is not None and _torch.graph_task_id() != -1 and optimizer in self._joined.values():
+            self._hide()
             amp.unscale_(optimizer)  # a hook steps while backward goes on
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -282,6 +286,29 @@ class Follower:
 
         return registered
 
+    def _hide(self) -> None:
+        """Put the scale back into the gradient that a hook is shown."""
+        shown, self._shown = self._shown, None
+        if shown is not None and self._scale is not None:
+            _rescale(shown, self._scale)
+
+    def _around_accumulate_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Have hooks on what has been accumulated find true gradients on their parameter."""
+
+        def registered(parameter: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            def run(parameter: torch.Tensor) -> None:
+                if self._scale is not None:
+                    self._shown = parameter
+                    _rescale(parameter, 1 / self._scale)
+                try:
+                    hook(parameter)
+                finally:
+                    self._hide()
+
+            return register(parameter, run)
+
+        return registered
+
     def _around_retain_grad(self, retain: Callable[..., Any]) -> Callable[..., Any]:
         def retained(tensor: torch.Tensor) -> None:
             retain(tensor)
@@ -312,6 +339,12 @@ class Follower:
             if isinstance(output, torch.Tensor) and output.device.type in self.sessions:
                 return self.sessions[output.device.type]
         return None
+
+
+def _rescale(tensor: torch.Tensor, by: torch.Tensor) -> None:
+    if tensor.grad is not None:
+        with torch.no_grad():
+            tensor.grad.mul_(by)
 
 
 def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) -> tuple[Any, ...]:
