@@ -185,7 +185,10 @@ def try_script(
 
         found = None
         if tune:
-            into = Path(f"runs/try-{Path(script).stem}" if out is None else out).resolve()
+            into = Path(
+                f"runs/try-{script if is_module else Path(script).stem}" if out is None else out
+            ).resolve()
+            stack.callback(_drop_if_empty, into)
             found = tune_script(
                 *placed(scratch / "tune"), is_module=is_module, out=str(into), budget_s=budget_s,
             )  # fmt: skip
@@ -206,6 +209,11 @@ def try_script(
             tuple(_tried(child, children[0], steps) for child in children),
             **({} if found is None else _told(found)),
         )  # fmt: skip
+
+
+def _drop_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _told(found: TuneResult) -> dict[str, Any]:
