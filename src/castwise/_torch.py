@@ -847,6 +847,25 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
     return undo
 
 
+def around_function(
+    home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put ``around(method)`` in the place of a function of torch, in a class or a module.
+
+    Returns:
+        What undoes it.
+    """
+    original, is_own = getattr(home, name), name in vars(home)
+    called = functools.wraps(original)(around(original))
+    setattr(home, name, called)
+
+    def undo() -> None:
+        if getattr(home, name) is called:
+            setattr(home, name, original) if is_own else delattr(home, name)
+
+    return undo
+
+
 def watch_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
     """Have ``look`` called before each step of any optimizer, until :func:`forget_every_step`.
 

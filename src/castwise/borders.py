@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -199,6 +199,33 @@ class Method:
         return border.leave(self.module, args, output)
 
 
+@dataclass(eq=False)
+class Door:
+    """Hooks of a part of a prepared model, by which it runs inside the model's border where it is called from outside.
+
+    Attributes:
+        border: Of the model.
+        entered: Of the calls that run now, whether each came from outside.
+    """
+
+    border: Border
+    entered: list[bool] = field(default_factory=list)
+
+    def put(self, part: nn.Module) -> None:
+        """Let a part in."""
+        part.register_forward_pre_hook(self.enter, with_kwargs=True)
+        part.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook."""
+        self.entered.append(not frames.depth())
+        return self.border.enter_and_cast(module, args, kwargs) if self.entered[-1] else None
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook; runs after an exception too."""
+        return self.border.leave(module, args, output) if self.entered.pop() else output
+
+
 def check_forward(module: nn.Module) -> None:
     """See that nobody has put a ``torch.autocast`` around a module's own ``forward``: it would override the plan in there.
 
@@ -225,10 +252,11 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
             taken += [
                 (hooks, key, hook)
                 for key, hook in hooks.items()
-                if isinstance(getattr(hook, "__self__", None), Border)
+                if isinstance(getattr(hook, "__self__", None), Border | Door)
             ]
         taken += [(module.__dict__, name, v) for name, v in vars(module).items() if isinstance(v, Method)]
-    stripped = {value.border if isinstance(value, Method) else value.__self__ for *_, value in taken}
+    owners = [value if isinstance(value, Method) else value.__self__ for *_, value in taken]
+    stripped = {owner if isinstance(owner, Border) else owner.border for owner in owners}
 
     def put_back() -> None:
         for border in stripped:
@@ -241,6 +269,14 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
         del table[key]
     for border in stripped:
         border.close()
+
+
+def root_of(model: nn.Module) -> Border | None:
+    """The border of a whole model that is prepared."""
+    own = (
+        getattr(hook, "__self__", None) for hooks in _torch.forward_hooks(model) for hook in hooks.values()
+    )
+    return next((border for border in own if isinstance(border, Border) and border.root), None)
 
 
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:

@@ -102,6 +102,9 @@ def test_arguments_and_files_are_the_scripts_own(tmp_path: Path) -> None:
 ODD = {
     "exits": ("import sys\nprint(sys.argv[1:], __name__, __file__)\nsys.exit(3)", 3, "['--plan', 'x'] __main__ HERE/train.py\n", ""),
     "raises": ("def f():\n    raise ValueError('here')\nf()", 1, "", 'train.py", line 3, in <module>'),
+    "prints what its terminal cannot show": (
+        "import sys\nsys.stdout.reconfigure(encoding='ascii')\nprint('\\xe9')", 1, "", "UnicodeEncodeError",
+    ),
     "has no model": ("print('done')", 0, "done\n", "no model was seen in training"),
     "does not compile": ("print('done'", 1, "", "SyntaxError"),
     "is interrupted": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.fresh import SOURCE, run_python
 from tests.processes import Forked
 
 from castwise.errors import CastwiseError, UnknownNameError
-from castwise.script import race, try_script
+from castwise.script import copies, race, try_script
 
 DIGITS = (Path(__file__).with_name("published") / "digits.txt").read_text()
 
@@ -40,6 +41,9 @@ class _Process:
     def wait(self, timeout: float = 60.0) -> int:
         return self._forked.wait(timeout)
 
+    def poll(self) -> int | None:
+        return self._forked.code
+
 
 @pytest.fixture(autouse=True)
 def forks(monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
@@ -47,7 +51,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
     started: list[Forked] = []
 
     def start(
-        name: str, script: str, arguments: Sequence[str], is_module: bool, folder: Path, log: Path
+        name: str, script: str, arguments: Sequence[str], folder: Path, is_module: bool, log: Path
     ) -> Any:
         here, there = Pipe()
         words = ["run", "--plan", name, *(["-m"] if is_module else []), script, *arguments]
@@ -59,6 +63,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
         return race._Child(name, _Process(started[-1]), here, log)  # type: ignore[arg-type]
 
     monkeypatch.setattr(race, "_started", start)
+    monkeypatch.setattr(race, "end", lambda process, grace_s: process.wait(10))
     monkeypatch.setattr(race, "BLOCK_S", 0.0)  # a step a block
     return started
 
@@ -106,6 +111,85 @@ def test_nothing_of_the_scripts_is_overwritten(here: Path) -> None:
     assert (here / "log.txt").read_text() == "minex"
 
 
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_script_that_fails_under_one_plan_fails_there_alone(step: int, here: Path) -> None:
+    """In its first step, while it is warmed up, or in a round that is timed."""
+    text = DIGITS.replace(
+        "        x = F.relu(self.conv1(x))",
+        "        self.calls = getattr(self, 'calls', 0) + 1\n        x = F.relu(self.conv1(x))\n"
+        f"        assert x.dtype is torch.float32 or self.calls <= {step}, 'late'",
+    )
+    (here / "train.py").write_text(text)
+    result = try_script(
+        "train.py", ["--epochs", "9"], plans=["fp32", "bf16-mixed", "fp32+optimizer=fused"], rounds=4
+    )
+    assert [(row.status, row.reason) for row in result.plans] == [
+        ("ok", ""), ("failed", "AssertionError: late"), ("ok", "")
+    ]  # fmt: skip
+    assert result.rounds == 4
+
+
+@pytest.mark.parametrize("caught", ["Exception", "BaseException"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_script_that_catches_all_errors_ends_too(caught: str, gone: bool, here: Path) -> None:
+    (here / "train.py").write_text(
+        "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), 0.1)\nwhile True:\n"
+        f"    try:\n        m(torch.ones(1, 2)).sum().backward(); o.step()\n    except {caught}: pass\n"
+    )
+    child = race._started("fp32", "train.py", (), here, False, here / "log")
+    assert child.wait()
+    if gone:
+        child.pipe.close()
+    else:
+        child.pipe.send(0)
+    assert child.process.wait(20) == 0
+
+
+def test_a_copy_of_the_working_folder_is_what_the_script_finds(here: Path, tmp_path: Path) -> None:
+    """With links, folders that hold the copy, and things that are no files; nothing leads back but what led elsewhere."""
+    (here / "data").mkdir()
+    (here / "data/x").write_text("x")
+    (tmp_path / "else").mkdir()
+    (here / ".git").mkdir()
+    (here / "__pycache__").mkdir()
+    os.mkfifo(here / "pipe")
+    for name, to in {
+        "in": "data",
+        "in-by-path": here / "data",
+        "out": "../else",
+        "broken": "nowhere",
+    }.items():
+        (here / name).symlink_to(to)
+    scratch = here / "data/scratch"
+    scratch.mkdir()
+    made = copies.copied(scratch / "0", scratch)
+    leads = {path.name: path.resolve() for path in made.iterdir()}
+    assert leads == {
+        "data": made / "data", "in": made / "data", "in-by-path": made / "data", "out": tmp_path / "else", ".git": here / ".git",
+        "broken": made / "nowhere",
+    }  # fmt: skip
+    assert [path.name for path in (made / "data").iterdir()] == ["x"]
+    assert copies.into_copy([f"--out={here}/runs", "x", str(tmp_path)], made) == [
+        f"--out={made}/runs",
+        "x",
+        str(tmp_path),
+    ]
+    assert (
+        copies.script_in_copy(str(here / "a/train.py")) == copies.script_in_copy("a/train.py") == "a/train.py"
+    )
+    assert copies.script_in_copy("../train.py") == str(tmp_path / "train.py")
+
+
+def test_a_full_disk_is_one_sentence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (here / "x").write_text("x")
+    monkeypatch.setattr(copies.shutil, "copy2", full)
+    with pytest.raises(CastwiseError, match=r"cannot be copied into .*No space left on device.*TMPDIR"):
+        try_script("x")
+
+
 def test_a_plan_that_fails_has_a_row_with_its_last_words(here: Path) -> None:
     text = DIGITS.replace(
         "        x = F.relu(self.conv1(x))",
@@ -119,13 +203,16 @@ def test_a_plan_that_fails_has_a_row_with_its_last_words(here: Path) -> None:
     ]
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(result.table())
-    assert "bf16-mixed failed: AssertionError: low" in console.export_text()
+    said = console.export_text()
+    assert "bf16-mixed failed: AssertionError: low" in said
+    assert "not finite" not in said
     console.file.close()
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("print('done')", "no step of an optimizer was seen; its last words: castwise run: no model"), ("1 / 0", "seen; its last words: ZeroDivisionError")],
+    [("print('done')", "no step of an optimizer was seen; its last words: castwise run: no model"), ("1 / 0", "seen; its last words: ZeroDivisionError"),
+     ("open('../x')", "ran in a copy of the working folder")],
 )  # fmt: skip
 def test_a_script_without_a_step_is_one_sentence(text: str, said: str, here: Path) -> None:
     (here / "train.py").write_text(text)
@@ -136,12 +223,12 @@ def test_a_script_without_a_step_is_one_sentence(text: str, said: str, here: Pat
 def test_bad_input_is_refused_before_anything_runs(
     here: Path, forks: list[Forked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CastwiseError, match=r"castwise run 'train.py': does not exist; allowed"):
+    with pytest.raises(CastwiseError, match=r"castwise try 'train.py': does not exist; allowed"):
         try_script("train.py")
     (here / "train.py").write_text(DIGITS)
     with pytest.raises(UnknownNameError, match="bf16-mixd"):
         try_script("train.py", plans=["bf16-mixd"])
-    monkeypatch.setattr(race, "LARGEST_BYTES", 10)
+    monkeypatch.setattr(copies, "LARGEST_BYTES", 10)
     with pytest.raises(CastwiseError, match="--in-place"):
         try_script("train.py")
     assert not forks

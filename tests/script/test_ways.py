@@ -79,6 +79,9 @@ import io
 step(); f = io.BytesIO(); torch.save(m.state_dict(), f); torch.save(o.state_dict(), b := io.BytesIO()); f.seek(0); b.seek(0)
 m = net(); m.load_state_dict(torch.load(f)); o = torch.optim.SGD(m.parameters(), 0.1); o.load_state_dict(torch.load(b)); step()
 """,
+    "scripted afterwards": """
+step(); s = torch.jit.script(m); print(s(X).sum().item()); step()
+""",
     "sparse gradients": """
 e, h = nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4); m, X = nn.Sequential(e, h), torch.randint(0, 20, (32, 3))
 a, o = torch.optim.SparseAdam(e.parameters(), 1e-2), torch.optim.Adam(h.parameters(), 1e-2)
@@ -89,7 +92,11 @@ for _ in range(3): e.zero_grad(); step(); a.step()
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_written_this_way_gives_the_same_numbers(way: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(HEAD + WAYS[way])
+    _compare(WAYS[way], tmp_path)
+
+
+def _compare(text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + text)
     plain = _printed(Forked(_python, ["train.py"], tmp_path, tmp_path / "plain"))
     assert _printed(_run("fp32", tmp_path)) == plain
     low = _printed(_run("fp16-mixed+loss_scale.init=1024", tmp_path))
@@ -108,3 +115,66 @@ def _run(plan: str, folder: Path) -> Forked:
 def _printed(process: Forked) -> list[float]:
     assert process.wait(120) == 0, process.said("err")
     return [float(word) for word in process.said("out").split() if word != "caught"]
+
+
+READS = {
+    "hooks": """
+for p in m.parameters(): p.register_hook(lambda g: g.clamp(-0.01, 0.01))
+m[0].weight.register_hook(lambda g: [g.mul_(0.5)] and None)
+m[2].register_full_backward_hook(lambda _, given, got: print(*[g.norm().item() for g in (*given, *got)]))
+m[2].register_full_backward_pre_hook(lambda _, got: (got[0] * 0.5,))
+for _ in range(3): step()
+""",
+    "hooks on parameters": """
+seen = []
+def hook(p): seen.append(p.grad.norm().item()); p.grad.clamp_(-0.01, 0.01)
+for p in m.parameters(): p.register_post_accumulate_grad_hook(hook)
+for _ in range(3): step(); print(sum(seen))
+""",
+    "hooks that clip and step": """
+ops = {p: torch.optim.SGD([p], 0.1) for p in m.parameters()}; seen = []; del o
+def hook(p): seen.append(nn.utils.clip_grad_norm_([p], 0.02).item()); ops[p].step(); ops[p].zero_grad()
+for p in m.parameters(): p.register_post_accumulate_grad_hook(hook)
+for _ in range(3): loss = ce(m(X), Y); loss.backward(); print(loss.item(), sum(seen))
+""",
+    "what is below no leaf": """
+for _ in range(3):
+    out = m(X); out.retain_grad(); loss = ce(out, Y); o.zero_grad(); loss.backward(retain_graph=True); print(out.grad.norm().item())
+    (loss * 0.5).backward(); o.step(); print(loss.item(), out.grad.norm().item())
+""",
+    "what an error left": """
+for _ in range(3):
+    loss = ce(m(X), Y); loss.backward()
+    try: loss.backward()
+    except RuntimeError: print("caught")
+    o.step(); print(loss.item(), m[0].weight.grad.norm().item())
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", READS)
+def test_gradients_are_true_wherever_the_script_reads_them(what: str, tmp_path: Path) -> None:
+    _compare(READS[what], tmp_path)
+
+
+OUTSIDE = {
+    "parts": "m = M(); o = torch.optim.SGD(m.parameters(), 0.1); step(); print(m.e(X).sum().item(), m.d(m.e(X)).sum().item()); step()",
+    "a copy": "import copy\nm = M(); o = torch.optim.SGD(m.parameters(), 0.1); step(); m.e(X); c = copy.deepcopy(m); print(c(X).sum().item())",
+    "fp64": "m = M().double(); o = torch.optim.SGD(m.parameters(), 0.1); X = X.double(); step(); step()",
+}
+"""What a plan that stores weights low must not break."""
+_M = """
+class M(nn.Module):
+    def __init__(s): super().__init__(); s.e, s.d = nn.Linear(8, 16), nn.Linear(16, 4)
+    def forward(s, x): return s.d(torch.tanh(s.e(x)))
+"""
+
+
+@pytest.mark.parametrize("plan", ["bf16-master", "bf16-true"])
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_parts_of_a_model_that_is_stored_low_are_called_from_outside(
+    what: str, plan: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(HEAD + _M + OUTSIDE[what])
+    plain = _printed(Forked(_python, ["train.py"], tmp_path, tmp_path / "plain"))
+    torch.testing.assert_close(_printed(_run(plan, tmp_path)), plain, rtol=2e-2, atol=2e-2)

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             said = {"type": type(error).__name__, "message": str(error), "exit_code": 1}
             print(json.dumps({"error": said}))
         raise SystemExit(1) from None
-    show_plainly()
+    if words[:1] != ["run"]:  # its outputs are the script's
+        show_plainly()
     app(args=words, prog_name="castwise")
 
 

@@ -22,7 +22,7 @@ def lines(record: Record) -> list[Grid | Line]:
         "peak memory": lambda row: words.against(
             row["peak_bytes"], None if row is first else first["peak_bytes"]
         ),
-        "loss": lambda row: words.loss(row["final_loss"]),
+        "loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else "-",
         "skipped": "skipped",
     }
     process = ", of the whole process" if record["environment"]["device_type"] == "cpu" else ""

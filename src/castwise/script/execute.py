@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import importlib.machinery
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +20,7 @@ from castwise.errors import CastwiseError
 from castwise.script.gate import EnoughError
 
 
-def check(target: str, is_module: bool) -> None:
+def check(target: str, is_module: bool, command: str = "run") -> None:
     """See that there is such a script; a module is looked for when it is run.
 
     Raises:
@@ -26,7 +29,7 @@ def check(target: str, is_module: bool) -> None:
     if not is_module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "does not exist"
         raise CastwiseError(
-            f"castwise run {target!r}: {what}; allowed: the path of a Python script, as for python itself, or -m and the name of "
+            f"castwise {command} {target!r}: {what}; allowed: the path of a Python script, as for python itself, or -m and the name of "
             "a module. Options of castwise come before it, the script's own after it"
         )
 
@@ -94,6 +97,20 @@ def _end_by_signal() -> None:
         stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Wait for a process that leads a session of its own; then end it, and what it has left behind."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    for number in (
+        signal.SIGTERM,
+        signal.SIGKILL,
+    ):  # multiprocessing's tracker of resources outlives the first, and tidies up
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+            time.sleep(0.1)
+    process.wait()
 
 
 def last_words(said: Sequence[str]) -> str:

@@ -25,6 +25,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise import _torch
+from castwise.borders import Border, Door, root_of, strip
+from castwise.casting import frames
+from castwise.casting.trees import map_tensors
 from castwise.errors import CastwiseError, sentence
 from castwise.masters import model_param_of
 from castwise.parallel import wrappers
@@ -68,6 +71,14 @@ class Follower:
         """Whose step runs now, or raised."""
         self._scaling: Amp | None = None
         """By which a backward runs now that is scaled."""
+        self._scale: torch.Tensor | None = None
+        """By which gradients are too large while a backward runs."""
+        self._shown: torch.Tensor | None = None
+        """Whose gradient holds no scale for a moment, while a hook runs."""
+        self._retained: list[weakref.ref[torch.Tensor]] = []
+        """Tensors below which the script keeps gradients, though they are no leaves."""
+        self._parts: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
+        """Parts of models that are stored low, until they are called from outside, and the models' borders."""
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules of models that are prepared, or are left alone."""
         self._undo: list[Callable[[], None]] = []
@@ -82,7 +93,20 @@ class Follower:
             _torch.after_optimizers(self._meet_optimizer), _torch.before_calls(self._meet), _torch.around_backward(self._backward),
             lambda: _torch.forget_every_step(self._begin_step),
             register_optimizer_step_post_hook(self._end_step).remove,
+            _torch.around_function(torch.jit, "script", _around_script),
         ]  # fmt: skip
+        if self.plan.loss_scale is not None:
+            for home, names, around in (
+                (torch.Tensor, ("register_hook",), self._around_hooks),
+                (
+                    nn.Module,
+                    ("register_full_backward_hook", "register_full_backward_pre_hook"),
+                    self._around_hooks,
+                ),
+                (torch.Tensor, ("retain_grad",), self._around_retain_grad),
+                (torch.Tensor, ("register_post_accumulate_grad_hook",), self._around_accumulate_hooks),
+            ):
+                self._undo += [_torch.around_function(home, name, around) for name in names]
 
     def end(self) -> None:
         """Look no more; what is prepared stays so. Say how many steps were skipped."""
@@ -120,6 +144,7 @@ class Follower:
         self._stepping = optimizer
         amp = self._scaling
         if amp is not None and _torch.graph_task_id() != -1 and optimizer in self._joined.values():
+            self._hide()
             amp.unscale_(optimizer)  # a hook steps while backward goes on
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -143,6 +168,11 @@ class Follower:
 
     def _meet(self, module: nn.Module) -> None:
         if module in self._known or not self._begun:
+            if self._parts and module in self._parts and not frames.depth():
+                Door(self._parts.pop(module)).put(module)
+            return
+        if frames.depth():  # inside a model that trains by the plan, which has been given another part
+            self._known.update(module.modules())
             return
         model = wrappers.unwrap(module)
         if model in self._known:
@@ -174,6 +204,10 @@ class Follower:
             self._leave_alone(model, "the script autocasts it itself")
         elif any(_is_scaler(thing) and id(thing) not in ours for thing in gc.get_objects()):
             self._leave_alone(model, "the script scales its loss itself, by a GradScaler")
+        elif self.plan.stores_low and any(p.dtype is torch.float64 for p in model.parameters()):
+            self._leave_alone(
+                model, f"it has parameters in fp64, which the plan {self.plan} would mix with low ones"
+            )
         elif self.plan.stores_low and not numbers:
             self._leave_alone(model, f"the plan {self.plan} needs the optimizer before the model is wrapped")
         elif self.plan.stores_low and self._stepping is not None and holds(self._stepping, model):
@@ -191,6 +225,9 @@ class Follower:
             self._models.add(model)
             self._joined.update(optimizers)
             self._known.update(model.modules())
+            root = root_of(model) if self.plan.stores_low else None
+            if root is not None:  # no call from outside can do with their parameters otherwise
+                self._parts.update((part, root) for part in model.modules() if part is not model)
             self._once(f"{type(model).__name__} trains under {self.plan}")
 
     def _session(self, device_type: str) -> Amp:
@@ -215,20 +252,70 @@ class Follower:
         outputs = tuple(out.float() if out.dtype in LOW_DTYPES else out for out in outputs)
         if not kwargs.get("accumulate_grad", True):
             return self._grad(amp, call, outputs, grads, *args, **kwargs)
+        self._retained = [kept for kept in self._retained if kept() is not None]
+        others += [tensor for kept in self._retained if (tensor := kept()) is not None]
         aside = set_aside(others)
         scale = amp.scale(torch.ones((), device=outputs[0].device))
-        self._scaling = amp
+        self._scaling, self._scale = amp, scale
         try:
-            found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
+            return call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
+        finally:  # an error too leaves gradients behind
+            self._scaling = self._scale = None
             for grad in [leaf.grad for leaf in others if leaf.grad is not None]:
                 grad.div_(scale)
-        finally:
-            self._scaling = None
             add_up(aside)
-        for optimizer in self._joined.values():
-            if gradients.lie_on(optimizer):
-                amp.unscale_(optimizer)
-        return found
+            for optimizer in self._joined.values():
+                if gradients.lie_on(optimizer):
+                    amp.unscale_(optimizer)
+
+    def _around_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Have the script's hooks on gradients see true ones."""
+
+        def registered(place: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def run(*given: Any) -> Any:
+                scale = self._scale
+                if scale is None:
+                    return hook(*given)
+                true = map_tensors(lambda grad: grad / scale, given)
+                found = hook(*true)
+                if found is None and isinstance(true[0], torch.Tensor) and _torch.version(true[0]):
+                    found = true[0]  # written to
+                return map_tensors(lambda grad: grad * scale, found)
+
+            return register(place, run, *args, **kwargs)
+
+        return registered
+
+    def _hide(self) -> None:
+        """Put the scale back into the gradient that a hook is shown."""
+        shown, self._shown = self._shown, None
+        if shown is not None and self._scale is not None:
+            _rescale(shown, self._scale)
+
+    def _around_accumulate_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        """Have hooks on what has been accumulated find true gradients on their parameter."""
+
+        def registered(parameter: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            def run(parameter: torch.Tensor) -> None:
+                if self._scale is not None:
+                    self._shown = parameter
+                    _rescale(parameter, 1 / self._scale)
+                try:
+                    hook(parameter)
+                finally:
+                    self._hide()
+
+            return register(parameter, run)
+
+        return registered
+
+    def _around_retain_grad(self, retain: Callable[..., Any]) -> Callable[..., Any]:
+        def retained(tensor: torch.Tensor) -> None:
+            retain(tensor)
+            if not tensor.is_leaf and all(kept() is not tensor for kept in self._retained):
+                self._retained.append(weakref.ref(tensor))
+
+        return retained
 
     def _held(self) -> set[int]:
         """By ``id``, the parameters whose gradients the sessions unscale."""
@@ -240,7 +327,11 @@ class Follower:
     ) -> Any:
         """``torch.autograd.grad`` through the scale: gradients that are handed out hold none."""
         scale = amp.scaler.scale_tensor().clone()  # saved where this is differentiated again
-        found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
+        self._scale = scale
+        try:
+            found = call(outputs, _scaled(outputs, grads, scale), *args, **kwargs)
+        finally:
+            self._scale = None
         return tuple(None if grad is None else grad / scale for grad in found)
 
     def _session_of(self, outputs: Any) -> Amp | None:
@@ -250,11 +341,33 @@ class Follower:
         return None
 
 
+def _rescale(tensor: torch.Tensor, by: torch.Tensor) -> None:
+    if tensor.grad is not None:
+        with torch.no_grad():
+            tensor.grad.mul_(by)
+
+
 def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) -> tuple[Any, ...]:
     return tuple(
         grad if grad is None else grad.to(output.dtype) * scale.to(output.device)
         for output, grad in zip(outputs, grads, strict=True)
     )
+
+
+def _around_script(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchScript would compile the hooks of a prepared model, and cannot."""
+
+    def script(what: Any, *args: Any, **kwargs: Any) -> Any:
+        put_back: list[Callable[[], None]] = []
+        try:
+            if isinstance(what, nn.Module):
+                strip(what, put_back.append)
+            return compile_(what, *args, **kwargs)
+        finally:
+            for call in put_back:
+                call()
+
+    return script
 
 
 def is_trained(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -86,14 +87,18 @@ class Gate:
             return
         self._losses.append(self._loss)
         self._left -= 1
-        if self._left:
+        if self._left > 0:
             return
+        if self._left < 0:
+            os._exit(0)  # it has caught the error that was to end it
         synchronize(self._device)
         seconds = (time.perf_counter() - self._since) / self._count
         losses = [None if loss is None else float(loss) for loss in self._losses]
-        self._pipe.send(Block(seconds, losses, self._peak_bytes(), self._follower.skipped_steps))
+        self._left = 0
+        with contextlib.suppress(OSError, EOFError):  # whoever tells is gone
+            self._pipe.send(Block(seconds, losses, self._peak_bytes(), self._follower.skipped_steps))
+            self._left = self._count = self._pipe.recv()
         self._losses.clear()
-        self._left = self._count = self._pipe.recv()
         if not self._left:
             raise EnoughError
         self._since = time.perf_counter()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,16 +23,15 @@ from castwise.jobs.tune_result import TuneResult
 from castwise.measure import stats
 from castwise.measure.environment import Environment, environment
 from castwise.plans.plan import Plan, as_plan
-from castwise.script.execute import check, last_words
+from castwise.script.copies import copied, into_copy, script_in_copy
+from castwise.script.execute import check, end, last_words
 from castwise.script.gate import ADDRESS, Block
 from castwise.script.record import tune_script
 from castwise.tuning.axes import name_of
 
 PLANS = ("fp32", "bf16-mixed", "bf16-master", "fp16-mixed")
 BLOCK_S, WARMUP = 0.12, 2
-LARGEST_BYTES = 1 << 30
-"""A folder that holds more is not copied."""
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "node_modules")
+GRACE_S = 10
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,9 @@ class _Child:
     def wait(self) -> bool:
         """Take in the block that it runs; whether it came to its end."""
         try:
+            while not self.pipe.poll(1):  # a process that it has left behind may hold the other end
+                if self.process.poll() is not None and not self.pipe.poll():
+                    raise EOFError
             self.last = self.pipe.recv()
         except (EOFError, ConnectionError):
             self.is_over = True
@@ -111,21 +112,23 @@ class _Child:
         self.losses += self.last.losses
         return True
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is over, and not by itself."""
+        return self.is_over and self.process.wait() != 0
+
     def run(self, steps: int) -> float | None:
         """Seconds per step of a block; None where the script ended in it."""
         with contextlib.suppress(OSError):
             self.pipe.send(steps)
         return self.last.seconds if self.wait() and self.last is not None else None
 
-    def close(self) -> None:
+    def close(self, *interrupted: object) -> None:
+        """Have it end, and whatever it has started; at once after an interrupt."""
         with contextlib.suppress(OSError):
             self.pipe.send(0)
         self.pipe.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process, 0 if any(interrupted) else GRACE_S)
 
     @property
     def said(self) -> list[str]:
@@ -169,28 +172,38 @@ def try_script(
         CastwiseError: No such script, a folder that is too large to be copied, no step under the first plan, or nothing to tune.
         PlanError: A plan that cannot be.
     """
-    check(script, is_module)
+    check(script, is_module, "try")
     chosen = [as_plan(plan) for plan in plans]
     with heard(progress) as tell, contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="castwise-try-")))
+
+        def placed(folder: Path) -> tuple[str, Sequence[str], Path]:
+            if in_place:
+                return script, arguments, Path.cwd()
+            copied(folder, scratch)
+            return script if is_module else script_in_copy(script), into_copy(arguments, folder), folder
+
         found = None
         if tune:
-            into = Path(f"runs/try-{Path(script).stem}" if out is None else out).resolve()
+            into = Path(
+                f"runs/try-{script if is_module else Path(script).stem}" if out is None else out
+            ).resolve()
+            stack.callback(_drop_if_empty, into)
             found = tune_script(
-                script, arguments, is_module=is_module, folder=Path.cwd() if in_place else _copied(scratch / "tune"),
-                out=str(into), budget_s=budget_s,
+                *placed(scratch / "tune"), is_module=is_module, out=str(into), budget_s=budget_s,
             )  # fmt: skip
             chosen.append(found.plan)
         names = list(dict.fromkeys(map(name_of, chosen)))
         children = []
         for number, name in enumerate(names):
-            folder = Path.cwd() if in_place else _copied(scratch / str(number))
-            children.append(_started(name, script, arguments, is_module, folder, scratch / f"{number}.log"))
-            stack.callback(children[-1].close)
+            children.append(
+                _started(name, *placed(scratch / str(number)), is_module, scratch / f"{number}.log")
+            )
+            stack.push(children[-1].close)
         steps = _race(children, rounds, tell)
         for child in children:
             child.close()
-        _check_first(children[0], script)
+        _check_first(children[0], script, in_place)
         return TryResult(
             script, steps, min(len(child.seconds) for child in children if child.seconds), environment(default_device_type()),
             tuple(_tried(child, children[0], steps) for child in children),
@@ -198,32 +211,17 @@ def try_script(
         )  # fmt: skip
 
 
+def _drop_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def _told(found: TuneResult) -> dict[str, Any]:
     return {"tuned": name_of(found.plan), "answer": found.answer, "files": tuple(map(str, found.files))}
 
 
-def _copied(folder: Path) -> Path:
-    """A copy of the working folder, without what is no part of a program's data."""
-    here = Path.cwd()
-    if sum(_sizes(here)) > LARGEST_BYTES:
-        raise CastwiseError(
-            f"castwise try: the working folder holds more than {LARGEST_BYTES >> 30} GiB, which is not copied for each plan; run "
-            "it from a folder with less in it, or with --in-place, where every plan's run writes what the script writes"
-        )
-    shutil.copytree(here, folder, symlinks=True, ignore=_LEFT_OUT)
-    return folder
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    for at, folders, files in os.walk(folder):
-        folders[:] = set(folders) - _LEFT_OUT(at, folders)
-        for name in files:
-            with contextlib.suppress(OSError):
-                yield os.lstat(os.path.join(at, name)).st_size
-
-
 def _started(
-    name: str, script: str, arguments: Sequence[str], is_module: bool, folder: Path, log: Path
+    name: str, script: str, arguments: Sequence[str], folder: Path, is_module: bool, log: Path
 ) -> _Child:
     here, there = Pipe()
     words = [*(["-m"] if is_module else []), script, *arguments]
@@ -231,6 +229,7 @@ def _started(
         process = subprocess.Popen(
             [sys.executable, "-m", "castwise", "run", "--plan", name, *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, pass_fds=[there.fileno()], env={**os.environ, ADDRESS: str(there.fileno())},
+            start_new_session=True,
         )  # fmt: skip
     return _Child(name, process, here, log)
 
@@ -253,7 +252,11 @@ def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> int:
     for number in range(rounds):
         order = [racing[(number + turn) % len(racing)] for turn in range(len(racing))]
         taken = {child.name: child.run(block) for child in (order if number % 2 == 0 else order[::-1])}
-        if None in taken.values():
+        for child in racing:
+            if child.has_failed:
+                child.seconds.clear()
+        racing = [child for child in racing if not child.has_failed]
+        if not racing or any(child.is_over for child in racing):
             break  # a script of so few steps
         for child in racing:
             child.seconds.append(taken[child.name] or 0.0)
@@ -262,14 +265,18 @@ def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> int:
     return 1 + WARMUP + done
 
 
-def _check_first(child: _Child, script: str) -> None:
+def _check_first(child: _Child, script: str, in_place: bool) -> None:
     if not child.seconds:
         took = (
             "no step of an optimizer was seen" if child.last is None else "it ended before it could be timed"
         )
         last = last_words(child.said)
+        lacks = "" if in_place or "No such file" not in last else (
+            ". It ran in a copy of the working folder: what lies beside that is named by its whole path, or is found with --in-place"
+        )  # fmt: skip
         raise CastwiseError(
-            f"castwise try {script!r}: under {child.name} {took}; its last words: {last}. Run it by castwise run --plan {child.name} to see all that it says"
+            f"castwise try {script!r}: under {child.name} {took}; its last words: {last}{lacks}. Run it by castwise run --plan "
+            f"{child.name} to see all that it says"
         )
 
 

@@ -31,7 +31,7 @@ from castwise.errors import CastwiseError, sentence
 from castwise.jobs.tune import tune
 from castwise.jobs.tune_result import TuneResult
 from castwise.parallel import wrappers
-from castwise.script.execute import execute, last_words
+from castwise.script.execute import end, execute, last_words
 from castwise.script.follow import holds, is_trained
 from castwise.script.gate import EnoughError
 from castwise.script.tape import Recording, Replay
@@ -142,7 +142,7 @@ class Recorder:
             self.trouble.append(why)
         elif len(recording.tapes) == 1:
             self._check(outputs[0])
-        if len(recording.tapes) == BATCHES or recording.size > LARGEST_BYTES:
+        if len(recording.tapes) >= BATCHES or recording.size > LARGEST_BYTES:
             raise EnoughError
         return found
 
@@ -200,15 +200,15 @@ class Recorder:
 
 
 def tune_script(
-    script: str, arguments: Sequence[str], *, is_module: bool, folder: Path, **settings: Any
+    script: str, arguments: Sequence[str], folder: Path, *, is_module: bool, **settings: Any
 ) -> TuneResult:
     """Record a script in a process of its own, and tune there what was recorded.
 
     Args:
         script: Path of the script, or name of the module.
         arguments: The script's own.
-        is_module: As ``python -m``.
         folder: Where it runs.
+        is_module: As ``python -m``.
         settings: Of :func:`castwise.tune`, as JSON can hold them.
 
     Raises:
@@ -221,22 +221,20 @@ def tune_script(
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _IN_ITS_PROCESS, *given, script, *arguments], cwd=folder, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, pass_fds=[there.fileno(), terminal],
+                stderr=log, pass_fds=[there.fileno(), terminal], start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(terminal)
             there.close()
-        with process:
-            try:
-                found: TuneResult | str = here.recv()
-            except EOFError:
-                process.wait()
-                log.seek(0)
-                last = last_words(log.read().decode(errors="replace").splitlines())
-                found = f"castwise try {script!r}: it failed; its last words: {last}"
-            except BaseException:
-                process.terminate()
-                raise
+        try:
+            found: TuneResult | str = here.recv()
+        except EOFError:
+            process.wait()
+            log.seek(0)
+            last = last_words(log.read().decode(errors="replace").splitlines())
+            found = f"castwise try {script!r}: it failed; its last words: {last}"
+        finally:
+            end(process, 0)
     if isinstance(found, str):
         raise CastwiseError(found)
     return found

@@ -1,0 +1,89 @@
+"""Copies of a working folder, in which a script runs and what it writes there overwrites nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from castwise.errors import CastwiseError
+
+LARGEST_BYTES = 1 << 30
+"""A folder that holds more is not copied."""
+_LINKED = {".git", ".venv", "venv", "node_modules"}
+_LEFT_OUT = {"__pycache__"}
+
+
+def copied(folder: Path, scratch: Path) -> Path:
+    """Copy the working folder.
+
+    Links into it lead into the copy, those out of it where they lead now; so do version control and environments. What the script
+    could not read, or is no file, is left out.
+
+    Args:
+        folder: The copy.
+        scratch: What holds the copies. It may lie in the working folder.
+
+    Raises:
+        CastwiseError: The folder is too large, or the disk is full.
+    """
+    here = Path.cwd()
+    if sum(_sizes(here)) > LARGEST_BYTES:
+        raise CastwiseError(
+            f"castwise try: the working folder holds more than {LARGEST_BYTES >> 30} GiB, which is not copied for each plan; run "
+            "it from a folder with less in it, or with --in-place, where every plan's run writes what the script writes"
+        )
+    try:
+        _copy(here, folder, here, folder, scratch)
+    except OSError as error:
+        raise CastwiseError(
+            f"castwise try: the working folder cannot be copied into {str(scratch)!r}: {error.strerror}. Name a folder with room "
+            "by the environment variable TMPDIR, or use --in-place, where every plan's run writes what the script writes"
+        ) from error
+    return folder
+
+
+def into_copy(words: Sequence[str], folder: Path) -> list[str]:
+    """A script's arguments, of which those that name something in the working folder name it in the copy."""
+    here = os.path.join(os.getcwd(), "")
+    return [word if here == os.sep else word.replace(here, os.path.join(folder, "")) for word in words]
+
+
+def script_in_copy(script: str) -> str:
+    """The path of a script as seen from a copy of the working folder, which may not hold it."""
+    path, here = os.path.abspath(script), os.path.join(os.getcwd(), "")
+    return path.removeprefix(here)
+
+
+def _copy(source: Path, target: Path, here: Path, there: Path, scratch: Path) -> None:
+    target.mkdir()
+    with contextlib.suppress(PermissionError), os.scandir(source) as entries:
+        for entry in entries:
+            to = target / entry.name
+            with contextlib.suppress(
+                PermissionError, FileNotFoundError
+            ):  # another process may be at work there
+                if entry.name in _LINKED and not entry.is_symlink():
+                    to.symlink_to(entry.path)
+                elif entry.is_symlink():
+                    to.symlink_to(_led(entry.path, here, there))
+                elif entry.is_file():
+                    shutil.copy2(entry, to)
+                elif entry.is_dir() and entry.name not in _LEFT_OUT and not os.path.samefile(entry, scratch):
+                    _copy(Path(entry), to, here, there, scratch)
+    shutil.copystat(source, target)
+
+
+def _led(link: str, here: Path, there: Path) -> Path:
+    leads = Path(os.path.realpath(link))
+    return there / leads.relative_to(here) if leads.is_relative_to(here) else leads
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for at, folders, files in os.walk(folder):
+        folders[:] = set(folders) - _LINKED - _LEFT_OUT
+        for name in files:
+            with contextlib.suppress(OSError):
+                yield os.lstat(os.path.join(at, name)).st_size
