@@ -21,7 +21,7 @@ RESULTS = ROOT / "bench" / "results"
 JOBS = {
     "sine": "1x1 convolutions (`sine`)", "gpt": "small GPT (`gpt`)", "digits": "small convolutional net (`digits`)",
     "bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "t5": "T5", "vit": "vision transformer", "resnet": "ResNet",
-    "convnext": "ConvNeXt", "mobilenet": "MobileNet", "wav2vec": "wav2vec 2.0",
+    "convnext": "ConvNeXt", "mobilenet": "MobileNet", "wav2vec": "wav2vec 2.0", "mlp": "tiny MLP",
 }  # fmt: skip
 MARKED = re.compile(r"(<!-- results:(\w+):start -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
@@ -200,7 +200,25 @@ def masters() -> str:
     return markdown(lines) + backed("master-cpu")
 
 
+def peers() -> str:
+    """Speeds of castwise and of other libraries over torch.amp by hand."""
+    rows = [row for row in measured("peers-cpu") if "over_torch.amp" in row or row.get("way") == "torch.amp"]
+    names = list(dict.fromkeys(row["workload"] for row in rows))
+    known = {(row["way"], row["workload"]): row for row in rows}
+    lines = [["bf16 against torch.amp by hand", *(JOBS.get(name.split("?")[0], name) for name in names)]]
+    for way in dict.fromkeys(row["way"] for row in rows):
+        if way != "torch.amp":
+            cells = (known.get((way, name)) for name in names)
+            lines.append([way, *("failed" if row is None else told(row["over_torch.amp"]) for row in cells)])
+    lines.append([
+        "steps per second by hand",
+        *(f"{1e3 / known['torch.amp', name]['step_ms']:,.1f}" for name in names),
+    ])
+    return markdown(lines)
+
+
 TABLES = {
+    "peers": peers,
     "short": lambda: table(False),
     "whole": lambda: table(True),
     "formats": formats,

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,17 @@ class Gate:
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        import resource
+        return peak_of_process()
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+def peak_of_process() -> int:
+    """The most bytes of memory that this process has had.
+
+    Where there is ``/proc``, from there: what ``getrusage`` tells begins at what the parent held when it started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists() and "VmHWM:" in (text := status.read_text()):
+        return int(text.split("VmHWM:")[1].split()[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
