@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+import castwise.integrations.lightning
 from castwise import Amp, LossScale, Plan
 from castwise.errors import PlanError, StateError
 from tests.distributed.world import World
@@ -949,7 +950,7 @@ def test_another_release_of_lightning_is_said(
 def test_without_lightning_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning", None)
     with pytest.raises(ModuleNotFoundError, match=r"is not installed: pip install 'castwise\[lightning\]'"):
-        runpy.run_path(sys.modules[CastwisePrecision.__module__].__file__)
+        runpy.run_path(castwise.integrations.lightning.__file__)
 
 
 def test_other_plug_ins_are_left_alone() -> None:

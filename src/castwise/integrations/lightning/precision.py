@@ -1,49 +1,40 @@
-"""Lightning: a plan as the precision plug-in of a ``Trainer`` or a ``Fabric``.
-
-A Trainer's model is prepared when its strategy sets it up, with the optimizers that ``configure_optimizers`` made, and is as it was
-when the Trainer tears down. Fabric tells a plug-in of modules alone, and masters live in optimizers; so ``Fabric.setup``,
-``setup_module`` and ``setup_optimizers`` are extended here to tell a :class:`CastwisePrecision` of both. Every other plug-in gets what
-it always got.
-"""
+"""The plug-in."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-try:
-    import lightning
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "castwise.integrations.lightning needs Lightning, which is not installed: pip install 'castwise[lightning]'",
-        name=error.name,
-    ) from error
+import lightning
 import torch
 from lightning import Fabric, LightningModule
-from lightning.fabric.strategies import ddp, dp, fsdp, model_parallel
-from lightning.fabric.wrappers import is_wrapped
+from lightning.fabric.strategies import ddp, dp, model_parallel
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from castwise import Amp, Plan, StepResult
-from castwise.errors import CastwiseError, PlanError, StateError
+from castwise.errors import PlanError, StateError
+from castwise.integrations.lightning.parts import (
+    Resting,
+    check_alone,
+    evaluates,
+    noting,
+    params_of,
+    save_masters,
+    unwrapped,
+)
 from castwise.plans.plan import as_plan
-
-__all__ = ["CastwisePrecision", "StrategyError"]
 
 _TESTED = "2.6"
 """The release of Lightning whose hooks these are."""
@@ -61,10 +52,6 @@ _WRAPPING = (
     dp.DataParallelStrategy,
     strategies.DDPStrategy,
 )
-
-
-class StrategyError(CastwiseError, TypeError):
-    """A strategy that takes no precision plug-in but its own."""
 
 
 class CastwisePrecision(Precision):
@@ -120,7 +107,6 @@ class CastwisePrecision(Precision):
         self._options = {"nonfinite": nonfinite, "patience": patience, "group": group}
         self._amp: Amp | None = None
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._own_steps: frozenset[str] = frozenset()
         """Steps that were put on the instance, which no border can be around."""
         self._undo: list[Callable[[], object]] = []
@@ -206,13 +192,12 @@ class CastwisePrecision(Precision):
         self._own_steps = frozenset(step for step in _STEPS if step in vars(module)) if whole else frozenset()
         for root in self._roots_of(module):
             own = {id(parameter) for parameter in root.parameters()}
-            mine = [one for one in optimizers if not own.isdisjoint(map(id, _params(one)))]
+            mine = [one for one in optimizers if not own.isdisjoint(map(id, params_of(one)))]
             steps = [step for step in _STEPS if step not in self._own_steps] if whole else []
             amp.prepare(root, *mine, methods=(*steps, *self._methods))
-            self._optimizers += map(weakref.ref, mine)
             self._roots.append(weakref.ref(root))
             if self.plan.keeps_masters and not any(hasattr(p, "placements") for p in root.parameters()):
-                self._undo.append(root.register_state_dict_post_hook(_save_masters).remove)
+                self._undo.append(root.register_state_dict_post_hook(save_masters).remove)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Prepare the module where it is wrapped next; else that waits for the optimizers. Returns the same module."""
@@ -227,7 +212,7 @@ class CastwisePrecision(Precision):
             trainer = module.trainer
             strategy = trainer.strategy
             self._module, self._watched = module, False
-            _check_alone(module, self._open(strategy.root_device.type))
+            check_alone(module, self._open(strategy.root_device.type))
             if isinstance(strategy, _WRAPPING) and trainer.state.fn == TrainerFn.FITTING:
                 strategy.model_to_device()
                 strategy.setup_optimizers(trainer)
@@ -258,14 +243,13 @@ class CastwisePrecision(Precision):
                 "use a plan that stores them in fp32.",
                 stacklevel=2,
             )
-        return model, optimizers, [_Resting(config, self) for config in lr_schedulers]
+        return model, optimizers, [Resting(config, self) for config in lr_schedulers]
 
     def teardown(self) -> None:
         """Take the plan off: the model holds fp32 weights, and what :meth:`state_dict` gives stays."""
         while self._undo:
             self._undo.pop()()
         self._roots.clear()
-        self._optimizers.clear()
         self._waiting.clear()
         self._module = None
         if self._amp is not None:
@@ -277,7 +261,7 @@ class CastwisePrecision(Precision):
         """One of Fabric's calls that set modules and optimizers up."""
         given = inspect.signature(call).bind(fabric, *args, **kwargs)
         given.apply_defaults()
-        optimizers = [_unwrapped(optimizer) for optimizer in given.arguments.get("optimizers", ())]
+        optimizers = [unwrapped(optimizer) for optimizer in given.arguments.get("optimizers", ())]
         self._open(fabric.device.type)
         if "module" not in given.arguments:
             self._join(optimizers)
@@ -292,7 +276,7 @@ class CastwisePrecision(Precision):
         return result
 
     def _take(self, module: nn.Module, optimizers: Sequence[Optimizer], wraps: bool) -> None:
-        _check_alone(module, self.amp)
+        check_alone(module, self.amp)
         if optimizers or not self.plan.stores_low:
             self._prepare(module, optimizers)
         elif not wraps:
@@ -304,7 +288,7 @@ class CastwisePrecision(Precision):
             )
 
     def _join(self, optimizers: Sequence[Optimizer]) -> None:
-        ids = {id(parameter) for optimizer in optimizers for parameter in _params(optimizer)}
+        ids = {id(parameter) for optimizer in optimizers for parameter in params_of(optimizer)}
         for module in [*self._waiting]:
             if not ids.isdisjoint(map(id, module.parameters())):
                 self._waiting.remove(module)
@@ -313,7 +297,6 @@ class CastwisePrecision(Precision):
         for root in self._alive():
             if not ids.isdisjoint(map(id, root.parameters())):
                 self.amp.prepare(root, *optimizers)
-                self._optimizers += map(weakref.ref, optimizers)
 
     def convert_input(self, data: Any) -> Any:
         """The inputs as they are, since the module casts them. Modules of Fabric that got no optimizer are prepared now.
@@ -424,7 +407,7 @@ class CastwisePrecision(Precision):
         """
         if self._module is not None and closure is not None:
             closure = functools.partial(self._wrap_closure, model, optimizer, closure)
-        if not self._holds(optimizer):
+        if not self.amp.holds(optimizer):
             return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         if kwargs:
             raise StateError(
@@ -432,37 +415,34 @@ class CastwisePrecision(Precision):
                 "options in optimizer.param_groups"
             )
         values: list[Any] = []
-        if closure is not None and _evaluates(optimizer):
-            self.last_step = self.amp.step(optimizer, closure=_noting(closure, values))
+        if closure is not None and evaluates(optimizer):
+            self.last_step = self.amp.step(optimizer, closure=noting(closure, values))
         else:
             values += [] if closure is None else [closure()]
             self.last_step = self.amp.step(optimizer)
         return self.last_step if not values or values[0] is None else values[0]
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        if self.plan.loss_scale is not None and self._holds(optimizer):
+        if self.plan.loss_scale is not None and self.amp.holds(optimizer):
             self.amp.unscale_(optimizer)  # what looks at gradients before the step sees true ones
         super()._after_closure(model, optimizer)
 
-    def _holds(self, optimizer: Optimizer) -> bool:
-        return any(known() is optimizer for known in self._optimizers)
-
     def unscale_gradients(self, optimizer: Any) -> None:
         """Divide an optimizer's gradients by the loss scale, as Fabric does before it clips."""
-        self.amp.unscale_(_unwrapped(optimizer))
+        self.amp.unscale_(unwrapped(optimizer))
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the global norm of the unscaled gradients, that of all shards where there are any."""
-        optimizer = _unwrapped(optimizer)
-        if self._holds(optimizer):
+        optimizer = unwrapped(optimizer)
+        if self.amp.holds(optimizer):
             self.amp.clip_grad_norm_(optimizer, clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each element of the unscaled gradients."""
-        optimizer = _unwrapped(optimizer)
-        if self._holds(optimizer):
+        optimizer = unwrapped(optimizer)
+        if self.amp.holds(optimizer):
             self.amp.clip_grad_value_(optimizer, clip_val)
         else:
             super().clip_grad_by_value(optimizer, clip_val)
@@ -487,89 +467,8 @@ class CastwisePrecision(Precision):
         return f"CastwisePrecision({str(self.plan)!r})"
 
 
-class _Resting(LRSchedulerConfig):
-    """The configuration of a scheduler that does not move at a step that was skipped."""
-
-    def __init__(self, config: LRSchedulerConfig, precision: CastwisePrecision) -> None:
-        vars(self).update(vars(config))
-        self._precision = precision
-
-    @property
-    def frequency(self) -> int:
-        """How many steps or epochs there are to a move; more than there can be where the last step was skipped."""
-        last = self._precision.last_step
-        rests = self.interval == "step" and last is not None and last.skipped
-        return sys.maxsize if rests else vars(self)["frequency"]
-
-    @frequency.setter
-    def frequency(self, value: int) -> None:
-        vars(self)["frequency"] = value
-
-
 def _nothing(trainer: Any) -> None:
     pass
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a ``LightningOptimizer`` or one of Fabric's; any other itself."""
-    wrapped = is_wrapped(optimizer) or isinstance(optimizer, LightningOptimizer)
-    return optimizer.optimizer if wrapped else optimizer
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _evaluates(optimizer: Optimizer) -> bool:
-    """Whether an optimizer evaluates the loss itself, as LBFGS: its ``step`` needs a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _noting(closure: Callable[[], Any], values: list[Any]) -> Callable[[], Any]:
-    def note() -> Any:
-        values.append(closure())
-        return values[-1]
-
-    return note
-
-
-_saving: set[int] = set()
-
-
-def _save_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Hook of a module's ``state_dict``: parameters with masters are saved as these. Holds nothing, so modules still pickle."""
-    amp = Amp.of(module)
-    if amp is None or id(module) in _saving:
-        return
-    _saving.add(id(module))
-    try:
-        full = amp.model_state_dict(module)
-    finally:
-        _saving.discard(id(module))
-    for key, value in full.items():
-        if isinstance(state.get(prefix + key), Tensor) and state[prefix + key].dtype is not value.dtype:
-            state[prefix + key] = value.detach()
-
-
-def _check_alone(module: nn.Module, amp: Amp) -> None:
-    """See that nothing else sets the precision of a module.
-
-    Raises:
-        StateError: An autocast block around, or a GradScaler inside.
-    """
-    kind = type(module).__name__
-    if torch.is_autocast_enabled(amp.device_type):
-        raise StateError(
-            f"CastwisePrecision({str(amp.plan)!r}): {kind} is set up inside torch.autocast, which are two precision settings at once. "
-            "Remove the autocast block; the plan casts"
-        )
-    for name, value in vars(module).items():
-        if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
-            raise StateError(
-                f"CastwisePrecision({str(amp.plan)!r}): {kind}.{name} is a GradScaler, which are two loss scales at once. Remove it; "
-                "a plan such as 'fp16-mixed' scales the loss"
-            )
 
 
 def _check_release() -> None:
@@ -580,40 +479,3 @@ def _check_release() -> None:
             f"install 'lightning=={_TESTED}.*' where something fails.",
             stacklevel=3,
         )
-
-
-# --- what Lightning does not tell its plug-ins ----------------------------------------------------------------
-
-
-def _tell_of_setup(name: str) -> None:
-    call = getattr(Fabric, name)
-
-    @functools.wraps(call)
-    def told(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
-        precision = fabric.strategy.precision
-        if isinstance(precision, CastwisePrecision):
-            return precision._set_up(fabric, call, args, kwargs)
-        return call(fabric, *args, **kwargs)
-
-    setattr(Fabric, name, told)
-
-
-def _say_what_to_use(strategy: type, name: str) -> None:
-    setting = vars(strategy)[name]
-
-    def put(self: Any, precision: Any) -> None:
-        if isinstance(precision, CastwisePrecision):
-            raise StrategyError(
-                f"{precision}: {strategy.__name__} takes no precision plug-in but Lightning's own FSDPPrecision. Shard by FSDP2: "
-                "strategy=ModelParallelStrategy(...), and precision.fully_shard(model, mesh=device_mesh['data_parallel']) where it is "
-                "parallelized"
-            )
-        setting.fset(self, precision)
-
-    setattr(strategy, name, setting.setter(put))
-
-
-for _name in ("setup", "setup_module", "setup_optimizers"):
-    _tell_of_setup(_name)
-_say_what_to_use(fsdp.FSDPStrategy, "precision")
-_say_what_to_use(strategies.FSDPStrategy, "precision_plugin")
