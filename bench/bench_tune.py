@@ -1,8 +1,8 @@
 """The tuned plan against the whole hand grid, on built-in workloads and architectures of transformers; and the same answer twice.
 
 Grid: {fp32, autocast bf16, bf16 parameters with fp32 masters} x {contiguous, channels_last where there are images} x
-{optimizer as given, fused}; with --compiled, x {as it is, compiled} too, against ``tune(compile="auto")``, which takes long:
-each of them compiles for up to a minute. Each workload is searched several times: ``same`` says that all searches chose one
+{optimizer as given, fused}; with --compiled, the fastest of these in each format is compiled too (each compiles for up to a
+minute), against ``tune(compile="auto")``. Each workload is searched several times: ``same`` says that all searches chose one
 plan, ``alike`` that format, storage of parameters, memory format and regions are the same. The grid is raced to find its best
 plan, and that plan, fp32, one-line torch.autocast (bf16-mixed) and what the searches chose are raced again in further starts,
 from which all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
@@ -41,6 +41,7 @@ BUILT_IN = {
     "cpu": ("sine?size=128", "gpt", "digits"),
     "cuda": ("sine?size=512", "gpt", "gpt?layers=6&width=768", "digits"),
 }
+FORMATS = ("fp32", "bf16-mixed", "bf16-master")
 SHORT_S, SHORT_WITHIN = 30.0, 1 / 1.05
 """The budget of a short search, and how fast its plan has to be beside the long search's."""
 ROUNDS, GRID_ROUNDS = 8, 6
@@ -48,18 +49,23 @@ LAST = 10
 """Steps whose mean loss is compared."""
 
 
-def grid(workload: Workload, compiled: bool = False) -> list[Plan]:
+def grid(workload: Workload) -> list[Plan]:
     """The plans that people try by hand."""
     model = workload.model()
     images = any(isinstance(m, torch.nn.Conv2d) for m in model.modules())
     layouts = ("as_is", "channels_last") if images else ("as_is",)
-    modes = ("as_given", "default") if compiled else ("as_given",)
     return [
-        dataclasses.replace(Plan.preset(name), memory_format=layout, optimizer=step, compile=mode)
-        for mode, name, layout, step in itertools.product(
-            modes, ("fp32", "bf16-mixed", "bf16-master"), layouts, ("as_given", "fused")
-        )
+        dataclasses.replace(Plan.preset(name), memory_format=layout, optimizer=step)
+        for name, layout, step in itertools.product(FORMATS, layouts, ("as_given", "fused"))
     ]
+
+
+def compiled(race: Final) -> list[Plan]:
+    """The fastest plan of each format, compiled."""
+    fastest: dict[Plan, Plan] = {}
+    for plan in sorted(race.plans, key=lambda plan: statistics.median(race.seconds(plan))):
+        fastest.setdefault(dataclasses.replace(plan, memory_format="as_is", optimizer="as_given"), plan)
+    return [dataclasses.replace(plan, compile="default") for plan in fastest.values()]
 
 
 def raced(
@@ -102,6 +108,7 @@ def search(workload: Workload | str, device: torch.device, budget_s: float, comp
             open_ in text for open_ in ("too noisy to decide", "before it could choose") for text in (evidence.answer, *evidence.notes)
         ),
         "over_fp32": [1.0, 1.0, 1.0] if page is None else [page.value, page.low, page.high],
+        "not_compiled": [f"{row.plan}: {row.reason}" for row in evidence.candidates if "compile=" in row.plan and row.plan != evidence.plan],
         "gradients": chosen.parity.verdict if chosen.parity is not None else None,
         "passes": evidence.passes, "commit": evidence.environment.commit,
     }  # fmt: skip
@@ -147,7 +154,10 @@ def measure(
     gc.collect()
     fp32, autocast = Plan.preset("fp32"), Plan.preset("bf16-mixed")
     made = workload if isinstance(workload, Workload) else find_workload(workload)
-    tried = raced(workload, grid(made, options.compiled), device, 1, GRID_ROUNDS)
+    tried = raced(workload, grid(made), device, 1, GRID_ROUNDS)
+    if options.compiled:
+        eager = min(tried.plans, key=lambda plan: statistics.median(tried.seconds(plan)))
+        tried = raced(workload, [eager, *compiled(tried)], device, 1, GRID_ROUNDS)
     best = min(tried.plans, key=lambda plan: statistics.median(tried.seconds(plan)))
     shorts = [Plan.parse(one["plan"]) for one in short]
     race = raced(

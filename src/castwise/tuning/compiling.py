@@ -24,6 +24,7 @@ from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import COMPILED, NotThereError, delivered, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of, uncompiled
+from castwise.tuning.final import LEAST as STARTS
 from castwise.tuning.state import FP32, SearchState
 from castwise.tuning.trial import Trial, run_trial
 
@@ -37,7 +38,6 @@ ENDED_S = 2.0
 """What is killed is gone after this, or waits for a device and will be."""
 AGAIN = 0.25
 """A start of the final compiles from what is on disk, in about this share of the time; that much is kept for each."""
-STARTS = 3
 MOST = 2
 """So many compiled plans come to the final: each of its starts waits for all of them."""
 
@@ -54,7 +54,11 @@ def own_cache() -> Iterator[None]:
 
 
 def compile_finalists(
-    search: SearchState, plans: Sequence[Plan], doubtful: Collection[Plan], until: float
+    search: SearchState,
+    plans: Sequence[Plan],
+    doubtful: Collection[Plan],
+    until: float,
+    first_until: float,
 ) -> list[Plan]:
     """Try finalists compiled, the fastest first; ``trials`` and ``passed_over`` of the search say what became of each.
 
@@ -62,7 +66,8 @@ def compile_finalists(
         search: Whose workload, device and settings they have.
         plans: Sound plans, and those in doubt.
         doubtful: The latter, which come last.
-        until: Clock time at which the last trial has to be over.
+        until: Clock time at which the last trial has to be over, and time be left for its starts in the final.
+        first_until: The same for the first, which is the likeliest to win: it may take what the final can spare.
 
     Returns:
         The compiled plans that may win the final.
@@ -82,7 +87,8 @@ def compile_finalists(
         search.say(search.now, f"compiling {name_of(plan)}", number, len(order))
         begin = ranks.now()
         in_final = sum(search.trials[one].compile_s for one in _fastest(speeds))
-        room = (until - begin - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
+        left = (until if search.trials else first_until) - begin
+        room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
         if room < max(LEAST_S, took):
             last = f", and the last that was compiled took {took:.0f} s" if took else ""
             search.passed_over[made] = (

@@ -41,8 +41,8 @@ FAR = 1.1
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
 RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.35, 0.6, 0.85
-"""After this share of what is left no round of the race begins; after these of the budget nothing is compiled, and no further
-start of the final begins."""
+"""After this share of what is left no round of the race begins; after these of the budget no second plan is compiled, and no
+further start of the final begins."""
 START_S = 0.5
 """What starting a process and building a model in it takes, about."""
 AS_GIVEN_ROUNDS = 3
@@ -92,7 +92,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
     room = room_in_final(search, contest, share)
     running = _with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
-    compiled = _compiled(search, running, doubtful)
+    compiled = _compiled(search, contest, running, doubtful, share)
     always = bool(compiled) and search.settings.compile == "always"
     in_doubt = [plan for plan in [*running, *compiled] if uncompiled(plan) in doubtful]
     _final(search, [*running, *compiled], in_doubt, share, [FP32, *running] if always else ())
@@ -105,12 +105,17 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     ]
 
 
-def _compiled(search: SearchState, plans: Sequence[Plan], doubtful: Collection[Plan]) -> list[Plan]:
+def _compiled(
+    search: SearchState, contest: Contest, plans: Sequence[Plan], doubtful: Collection[Plan], share: float
+) -> list[Plan]:
+    """Finalists compiled; the first may take all that a final with this share has no need of."""
     if search.settings.compile == "never":
         return []
     with search.stage("compiling"):
         until = search.start + COMPILE_SHARE * search.settings.budget_s
-        return compile_finalists(search, plans, doubtful, until)
+        in_final = STARTS * len({FP32, AUTOCAST, *plans}) * _start_s(contest)
+        last = search.start + share * search.settings.budget_s - in_final
+        return compile_finalists(search, plans, doubtful, until, max(until, last))
 
 
 def _final(
@@ -260,10 +265,14 @@ def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SH
 
     Two at least: the fastest of the race, and the simplest of those that were about as fast.
     """
-    step_s = statistics.median(contest.entries[FP32].lap.seconds)
-    a_start_s = START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
     until = search.start + share * search.settings.budget_s
-    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / a_start_s) - 2))
+    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / _start_s(contest)) - 2))
+
+
+def _start_s(contest: Contest) -> float:
+    """What one start of one plan takes in the final, about."""
+    step_s = statistics.median(contest.entries[FP32].lap.seconds)
+    return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
 
 
 def likeliest(
