@@ -6,10 +6,13 @@ import os
 from collections.abc import Collection
 from typing import TypeVar
 
+import pytest
+
 A = TypeVar("A")
 B = TypeVar("B")
 
 SOAKING = bool(os.environ.get("CASTWISE_SOAK"))
+soaks = pytest.mark.skipif(not SOAKING, reason="takes long: make soak")
 
 
 def examples(few: int, many: int) -> int:

@@ -29,6 +29,7 @@ from castwise.compat.colossalai.nn.lr_scheduler import (
 from castwise.compat.colossalai.nn.optimizer import FusedAdam, FusedSGD, HybridAdam
 from castwise.compat.colossalai.utils import free_port, set_to_cuda
 from castwise.errors import PlanError, UnknownNameError
+from tests.soak import SOAKING
 
 from ..fresh import run_python
 from ..processes import forks
@@ -360,8 +361,8 @@ def test_functions_that_run_several_times() -> None:
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("differ", [False, True])
 def test_processes_of_a_test_compare_what_they_have(differ: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreters where it differs, as for a user; else forks, which need no seconds to import torch."""
-    if not differ:
+    """Interpreters, as for a user, in a soak; else forks, which need no seconds to import torch."""
+    if not SOAKING:
         forks()
         monkeypatch.setattr(
             testing, "start_and_join", functools.partial(start_processes, start_method="forkserver")

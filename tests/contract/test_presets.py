@@ -105,7 +105,7 @@ def test_dtypes_and_state_are_restored_after_exceptions(name: str) -> None:
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize(("name", "kind"), pairs(NAMES, CASES, each=2))
+@pytest.mark.parametrize(("name", "kind"), pairs(NAMES, CASES))
 def test_compiled_equals_eager(name: str, kind: str) -> None:
     """Same losses over some steps, within the rounding of the compute format."""
     case = CASES[kind]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import Forked
+from tests.soak import soaks
 
 from . import kills
 from .kills import OwnLoop, Training
@@ -65,6 +66,7 @@ def test_a_loop_of_ones_own_comes_back(tmp_path: Path) -> None:
     assert noisy.weights_equal(quiet)
 
 
+@soaks
 def test_two_nodes_train_like_one(tmp_path: Path) -> None:
     """Two torchrun agents with a rendezvous on loopback, of which one is killed, against two processes of one agent."""
     one = Training(tmp_path / "one", steps=40, layout="fsdp2")

@@ -36,7 +36,7 @@ DRIFT = {"fp32": 5e-6, "bf16-mixed": 2e-2, "fp16-mixed": 2e-3, "bf16-master": 2e
 
 TWO: list[dict[str, Any]] = [
     {"layout": layout, "plan": plan}
-    for layout, plan in pairs(("dp2", "fsdp2", "tp2", "pp2"), ("fp32", "fp16-mixed", "bf16-master"), 2)
+    for layout, plan in pairs(("dp2", "fsdp2", "tp2", "pp2"), ("fp32", "fp16-mixed", "bf16-master"))
 ] + [
     {"layout": None, "plan": "fp32"},
     {"layout": "pp2", "plan": "fp32", "schedule": "gpipe", "microbatches": 1},
@@ -54,7 +54,7 @@ FOUR: list[dict[str, Any]] = some(
         {"layout": "fsdp2xpp2", "plan": "bf16-mixed+regions.blocks.3=fp32"},
         {"layout": "tp2xpp2", "plan": "fp16-mixed"},
     ],
-    2,
+    3,
 )
 
 

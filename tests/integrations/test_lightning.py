@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from castwise.integrations.lightning import CastwisePrecision, StrategyError
+from tests.soak import pairs
 
 pytestmark = [
     # Lightning's own: of workers that it would have, and of a name that torch has renamed
@@ -1052,9 +1053,15 @@ def trains_as_by_hand(rank: int, size: int, layout: str, plan: Any, clip: float 
     return ours.seen
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    ("plan", "clip"), [(IN_PARTS, None), ("fp16-mixed", 0.05), ("bf16-master", 0.05), ("fp16-master", None)]
+    ("layout", "plan", "clip"),
+    [
+        (layout, *how)
+        for how, layout in pairs(
+            [(IN_PARTS, None), ("fp16-mixed", 0.05), ("bf16-master", 0.05), ("fp16-master", None)],
+            ["ddp", "fsdp"],
+        )
+    ],
 )
 def test_two_processes_train_as_in_a_plain_loop(
     two: World, layout: str, plan: str, clip: float | None
@@ -1081,8 +1088,7 @@ def goes_on(rank: int, size: int, layout: str, plan: Any, folder: str) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-@pytest.mark.parametrize("plan", ["fp16-master", "bf16-master"])
+@pytest.mark.parametrize(("layout", "plan"), pairs(["fsdp", "ddp"], ["fp16-master", "bf16-master"]))
 def test_two_processes_resume(two: World, layout: str, plan: str, tmp_path: Path) -> None:
     two.run(goes_on, layout, MOVING[plan], str(tmp_path))
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.soak import some
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -185,7 +186,7 @@ def test_one_sentence_says_what_is_wrong_and_where(job: str, call: str, tmp_path
     assert said.startswith(("workload 'job'", "tune('job')", "parity:"))
 
 
-@pytest.mark.parametrize("call", ["tune", "doctor", "bench"])
+@pytest.mark.parametrize("call", some(["tune", "doctor", "bench"], 2))
 def test_what_fails_in_a_process_that_castwise_started_is_said_with_its_place(
     call: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

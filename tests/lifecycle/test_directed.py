@@ -19,6 +19,7 @@ import castwise
 from castwise.errors import CastwiseError, StateError
 from castwise.plans.plan import PRESETS
 from castwise.session import Amp
+from tests.soak import pairs
 
 from .kinds import KINDS, optimizers
 from .life import ERRORS, GETTERS, PLANS, REFUSALS, Life, check, living
@@ -85,8 +86,7 @@ def test_close_undoes_prepare(line: str, kind: str) -> None:
         life.end()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("first", HERE)
+@pytest.mark.parametrize(("first", "optimizer"), pairs(HERE, ["sgd", "adamw"]))
 def test_every_preset_trains_after_every_other(first: str, optimizer: str) -> None:
     failed = {}
     for second in HERE:

@@ -119,8 +119,7 @@ FAILURES: dict[str, tuple[Callable[[Pair], None], Callable[[Pair], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", FAILURES)
-@pytest.mark.parametrize("line", PLANS)
+@pytest.mark.parametrize(("how", "line"), pairs(FAILURES, PLANS, 3))
 def test_a_second_prepare_that_fails_leaves_the_first_alone(line: str, how: str) -> None:
     """Bit for bit, and so does what the first comes to; the second is as it was, and can be prepared after."""
     before, prepare = FAILURES[how]

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
 from tests.report.pages import read
+from tests.soak import some
 
 from castwise.numerics.gradient_range import ScaleRange
 from castwise.plans.formats import FORMATS
@@ -175,12 +176,12 @@ def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
 
 @pytest.mark.parametrize(
     ("field", "empty"),
-    [
+    some([
         (field.name, None if field.default is None else {} if field.name == "settings" else ())
         for field in dataclasses.fields(make_evidence())
         if field.name in ("regions", "histograms", "scale", "floor", "repeat", "stages", "verification",
                           "candidates", "settings", "notes")
-    ],
+    ], 3),
 )  # fmt: skip
 def test_every_part_may_be_missing(field: str, empty: object) -> None:
     read(show.page(make_record(make_evidence(**{field: empty}))))

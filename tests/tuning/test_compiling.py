@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.report.evidence import make_candidate, make_evidence, make_record
+from tests.soak import pairs
 from torch import Tensor, nn
 
 import castwise
@@ -123,9 +124,11 @@ def within(seconds: float) -> tuple[float, float]:
 
 @needs_backend
 @pytest.mark.parametrize(
-    "line", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024", "bf16-master+regions.b=fp32"]
+    ("line", "dropout"),
+    pairs(
+        ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024", "bf16-master+regions.b=fp32"], [0.0, 0.5]
+    ),
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_plan_whose_compiled_gradients_are_its_own_can_be_compiled(line: str, dropout: float) -> None:
     found = tried(lambda: Net(dropout), Plan.parse(f"{line}+compile=default"))
     assert found.reason == ""

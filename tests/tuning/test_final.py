@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.soak import some
 from tests.tuning.test_choices import CPU, SlowWhenLow, loss, workload
 from torch import Tensor, nn
 
@@ -132,7 +133,7 @@ def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
     timed_here(searching(dataclasses.replace(workload(SlowWhenLow), loss=locked)), "cannot be sent")
 
 
-@pytest.mark.parametrize("of", ["loss", "model"])
+@pytest.mark.parametrize("of", some(["loss", "model"], 2))
 def test_a_workload_that_another_process_cannot_run_is_timed_here_and_that_is_said(
     searching: Callable[[Workload], SearchState], monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
