@@ -200,25 +200,61 @@ def masters() -> str:
     return markdown(lines) + backed("master-cpu")
 
 
-def peers() -> str:
-    """Speeds of castwise and of other libraries over torch.amp by hand."""
-    rows = [row for row in measured("peers-cpu") if "over_torch.amp" in row or row.get("way") == "torch.amp"]
-    names = list(dict.fromkeys(row["workload"] for row in rows))
+def peer_rows() -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, Any]]]:
+    """Jobs, ways to train them other than torch.amp by hand, and the rows by way and job."""
+    rows = [row for row in measured("peers-cpu") if "way" in row]
     known = {(row["way"], row["workload"]): row for row in rows}
-    lines = [["bf16 against torch.amp by hand", *(JOBS.get(name.split("?")[0], name) for name in names)]]
-    for way in dict.fromkeys(row["way"] for row in rows):
-        if way != "torch.amp":
-            cells = (known.get((way, name)) for name in names)
-            lines.append([way, *("failed" if row is None else told(row["over_torch.amp"]) for row in cells)])
-    lines.append([
-        "steps per second by hand",
-        *(f"{1e3 / known['torch.amp', name]['step_ms']:,.1f}" for name in names),
-    ])
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != "torch.amp"]
+    return list(dict.fromkeys(row["workload"] for row in rows)), ways, known
+
+
+def peers_short() -> str:
+    """Speeds over torch.amp by hand: of the job that shows what code costs, and of all others together."""
+    jobs_, ways, known = peer_rows()
+    others = [job for job in jobs_ if job != "mlp"]
+    titles = [
+        "bf16 against torch.amp by hand",
+        JOBS["mlp"],
+        f"geometric mean of {len(others)} jobs",
+        "slowest and fastest of them",
+    ]
+    lines = [titles]
+    for way in ways:
+        speeds = [row["over_torch.amp"][0] for job in others if "over_torch.amp" in (row := known[way, job])]
+        mean = math.exp(statistics.fmean(map(math.log, speeds)))
+        missing = f", {len(others) - len(speeds)} failed" * (len(speeds) < len(others))
+        own = told(known[way, "mlp"]["over_torch.amp"])
+        lines.append([way, own, f"{mean:.2f}{missing}", f"{min(speeds):.2f} to {max(speeds):.2f}"])
+    return markdown(lines)
+
+
+def peers() -> str:
+    """Speeds over torch.amp by hand, job by job."""
+    jobs_, ways, known = peer_rows()
+    lines = [["bf16 against torch.amp by hand", *ways, "steps per second by hand"]]
+    for job in jobs_:
+        rows = [known[way, job] for way in ways]
+        cells = [told(row["over_torch.amp"]) if "over_torch.amp" in row else "failed" for row in rows]
+        lines.append([JOBS[job.split("?")[0]], *cells, f"{1e3 / known['torch.amp', job]['step_ms']:,.1f}"])
+    return markdown(lines)
+
+
+def peers_memory() -> str:
+    """Peak memory of the process and loss after the same steps, job by job."""
+    jobs_, ways, known = peer_rows()
+    ways = ["torch.amp", *ways]
+    lines = [["peak memory in MiB, and loss", *ways]]
+    for job in jobs_:
+        rows = [known[way, job] for way in ways]
+        cells = [f"{row['peak_mib']:,}, {row['loss']:.4g}" if "loss" in row else "failed" for row in rows]
+        lines.append([JOBS[job.split("?")[0]], *cells])
     return markdown(lines)
 
 
 TABLES = {
     "peers": peers,
+    "peers_short": peers_short,
+    "peers_memory": peers_memory,
     "short": lambda: table(False),
     "whole": lambda: table(True),
     "formats": formats,

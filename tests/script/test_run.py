@@ -120,6 +120,10 @@ ODD = {
         "import torch\nm = torch.nn.Linear(2, 2)\ns = torch.amp.GradScaler('cpu')\nprint(m(torch.ones(1, 2)).sum().grad_fn.name())", 0,
         "SumBackward0\n", "by a GradScaler",
     ),
+    "has a model in bf16": (
+        "import torch\nm = torch.nn.Linear(2, 2).bfloat16()\nprint(m(torch.ones(1, 2).bfloat16()).dtype)", 0,
+        "torch.bfloat16\n", "castwise run --widen stores them in fp32",
+    ),
     "has a model that is refused": (
         "import torch\nm = torch.nn.DataParallel(torch.jit.script(torch.nn.Linear(2, 2)))\nprint(m(torch.ones(1, 2)).shape)", 0,
         "torch.Size([1, 2])\n", "runs as it would without castwise",
@@ -136,6 +140,23 @@ def test_exit_code_output_and_signals_are_the_scripts_own(what: str, tmp_path: P
     assert process.said("out") == out.replace("HERE", str(tmp_path.resolve()))
     assert said in process.said("err")
     assert "castwise/script" not in process.said("err")  # no frame of ours in a traceback
+
+
+def test_a_model_that_arrives_in_bf16_trains_like_the_float_model(tmp_path: Path) -> None:
+    text = """
+import torch
+torch.manual_seed(0)
+m = torch.nn.Linear(8, 4).bfloat16()
+o = torch.optim.SGD(m.parameters(), 1e-3)
+for _ in range(5):
+    m(torch.randn(16, 8)).square().mean().backward()
+    o.step()
+    o.zero_grad()
+print(m.weight.dtype, m.weight.double().sum().item())
+"""
+    found = run(tmp_path, text, "--widen", "train.py")
+    assert found == run(tmp_path, text.replace("bfloat16()", "bfloat16().float()"), "train.py")
+    assert found.startswith("torch.float32 ")
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

@@ -140,6 +140,13 @@ def run(
     plan: Annotated[
         str, typer.Option(help="A preset, a plan line or the path of a plan file.")
     ] = "bf16-mixed",
+    widen: Annotated[
+        bool,
+        typer.Option(
+            "--widen",
+            help="Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.",
+        ),
+    ] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
 ) -> None:
     """Run an unmodified training script under a plan; under torchrun on all ranks."""
@@ -148,7 +155,7 @@ def run(
         from castwise.script import EnoughError, Follower, Gate, check, execute
 
         check(script, module)
-        follower = Follower(as_plan(plan))
+        follower = Follower(as_plan(plan), widen=widen)
     follower.begin()
     if (gate := Gate.of_this_process(follower)) is not None:
         gate.begin()

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise import _torch
+from castwise.arrival import widen_for
 from castwise.borders import Border, Door, root_of, strip
 from castwise.casting import frames
 from castwise.casting.trees import map_tensors
@@ -49,14 +50,15 @@ class Follower:
 
     Args:
         plan: What it is to train by.
+        widen: Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.
         say: Called with each sentence that the user should know.
 
     Attributes:
         sessions: By device type, what has prepared the script's models.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None] = _say) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, *, widen: bool = False, say: Callable[[str], None] = _say) -> None:
+        self.plan, self.widen = plan, widen
         self.sessions: dict[str, Amp] = {}
         self._say = say
         self._said: set[str] = set()
@@ -217,10 +219,13 @@ class Follower:
             )
         else:
             optimizers = {number: self._optimizers[number] for number in numbers}
+            widen = self.widen and widen_for(self.plan, model)
             try:
-                self._session(device_type).prepare(model, *optimizers.values())
+                self._session(device_type).prepare(model, *optimizers.values(), widen=widen)
             except CastwiseError as error:
-                self._leave_alone(model, sentence(error))
+                self._leave_alone(
+                    model, sentence(error).replace("prepare(..., widen=True)", "castwise run --widen")
+                )
                 return
             self._models.add(model)
             self._joined.update(optimizers)

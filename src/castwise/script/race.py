@@ -227,7 +227,7 @@ def _started(
     words = [*(["-m"] if is_module else []), script, *arguments]
     with open(log, "wb") as out, there:
         process = subprocess.Popen(
-            [sys.executable, "-m", "castwise", "run", "--plan", name, *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=out,
+            [sys.executable, "-m", "castwise", "run", "--widen", "--plan", name, *words], cwd=folder, stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, pass_fds=[there.fileno()], env={**os.environ, ADDRESS: str(there.fileno())},
             start_new_session=True,
         )  # fmt: skip
