@@ -64,7 +64,7 @@ def torchrun(script: str, config: Path) -> str:
             ("train_with_engine.py", "torch", two_ranks),
             ("train_with_trainer.py", "apex", torchrun if SOAKING else two_ranks),
         ],
-        2,
+        3,
     ),
 )
 def test_the_hands_on_learns(script: str, mode: str, run: Callable[[str, Path], str], tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import soak
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -409,8 +411,7 @@ def state_of(amp: castwise.Amp, model: Any, optimizer: Any, scheduler: Any) -> A
     return inner, optimizer.state_dict(), scheduler.state_dict()["_last_lr"], amp.state_dict()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["loop", "fused"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "fused"), soak.pairs(PLANS, [False, True]))
 def test_a_loop_of_accelerate_computes_what_the_loop_by_hand_does(plan: str, fused: bool) -> None:
     accelerator = CastwiseAccelerator(plan, gradient_accumulation_steps=2)
     model, optimizer, scheduler = accelerator.prepare(*parts(fused))
@@ -468,8 +469,9 @@ def test_a_step_that_was_skipped_is_told_to_the_scheduler(plan: str, fused: bool
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("order", ["apart", "optimizer first", "evaluated first"])
+@pytest.mark.parametrize(
+    ("plan", "order"), soak.pairs(PLANS, ["apart", "optimizer first", "evaluated first"])
+)
 def test_models_and_optimizers_come_in_any_order(order: str, plan: str) -> None:
     accelerator = CastwiseAccelerator(plan)
     model, optimizer, scheduler = parts()

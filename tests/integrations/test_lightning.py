@@ -642,8 +642,9 @@ def test_a_plug_in_goes_to_processes_that_are_started_later() -> None:
 @pytest.mark.filterwarnings(
     "ignore:Detected call of .lr_scheduler.step"
 )  # after the one step, which overflows
-@pytest.mark.parametrize("plan", [*PLANS, "bf16-mixed+ops.gelu=fp32"])
-@pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
+@pytest.mark.parametrize(
+    ("plan", "kind"), pairs([*PLANS, "bf16-mixed+ops.gelu=fp32"], [BoringModel, ManualOptimBoringModel])
+)
 def test_lightnings_own_examples_run(kind: Any, plan: str) -> None:
     model = kind()
     for run in ("fit", "validate", "test", "predict"):
