@@ -1,4 +1,4 @@
-"""What the results of jobs have in common: frozen data that turns into JSON."""
+"""What results have in common: frozen data that turns into JSON."""
 
 from __future__ import annotations
 

@@ -1,0 +1,195 @@
+"""From what crossed in the passes of a comparison to what each call did: where an error is born, and where it passes through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from castwise.inspection.comparison import CallComparison, Side, Verdict
+from castwise.inspection.crossings import Call
+from castwise.inspection.looks import Key, Look
+from castwise.inspection.runs import Run, differences
+
+LOSS = Call("(loss)", 0)
+"""The code around the model: the loss."""
+EXCESS = 6.0
+"""An own error so many times the expected one is not of the format's rounding."""
+AMPLIFIES = 10.0
+"""A call whose expected error is so many times the rounding of what it takes amplifies rounding."""
+ROUNDING = 0.29
+"""The root mean square of rounding to nearest, in units of eps: an even spread over half a unit to both sides is 1/sqrt(12)."""
+MATTERS = 0.1
+"""An own error below this share of the error at the same place is not what that comes from."""
+MOSTLY = 0.5
+"""An own error from this share of the error at the same place on is most of it."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the passes with given values saw: the second plan's own errors, and what is expected of rounding."""
+
+    own: Look
+    expected: Look
+    ran_base: Run
+    ran_own: Run
+    ran_expected: Run
+
+
+class _Mark(NamedTuple):
+    """One tensor that a call makes: its errors, and its name. ``rounding`` is what rounding it once makes."""
+
+    name: str
+    error: float | None
+    own: float | None
+    expected: float | None
+    rounding: float
+
+    @property
+    def explained(self) -> float:
+        return math.hypot(self.expected or 0.0, self.rounding)
+
+    @property
+    def excess(self) -> float:
+        return 0.0 if self.own is None else self.own / self.explained
+
+
+class Judge:
+    """Says what each call did.
+
+    Args:
+        ran_a: The first plan's pass.
+        ran_b: The second's.
+        free: What the second's pass saw.
+        own: What the passes with given values saw; None where there are none.
+        eps: Of the format that each module computes in, by path.
+        formats: That the second plan computes each module in, by path.
+        bordered: Paths of modules whose inputs a plan casts.
+    """
+
+    def __init__(
+        self,
+        ran_a: Run,
+        ran_b: Run,
+        free: Look,
+        own: Own | None,
+        eps: Mapping[str, float],
+        formats: Mapping[str, str],
+        bordered: frozenset[str],
+    ) -> None:
+        self._a, self._own = ran_a, own
+        self._free, self._eps, self._formats, self._bordered = free, eps, formats, bordered
+        self._made: dict[tuple[Call, bool], list[_Mark]] = {}
+        self._taken: dict[tuple[Call, bool], list[float]] = {}
+        for key, error in free.errors.items():
+            self._put(key, error)
+        self._put_loss(ran_a, ran_b)
+        self._put_weights(ran_a, ran_b)
+
+    def calls(self) -> tuple[CallComparison, ...]:
+        """All calls of the first plan's pass, the loss first, each with what it did."""
+        return tuple(
+            CallComparison(
+                path=call.path,
+                call=call.number,
+                kind=self._a.kinds.get(call.path, "loss"),
+                format=self._formats[self._module(call)],
+                forward=self._side(call, False),
+                backward=self._side(call, True),
+            )
+            for call in (LOSS, *self._a.callers)
+        )
+
+    def _module(self, call: Call) -> str:
+        return "" if call is LOSS else call.path
+
+    def _put(self, key: Key, error: float | None) -> None:
+        """File an error under the call that made the tensor, and under the one that takes it."""
+        call = key.point.call
+        caller = self._a.callers.get(call) or LOSS
+        from_callee = (key.point.side == "out") is not key.back
+        maker, taker = (call, caller) if from_callee else (caller, call)
+        own, expected = (None, None) if self._own is None else (self._own.own.errors.get(key), self._own.expected.errors.get(key))
+        name = _name(key) if maker is call else f"{_name(key)} of {call.path or 'the model'}"
+        if (
+            not (from_callee or key.back)
+            and call.path in self._bordered
+            and (own or 0.0) <= 2 * ROUNDING * self._eps[call.path]
+        ):
+            maker, name = call, "cast on the way in"  # which the border of a region does
+        if error is None:
+            return
+        rounding = ROUNDING * self._eps[self._module(maker)]
+        self._made.setdefault((maker, key.back), []).append(_Mark(name, error, own, expected, rounding))
+        if taker is not maker:
+            self._taken.setdefault((taker, key.back), []).append(error)
+
+    def _put_loss(self, ran_a: Run, ran_b: Run) -> None:
+        def apart(one: Run, other: Run) -> float:
+            return abs(one.loss - other.loss) / (abs(one.loss) or 1.0)
+
+        own = self._own
+        mark = _Mark(
+            "the loss", apart(ran_a, ran_b), own and apart(own.ran_base, own.ran_own),
+            own and apart(own.ran_base, own.ran_expected), ROUNDING * self._eps[""],
+        )  # fmt: skip
+        self._made.setdefault((LOSS, False), []).append(mark)
+
+    def _put_weights(self, ran_a: Run, ran_b: Run) -> None:
+        """File the gradient of each parameter under the first call of its module, or of the nearest one above that was called."""
+        free = differences(ran_b.gradients, ran_a.gradients)
+        own: dict[str, float | None] = {}
+        expected: dict[str, float | None] = {}
+        if self._own is not None:
+            base = self._own.ran_base.gradients
+            own, expected = (differences(ran.gradients, base) for ran in (self._own.ran_own, self._own.ran_expected))
+        for name, error in free.items():
+            path, _, last = name.rpartition(".")
+            while path and Call(path, 0) not in self._a.callers:
+                path, _, above = path.rpartition(".")
+                last = f"{above}.{last}"
+            if error is not None:
+                mark = _Mark(f"gradient of {last}", error, own.get(name), expected.get(name), ROUNDING * self._eps[path])
+                self._made.setdefault((Call(path, 0), True), []).append(mark)
+
+    def _side(self, call: Call, back: bool) -> Side:
+        made = self._made.get((call, back), [])
+        incoming = max(self._taken.get((call, back), []), default=None)
+        if not made:
+            return Side("unseen", incoming=incoming)
+        error = max(mark.error for mark in made if mark.error is not None)
+        known = [mark for mark in made if mark.own is not None]
+        if not known:
+            return Side("exact" if error == 0.0 else "unseen", error, incoming)
+        worst = max(known, key=lambda mark: (mark.excess, mark.error or 0.0))
+        return Side(
+            _verdict(made, worst, error, incoming), error, incoming, worst.own, worst.explained, worst.name
+        )
+
+
+def _verdict(made: Sequence[_Mark], worst: _Mark, error: float, incoming: float | None) -> Verdict:
+    own = max(mark.own or 0.0 for mark in made)
+    if worst.excess > EXCESS and (worst.own or 0.0) >= MATTERS * (worst.error or 0.0):
+        return "born"
+    if error == own == 0.0:
+        return "exact"
+    grown = error > 2 * (incoming or 0.0)
+    if grown and any((mark.expected or 0.0) > AMPLIFIES * mark.rounding for mark in made):
+        return "amplifies"
+    return "rounding" if own >= MOSTLY * error else "passes"
+
+
+def _name(key: Key) -> str:
+    at = f" {key.point.index}" if key.point.index else ""
+    return f"{'gradient of ' if key.back else ''}{'input' if key.point.side == 'in' else 'output'}{at}"
+
+
+def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallComparison]:
+    """Modules to try in another format: where an error is born, else those with the largest own errors; each once."""
+    seen = set()
+    born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)
+    for call in born or sorted(calls, key=lambda call: -call.own):
+        if call.path not in seen and call.path not in ("", LOSS.path) and call.own > 0.0 and len(seen) < count:
+            seen.add(call.path)
+            yield call

@@ -1,0 +1,220 @@
+"""Single forward and backward passes of one model under plans: at the same weights, batch and random draws, each on a copy.
+
+What crosses the borders of its calls is looked at, or replaced, by functions that are handed in
+(:mod:`castwise.inspection.crossings`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.arrival import store_, widen_, widen_for
+from castwise.casting.trees import to_device
+from castwise.inspection.crossings import Backward, Call, Crossings, Forward
+from castwise.numerics.draws import Recorder, Replayer, Tape
+from castwise.numerics.emulation import EmulatedProducts
+from castwise.numerics.isolation import copied, seed_all
+from castwise.numerics.probes import RESCALE, RESCALES, as_real, prepared
+from castwise.plans.plan import Plan
+from castwise.resolve import Resolution, resolve
+from castwise.session import Amp
+from castwise.workload import check_loss, check_no_backward, users_code
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a pass leaves.
+
+    Attributes:
+        loss: Its value.
+        gradients: Of each trained parameter that got one, by path, unscaled, in fp32 or wider.
+        callers: Each call in the order in which they began, with the call that made it; None for the loss.
+        kinds: Class of each module, by path.
+        scale: The loss scale, 1 without one.
+        strayed: Random draws that could not be replayed.
+        unseen: Paths of modules with tensors that could not be watched.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    callers: dict[Call, Call | None]
+    kinds: dict[str, str]
+    scale: float
+    strayed: int
+    unseen: Counter[str]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradients are. Waits for the device."""
+        return all(bool(torch.isfinite(as_real(g)).all()) for g in self.gradients.values())
+
+
+class Runs:
+    """Runs of one model, one loss and one batch.
+
+    Args:
+        model: It is copied, and widened where it is stored in bf16 or fp16; each pass stores its own copy as the model arrived.
+        loss: From the model and the batch a scalar.
+        batch: On any device.
+        device: To run on.
+        seed: Of random draws.
+        call: The caller, for errors.
+
+    Attributes:
+        trains: Whether a parameter requires a gradient; without one there is no backward.
+        ran: How many passes there have been.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, device: torch.device,
+        *, seed: int, call: str,
+    ) -> None:  # fmt: skip
+        self._call, self._device, self._seed, self._loss = call, device, seed, loss
+        self._batch = to_device(batch, device)
+        self._model = copied(model, call).to(device)
+        self._arrived = widen_(self._model)
+        self._tape: Tape | None = None
+        self.trains = any(parameter.requires_grad for parameter in self._model.parameters())
+        self.ran = 0
+
+    def resolution(self, plan: Plan) -> Resolution:
+        """What a plan makes of the model."""
+        model = self._as_given()
+        return resolve(plan, model, self._device.type, widen=widen_for(plan, model))
+
+    def _as_given(self) -> nn.Module:
+        model = copy.deepcopy(self._model)
+        store_(model, self._arrived)
+        return model
+
+    def run(
+        self,
+        plan: Plan,
+        forward: Forward = lambda *_: None,
+        backward: Backward = lambda *_: None,
+        *,
+        change: Callable[[nn.Module], None] | None = None,
+        scale: float | None = None,
+    ) -> Run:
+        """One pass. The first draws the random numbers, and the others get the same.
+
+        Args:
+            plan: That the model runs by; uncompiled.
+            forward: Sees what crosses a border in forward.
+            backward: Sees gradients, scaled as they are.
+            change: Called with the prepared model before it runs.
+            scale: Loss scale in the place of the plan's own.
+
+        Raises:
+            CastwiseError: The plan does not fit the model or the device, or the loss fails.
+        """
+        if scale is not None and plan.loss_scale is not None:
+            fixed = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
+            plan = dataclasses.replace(plan, loss_scale=fixed)
+        plan = dataclasses.replace(plan, compile="as_given")
+        model = self._as_given()
+        draws: Recorder | Replayer
+        if self._tape is None:
+            self._tape = Tape()
+            draws = Recorder(self._tape)
+        else:
+            draws = Replayer(self._tape)
+        emulate = self._device.type == "cpu" and "fp16" in plan.formats
+        self.ran += 1
+        with contextlib.ExitStack() as stack:
+            amp = stack.enter_context(prepared(model, plan, self._device))
+            if change is not None:
+                change(model)
+            crossings = stack.enter_context(Crossings(model, forward, backward))
+            stack.enter_context(draws)
+            stack.enter_context(EmulatedProducts() if emulate else contextlib.nullcontext())
+            value = self._backward(model, amp)
+            used = amp.get_scale()
+            gradients = _gradients(model, used)
+        kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        strayed = draws.strayed if isinstance(draws, Replayer) else 0
+        return Run(value, gradients, crossings.callers, kinds, used, strayed, crossings.unseen)
+
+    def run_finite(self, plan: Plan, begin: Callable[[float | None], tuple[Forward, Backward]]) -> Run:
+        """One pass at a loss scale that overflows nothing, as training would find it; else at the last one tried.
+
+        Args:
+            plan: That the model runs by.
+            begin: Called before each attempt; makes what looks.
+        """
+        scale = plan.loss_scale.init if plan.loss_scale is not None else None
+        for attempt in range(RESCALES + 1):
+            forward, backward = begin(scale)
+            passed = self.run(plan, forward, backward, scale=scale)
+            if scale is None or attempt == RESCALES or passed.finite:
+                break
+            scale *= RESCALE
+        return passed
+
+    def _backward(self, model: nn.Module, amp: Amp) -> float:
+        seed_all(self._seed % 2**32)
+        with users_code(f"{self._call}: the model or its loss failed"), torch.set_grad_enabled(self.trains):
+            loss = self._loss(model, self._batch)
+            check_no_backward(model, self._call)
+            loss = check_loss(loss, self._call)
+            if self.trains:
+                amp.backward(loss)
+        return float(loss.detach())
+
+
+def _gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
+    out = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            wide = dense.detach() if dense.dtype.itemsize >= 4 else dense.detach().float()
+            out[name] = wide / scale if scale != 1.0 else wide.clone()
+    return out
+
+
+def difference(ours: Tensor, reference: Tensor) -> float | None:
+    """||ours - reference|| / ||reference||, in fp64; None where there is nothing to compare, infinite where only ours is not finite.
+
+    Elements that are equal, infinite ones too, and those where the reference is not finite, differ by nothing.
+    """
+    if ours.shape != reference.shape or not (reference.is_floating_point() or reference.is_complex()):
+        return None
+    a, b = as_real(reference).double(), as_real(ours).double()
+    sound = torch.isfinite(a)
+    a = torch.where(sound, a, 0.0)
+    apart = torch.where(sound, b - a, 0.0)
+    size, off = float(a.norm()), float(apart.norm())
+    if not math.isfinite(off):
+        return math.inf
+    return off / size if size else None
+
+
+def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
+    """The same of all gradients together; one that is missing counts as zero."""
+    square = off = 0.0
+    for name, gradient in reference.items():
+        a = as_real(gradient).double()
+        b = as_real(ours[name]).double() if name in ours else torch.zeros_like(a)
+        square += float(a.square().sum())
+        off += float((b - a).square().sum())
+    if not square:
+        return None
+    return math.sqrt(off / square) if math.isfinite(off) else math.inf
+
+
+def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float | None]:
+    """:func:`difference` of each gradient by its parameter's path; one that is missing counts as zero."""
+    return {
+        name: difference(ours.get(name, torch.zeros_like(gradient)), gradient)
+        for name, gradient in reference.items()
+    }
