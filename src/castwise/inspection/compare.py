@@ -36,7 +36,7 @@ from castwise.inspection.looks import Key, Look
 from castwise.inspection.runs import Run, Runs, differences, total_difference
 from castwise.measure.environment import Environment, environment
 from castwise.numerics.isolation import undisturbed, unspoilt
-from castwise.numerics.parity import device_of
+from castwise.numerics.parity import device_of, with_scale
 from castwise.numerics.probes import dithered
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan, Region, as_plan
@@ -45,6 +45,8 @@ from castwise.resolve import Resolution
 from castwise.workload import users_code
 
 TRIES = 2
+ROOM = 4.0
+"""A loss scale is chosen so that the largest gradient is this far from overflow."""
 
 def compare(
     model: nn.Module,
@@ -116,7 +118,7 @@ class _Comparing:
                 "castwise.first_nonfinite says where that begins"
             )
         b.reference = a.kept
-        ran_b = self._runs.run_finite(self._second, b.begin)
+        ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
         own = self._isolated(a, b, ran_a, ran_b)
         calls = Judge(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
         tried = [self._try(call.path, a, ran_a) for call in suspects(calls, tries)]
@@ -184,7 +186,7 @@ class _Comparing:
         plan = dataclasses.replace(self._second, regions=(*self._second.regions, region), provenance=None)
         look = Look(reference=a.kept)
         try:
-            ran = self._runs.run_finite(plan, look.begin)
+            ran = self._runs.run_finite(_with_room(plan, a, ran_a), look.begin)
         except CastwiseError as error:
             return Trial(path, str(plan), reason=sentence(error))
         return Trial(
@@ -194,6 +196,18 @@ class _Comparing:
             output_error=look.at_the_end(),
             gradient_error=total_difference(ran.gradients, ran_a.gradients),
         )
+
+
+def _with_room(plan: Plan, a: Look, ran_a: Run) -> Plan:
+    """A plan whose dynamic loss scale begins where training would have come to: below what overflows the largest gradient seen."""
+    if plan.loss_scale is None or not plan.loss_scale.dynamic:
+        return plan
+    seen = [*(g for key, g in a.kept.items() if key.back), *ran_a.gradients.values()]
+    largest = max((float(g.abs().max()) for g in seen if g.numel()), default=0.0)
+    if not largest:
+        return plan
+    room = 2.0 ** math.floor(math.log2(FORMATS["fp16"].max / (ROOM * largest)))
+    return with_scale(plan, min(plan.loss_scale.init, room))
 
 
 def _eps(plan: Plan, resolution: Resolution, path: str) -> float:

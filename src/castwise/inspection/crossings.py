@@ -47,9 +47,9 @@ class _Cross(torch.autograd.Function):
     """A tensor on one side of a border, and its gradient on the other."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor, point: Point, look: Backward) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, held: list[Tensor], point: Point, look: Backward) -> Tensor:
         ctx.point, ctx.look = point, look
-        return value
+        return held[0]  # an argument that came back would be a view, which may not be written to
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -165,7 +165,7 @@ class Crossings:
         put = self._forward(point, tensor.detach(), running.again)
         value = tensor.detach().clone() if put is None else put
         if tensor.requires_grad and torch.is_grad_enabled():
-            value = _Cross.apply(tensor, value, point, self._backward)
+            value = _Cross.apply(tensor, [value], point, self._backward)
         if side == "in":
             running.copies.append((tensor, value, _torch.version(value)))
         return value

@@ -14,7 +14,7 @@ from castwise.inspection.runs import Run, differences
 
 LOSS = Call("(loss)", 0)
 """The code around the model: the loss."""
-EXCESS = 6.0
+EXCESS = 4.0
 """An own error so many times the expected one is not of the format's rounding."""
 AMPLIFIES = 10.0
 """A call whose expected error is so many times the rounding of what it takes amplifies rounding."""
