@@ -91,7 +91,8 @@ def compare(
         raise WorkloadError(f"compare: model is {type(model).__name__}; give the torch.nn.Module itself")
     where = find_device("compare", device, str(device_of(model)))
     with users_code("compare: the model or its loss failed"), undisturbed(), unspoilt(model, "compare"):
-        runs = Runs(model, loss, batch, where, seed=seed, call="compare")
+        eager = first.compile == second.compile == "as_given"
+        runs = Runs(model, loss, batch, where, seed=seed, call="compare", replays=eager)
         return _Comparing(runs, first, second, environment(where)).compare(tries)
 
 
@@ -111,6 +112,8 @@ class _Comparing:
 
     def compare(self, tries: int) -> Comparison:
         a, b = Look(keep=True), Look()
+        if not self._runs.replays:
+            self._runs.run(dataclasses.replace(self._first, compile="as_given"))  # for who calls whom
         ran_a = self._runs.run_finite(self._first, a.begin)
         if not math.isfinite(ran_a.loss) or not ran_a.finite:
             raise NonFiniteError(
@@ -122,15 +125,17 @@ class _Comparing:
         own = self._isolated(a, b, ran_a, ran_b)
         calls = Judge(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
         tried = [self._try(call.path, a, ran_a) for call in suspects(calls, tries)]
+        end_a, end_b = self._whole(self._first, ran_a), self._whole(self._second, ran_b)
         return Comparison(
+            workload=ran_a.kinds[""],
             plan_a=self._first,
             plan_b=self._second,
-            losses=(ran_a.loss, ran_b.loss),
+            losses=(end_a.loss, end_b.loss),
             output_error=b.at_the_end(),
-            gradient_error=total_difference(ran_b.gradients, ran_a.gradients),
+            gradient_error=total_difference(end_b.gradients, end_a.gradients),
             calls=calls,
             tried=tuple(tried),
-            parameters=differences(ran_b.gradients, ran_a.gradients),
+            parameters=differences(end_b.gradients, end_a.gradients),
             loss_scale=None if self._second.loss_scale is None else ran_b.scale,
             strayed=ran_b.strayed,
             notes=tuple([*self._notes, *_notes(a, b, ran_a, ran_b)]),
@@ -138,21 +143,34 @@ class _Comparing:
             environment=dataclasses.asdict(self._env),
         )
 
+    def _whole(self, plan: Plan, ran: Run) -> Run:
+        """A compiled plan's pass without borders in its code; another plan's pass as it was."""
+        if plan.compile == "as_given":
+            return ran
+        self._notes.append(
+            f"Calls of {plan} were compiled one by one: what the compiler fuses across their borders shows in the loss and the "
+            "gradients at the end alone."
+        )
+        return self._runs.run(plan, scale=ran.scale, whole=True)
+
     def _isolated(self, a: Look, b: Look, ran_a: Run, ran_b: Run) -> Own | None:
         """Passes 3 to 5; None where the loss cannot be run with values put in the place of its own."""
 
-        def rounded(key: Key) -> Tensor | None:
-            value, dtype = a.kept.get(key), b.dtypes.get(key)
+        def rounded(key: Key, value: Tensor | None) -> Tensor | None:
+            dtype = b.dtypes.get(key)
             if value is None or dtype is None or not value.is_floating_point():
                 return value
             scale = b.scale if key.back else 1.0
             return (value * scale).to(dtype).to(value.dtype) / scale
 
-        def given(key: Key) -> Tensor | None:
-            return base.kept.get(key) if key.is_made_by_callee else rounded(key)
+        def begun(key: Key, arrived: Tensor) -> Tensor | None:
+            return rounded(key, arrived if key.is_made_by_callee else a.kept.get(key))
 
-        def moved(key: Key) -> Tensor | None:
-            value = given(key)
+        def given(key: Key, _: Tensor) -> Tensor | None:
+            return rounded(key, (base if key.is_made_by_callee else a).kept.get(key))
+
+        def moved(key: Key, arrived: Tensor) -> Tensor | None:
+            value = given(key, arrived)
             if value is None:
                 return None
             call = key.point.call
@@ -160,7 +178,7 @@ class _Comparing:
             eps = self._eps["" if taker is None else taker.path]
             return _moved(value, eps, zlib.crc32(repr(key).encode()))
 
-        base = Look(keep=True, put=lambda key: None if key.is_made_by_callee else rounded(key))
+        base = Look(keep=True, put=begun)
         own = Look(reference=base.kept, put=given)
         expected = Look(reference=base.kept, put=moved)
         run = self._runs.run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from castwise.plans.plan import Plan
-from castwise.report.result import Result
+from castwise.result import Result
 
 Verdict = Literal["born", "amplifies", "rounding", "passes", "exact", "unseen"]
 
@@ -101,9 +101,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Comparison(Result):
-    """What :func:`compare` found.
+    """What :func:`castwise.compare` found.
 
     Attributes:
+        workload: Class of the model.
         plan_a: The reference.
         plan_b: What is compared with it.
         losses: Under the first plan and the second.
@@ -119,6 +120,8 @@ class Comparison(Result):
         environment: What it ran on.
     """
 
+    kind: ClassVar[str] = "compare"
+    workload: str
     plan_a: Plan
     plan_b: Plan
     losses: tuple[float, float]
@@ -133,7 +136,6 @@ class Comparison(Result):
     passes: int
     environment: Mapping[str, Any]
 
-    kind: ClassVar[str] = "compare"
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
@@ -154,7 +156,8 @@ class Comparison(Result):
             }
             for call in self.calls
         ]
-        said = {"plan_a": str(self.plan_a), "plan_b": str(self.plan_b), "calls": calls}
+        said: dict[str, Any] = {"plan_a": str(self.plan_a), "plan_b": str(self.plan_b), "calls": calls}
+        said["description"] = f"{self.plan_b} against {self.plan_a}"
         births = [[call.path, call.call] for call in self.birthplaces]
         return dataclasses.asdict(self) | said | {"loss_error": self.loss_error, "birthplaces": births}
 

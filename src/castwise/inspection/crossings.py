@@ -4,7 +4,7 @@ Each is handed to a function that looks at it and may put another in its place. 
 number, counted from 0 in forward. Where activation checkpointing runs a call again during backward, it is found by what it
 was given, and has the number that it had.
 
-Modules of torch.compile'd code are not called one by one: give the model before it is compiled.
+In code that torch.compile has made modules are not called one by one: see :mod:`castwise.inspection.compiled`.
 """
 
 from __future__ import annotations
@@ -79,11 +79,13 @@ class Crossings:
 
     Attributes:
         callers: Each call, in the order in which they began, with the one that it was made in; None in the loss.
+        writes: Paths of modules that have written to their inputs.
         unseen: Tensors that could not be watched, since they are sparse, nested or of a class of their own.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, backward: Backward) -> None:
         self.callers: dict[Call, Call | None] = {}
+        self.writes: set[str] = set()
         self.unseen: Counter[str] = Counter()
         self._model, self._forward, self._backward = model, forward, backward
         self._paths = {module: path for path, module in model.named_modules()}
@@ -133,6 +135,7 @@ class Crossings:
             for original, copy, version in running.copies:
                 if _torch.version(copy) != version:
                     original.copy_(copy)
+                    self.writes.add(self._paths[module])
             return None if output is None else self._crossed(output, "out", running)
         finally:
             self._running.pop()

@@ -113,11 +113,11 @@ class Judge:
         own, expected = (None, None) if self._own is None else (self._own.own.errors.get(key), self._own.expected.errors.get(key))
         name = _name(key) if maker is call else f"{_name(key)} of {call.path or 'the model'}"
         if (
-            not (from_callee or key.back)
+            not from_callee
             and call.path in self._bordered
             and (own or 0.0) <= 2 * ROUNDING * self._eps[call.path]
         ):
-            maker, name = call, "cast on the way in"  # which the border of a region does
+            maker, name = call, f"cast of its {_name(key)}"  # which the border of a region does
         if error is None:
             return
         rounding = ROUNDING * self._eps[self._module(maker)]

@@ -35,7 +35,7 @@ class Look:
         scale: Of the pass's loss; gradients are kept without it.
         reference: What to measure against.
         keep: Whether to keep what arrives.
-        put: What goes on, by key; None for what arrived.
+        put: What goes on, by key and what arrived; None for that.
         kept: What arrived.
         errors: Against the reference.
         dtypes: Of what arrived.
@@ -44,7 +44,7 @@ class Look:
     scale: float = 1.0
     reference: Mapping[Key, Tensor] | None = None
     keep: bool = False
-    put: Callable[[Key], Tensor | None] = lambda _: None
+    put: Callable[[Key, Tensor], Tensor | None] = lambda *_: None
     kept: dict[Key, Tensor] = field(default_factory=dict)
     errors: dict[Key, float | None] = field(default_factory=dict)
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Look:
         key = Key(point)
         if not again:
             self._see(key, tensor)
-        return self._given(key, tensor, 1.0)
+        return self._given(key, tensor, tensor, 1.0)
 
     def backward(self, point: Point, gradient: Tensor) -> Tensor | None:
         """See a gradient that comes back."""
@@ -81,9 +81,10 @@ class Look:
         self._hits[point] += 1
         if not is_plain(gradient):
             return None
-        self._see(key, gradient if self.scale == 1.0 else gradient.float() / self.scale)
-        self.dtypes[key] = gradient.dtype  # scaled it was wider
-        return self._given(key, gradient, self.scale)
+        unscaled = gradient if self.scale == 1.0 else gradient.float() / self.scale
+        self._see(key, unscaled)
+        self.dtypes[key] = gradient.dtype
+        return self._given(key, gradient, unscaled, self.scale)
 
     def _see(self, key: Key, tensor: Tensor) -> None:
         self.dtypes[key], self.shapes[key] = tensor.dtype, tensor.shape
@@ -92,8 +93,8 @@ class Look:
         if self.reference is not None and key in self.reference:
             self.errors[key] = difference(tensor, self.reference[key])
 
-    def _given(self, key: Key, tensor: Tensor, scale: float) -> Tensor | None:
-        given = self.put(key)
+    def _given(self, key: Key, tensor: Tensor, unscaled: Tensor, scale: float) -> Tensor | None:
+        given = self.put(key, unscaled)
         if given is None or given.shape != tensor.shape:
             return None
         if given.is_complex() is not tensor.is_complex() or given.is_floating_point() is not tensor.is_floating_point():

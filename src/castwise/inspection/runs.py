@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from castwise import _torch
 from castwise.arrival import store_, widen_, widen_for
 from castwise.casting.trees import to_device
+from castwise.inspection.compiled import CompiledCrossings
 from castwise.inspection.crossings import Backward, Call, Crossings, Forward
 from castwise.numerics.draws import Recorder, Replayer, Tape
 from castwise.numerics.emulation import EmulatedProducts
@@ -72,18 +74,22 @@ class Runs:
 
     Attributes:
         trains: Whether a parameter requires a gradient; without one there is no backward.
+        replays: Whether random draws of the first pass are put into the others; compiled code allows that of none, and draws from
+            one seed.
         ran: How many passes there have been.
     """
 
     def __init__(
         self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, device: torch.device,
-        *, seed: int, call: str,
+        *, seed: int, call: str, replays: bool = True,
     ) -> None:  # fmt: skip
         self._call, self._device, self._seed, self._loss = call, device, seed, loss
         self._batch = to_device(batch, device)
         self._model = copied(model, call).to(device)
         self._arrived = widen_(self._model)
         self._tape: Tape | None = None
+        self._known: Crossings | None = None
+        self.replays = replays
         self.trains = any(parameter.requires_grad for parameter in self._model.parameters())
         self.ran = 0
 
@@ -105,15 +111,17 @@ class Runs:
         *,
         change: Callable[[nn.Module], None] | None = None,
         scale: float | None = None,
+        whole: bool = False,
     ) -> Run:
-        """One pass. The first draws the random numbers, and the others get the same.
+        """One pass. The first draws the random numbers, and the others get the same; it is not to be compiled.
 
         Args:
-            plan: That the model runs by; uncompiled.
+            plan: That the model runs by, compiled where it says so.
             forward: Sees what crosses a border in forward.
             backward: Sees gradients, scaled as they are.
             change: Called with the prepared model before it runs.
             scale: Loss scale in the place of the plan's own.
+            whole: Leave compiled code as it is, and see nothing that crosses.
 
         Raises:
             CastwiseError: The plan does not fit the model or the device, or the loss fails.
@@ -121,41 +129,54 @@ class Runs:
         if scale is not None and plan.loss_scale is not None:
             fixed = dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
             plan = dataclasses.replace(plan, loss_scale=fixed)
-        plan = dataclasses.replace(plan, compile="as_given")
-        model = self._as_given()
-        draws: Recorder | Replayer
-        if self._tape is None:
+        model, compiled = self._as_given(), plan.compile != "as_given"
+        draws: Recorder | Replayer | None = None
+        if self.replays and self._tape is None:
             self._tape = Tape()
             draws = Recorder(self._tape)
-        else:
+        elif self.replays and self._tape is not None:
             draws = Replayer(self._tape)
-        emulate = self._device.type == "cpu" and "fp16" in plan.formats
+        emulate = self._device.type == "cpu" and "fp16" in plan.formats and not compiled
         self.ran += 1
         with contextlib.ExitStack() as stack:
+            if compiled:
+                stack.enter_context(_torch.eager_random_numbers())
             amp = stack.enter_context(prepared(model, plan, self._device))
             if change is not None:
                 change(model)
-            crossings = stack.enter_context(Crossings(model, forward, backward))
-            stack.enter_context(draws)
-            stack.enter_context(EmulatedProducts() if emulate else contextlib.nullcontext())
+            watching: Crossings | CompiledCrossings | None = None
+            if not compiled:
+                watching = Crossings(model, forward, backward)
+                self._known = self._known or watching
+            elif not whole:
+                assert self._known is not None
+                watching = CompiledCrossings(model, forward, backward, frozenset(self._known.writes))
+            for context in (watching, draws, EmulatedProducts() if emulate else None):
+                if context is not None:
+                    stack.enter_context(context)
             value = self._backward(model, amp)
             used = amp.get_scale()
             gradients = _gradients(model, used)
         kinds = {path: type(module).__name__ for path, module in model.named_modules()}
         strayed = draws.strayed if isinstance(draws, Replayer) else 0
-        return Run(value, gradients, crossings.callers, kinds, used, strayed, crossings.unseen)
+        calls = watching if isinstance(watching, Crossings) else self._known
+        unseen = watching.unseen if watching is not None else Counter()
+        return Run(value, gradients, {} if calls is None else calls.callers, kinds, used, strayed, unseen)
 
-    def run_finite(self, plan: Plan, begin: Callable[[float | None], tuple[Forward, Backward]]) -> Run:
+    def run_finite(
+        self, plan: Plan, begin: Callable[[float | None], tuple[Forward, Backward]], whole: bool = False
+    ) -> Run:
         """One pass at a loss scale that overflows nothing, as training would find it; else at the last one tried.
 
         Args:
             plan: That the model runs by.
             begin: Called before each attempt; makes what looks.
+            whole: As for :meth:`run`.
         """
         scale = plan.loss_scale.init if plan.loss_scale is not None else None
         for attempt in range(RESCALES + 1):
             forward, backward = begin(scale)
-            passed = self.run(plan, forward, backward, scale=scale)
+            passed = self.run(plan, forward, backward, scale=scale, whole=whole)
             if scale is None or attempt == RESCALES or passed.finite:
                 break
             scale *= RESCALE
