@@ -80,7 +80,9 @@ def faults(results: Results) -> None:
 
 def clean(results: Results) -> None:
     """One row for each job and plan."""
-    jobs: dict[str, Callable[[], Workload]] = {name: lambda name=name: find_workload(name) for name in BUILT_IN}  # type: ignore[misc]
+    jobs: dict[str, Callable[[], Workload]] = {
+        name: lambda name=name: find_workload(name) for name in BUILT_IN
+    }  # type: ignore[misc]
     for (name, make), plan in itertools.product((jobs | dict(ARCHITECTURES)).items(), PLANS):
         with results.part(f"{name} {plan}"):
             workload = make()
@@ -88,7 +90,13 @@ def clean(results: Results) -> None:
             model, first = workload.model(), next(iter(workload.batches(0)))
             start = time.perf_counter()
             found = compare(model, workload.loss, first, "fp32", plan, tries=0)
-            results.add({"part": "clean", "workload": name, "plan": plan, **_said(found), "s": time.perf_counter() - start})
+            results.add({
+                "part": "clean",
+                "workload": name,
+                "plan": plan,
+                **_said(found),
+                "s": time.perf_counter() - start,
+            })
 
 
 def _said(found: Comparison) -> dict[str, Any]:

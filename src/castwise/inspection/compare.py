@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.errors import CastwiseError, NonFiniteError, WorkloadError, check_count, sentence, told
-from castwise.inspection.comparison import CallComparison, Comparison, Trial, relative
+from castwise.inspection.comparison import Comparison, Trial, relative
 from castwise.inspection.judging import Judge, Own, suspects
 from castwise.inspection.looks import Key, Look
 from castwise.inspection.runs import Run, Runs, differences, total_difference
@@ -47,6 +47,7 @@ from castwise.workload import users_code
 TRIES = 2
 ROOM = 4.0
 """A loss scale is chosen so that the largest gradient is this far from overflow."""
+
 
 def compare(
     model: nn.Module,
@@ -138,7 +139,7 @@ class _Comparing:
             parameters=differences(end_b.gradients, end_a.gradients),
             loss_scale=None if self._second.loss_scale is None else ran_b.scale,
             strayed=ran_b.strayed,
-            notes=tuple([*self._notes, *_notes(a, b, ran_a, ran_b)]),
+            notes=(*self._notes, *_notes(a, b, ran_a, ran_b)),
             passes=self._runs.ran,
             environment=dataclasses.asdict(self._env),
         )
@@ -246,7 +247,9 @@ def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
     least = 2 * torch.finfo(tensor.dtype).eps  # less would round away
     generator = torch.Generator(tensor.device).manual_seed(seed)
     wide = tensor.float() if tensor.dtype in LOW_DTYPES else tensor
-    return torch.where(torch.isfinite(wide), dithered(wide, max(eps, least), generator), wide).to(tensor.dtype)
+    return torch.where(torch.isfinite(wide), dithered(wide, max(eps, least), generator), wide).to(
+        tensor.dtype
+    )
 
 
 def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
@@ -262,7 +265,9 @@ def _notes(a: Look, b: Look, ran_a: Run, ran_b: Run) -> list[str]:
     changed = [key for key, error in b.errors.items() if error is None and key in a.kept]
     shapes = sorted({key.point.call.path for key in changed if b.shapes.get(key) != a.kept[key].shape})
     if shapes:
-        out.append(f"Tensors have other shapes under the second plan, and are not compared, at {', '.join(shapes[:3])}.")
+        out.append(
+            f"Tensors have other shapes under the second plan, and are not compared, at {', '.join(shapes[:3])}."
+        )
     unseen = sorted({path for ran in (ran_a, ran_b) for path in ran.unseen})
     if unseen:
         out.append(

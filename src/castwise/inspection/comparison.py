@@ -136,7 +136,6 @@ class Comparison(Result):
     passes: int
     environment: Mapping[str, Any]
 
-
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
         """The calls in which an error is born that rounding to the format does not explain, the furthest above it first."""

@@ -30,7 +30,9 @@ class CompiledCrossings:
         writes: Paths of modules that write to their inputs: these are not looked at, since the caller would not see the write.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, backward: Backward, writes: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, forward: Forward, backward: Backward, writes: frozenset[str]
+    ) -> None:
         self.unseen: Counter[str] = Counter()
         self._model, self._forward, self._backward, self._writes = model, forward, backward, writes
         self._handles: list[Any] = []
@@ -111,4 +113,6 @@ def _define() -> None:
     forward = torch.library.custom_op("castwise::cross", cross, mutates_args=(), schema=schema)
     forward.register_fake(like)
     forward.register_autograd(backward, setup_context=remember)
-    torch.library.custom_op("castwise::cross_back", cross_back, mutates_args=(), schema=schema).register_fake(like)
+    torch.library.custom_op("castwise::cross_back", cross_back, mutates_args=(), schema=schema).register_fake(
+        like
+    )

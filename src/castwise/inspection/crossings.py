@@ -189,4 +189,6 @@ def _sum(tensor: Tensor) -> float:
 
 
 def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return len(one) == len(other) and all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        a == b or (a != a and b != b) for a, b in zip(one, other, strict=True)
+    )

@@ -110,7 +110,11 @@ class Judge:
         caller = self._a.callers.get(call) or LOSS
         from_callee = (key.point.side == "out") is not key.back
         maker, taker = (call, caller) if from_callee else (caller, call)
-        own, expected = (None, None) if self._own is None else (self._own.own.errors.get(key), self._own.expected.errors.get(key))
+        own, expected = (
+            (None, None)
+            if self._own is None
+            else (self._own.own.errors.get(key), self._own.expected.errors.get(key))
+        )
         name = _name(key) if maker is call else f"{_name(key)} of {call.path or 'the model'}"
         if (
             not from_callee
@@ -143,14 +147,22 @@ class Judge:
         expected: dict[str, float | None] = {}
         if self._own is not None:
             base = self._own.ran_base.gradients
-            own, expected = (differences(ran.gradients, base) for ran in (self._own.ran_own, self._own.ran_expected))
+            own, expected = (
+                differences(ran.gradients, base) for ran in (self._own.ran_own, self._own.ran_expected)
+            )
         for name, error in free.items():
             path, _, last = name.rpartition(".")
             while path and Call(path, 0) not in self._a.callers:
                 path, _, above = path.rpartition(".")
                 last = f"{above}.{last}"
             if error is not None:
-                mark = _Mark(f"gradient of {last}", error, own.get(name), expected.get(name), ROUNDING * self._eps[path])
+                mark = _Mark(
+                    f"gradient of {last}",
+                    error,
+                    own.get(name),
+                    expected.get(name),
+                    ROUNDING * self._eps[path],
+                )
                 self._made.setdefault((Call(path, 0), True), []).append(mark)
 
     def _side(self, call: Call, back: bool) -> Side:
@@ -190,6 +202,11 @@ def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallCompar
     seen = set()
     born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)
     for call in born or sorted(calls, key=lambda call: -call.own):
-        if call.path not in seen and call.path not in ("", LOSS.path) and call.own > 0.0 and len(seen) < count:
+        if (
+            call.path not in seen
+            and call.path not in ("", LOSS.path)
+            and call.own > 0.0
+            and len(seen) < count
+        ):
             seen.add(call.path)
             yield call

@@ -39,7 +39,7 @@ class Look:
         kept: What arrived.
         errors: Against the reference.
         dtypes: Of what arrived.
-        """
+    """
 
     scale: float = 1.0
     reference: Mapping[Key, Tensor] | None = None
@@ -97,8 +97,9 @@ class Look:
         given = self.put(key, unscaled)
         if given is None or given.shape != tensor.shape:
             return None
-        if given.is_complex() is not tensor.is_complex() or given.is_floating_point() is not tensor.is_floating_point():
+        if (
+            given.is_complex() is not tensor.is_complex()
+            or given.is_floating_point() is not tensor.is_floating_point()
+        ):
             return None
         return torch.empty_like(tensor).copy_(given if scale == 1.0 else given * scale)
-
-

@@ -4,13 +4,6 @@ In reinforcement learning a model samples tokens by one implementation and is tr
 other probabilities, training is off-policy without saying so; importance ratios make up for it, and blow up where they differ
 much. Here both are computed in one process, at the same weights, teacher-forced on the same tokens: what is left is the formats'
 own part of the mismatch.
-
-Per token r = p_train / p_serve. Of the estimators of KL(serve || train) from tokens that the serving side has sampled,
-k1 = -log r is unbiased with much variance, k2 = (log r)**2 / 2 is biased with little, k3 = (r - 1) - log r is unbiased, with little
-variance and never negative.
-
-Source: J. Schulman, "Approximating KL Divergence" (2020), for k1, k2 and k3; PPO (arXiv 1707.06347) for the clip range; Kish (1965) for
-the effective sample size, (sum w)**2 / sum w**2 over the number of weights.
 """
 
 from __future__ import annotations
@@ -18,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +23,7 @@ from torch import Tensor, nn
 from castwise.arrival import store_, widen_
 from castwise.casting.trees import to_device
 from castwise.errors import PlanError, WorkloadError
+from castwise.inspection.ratios import ServeMismatch, Sums
 from castwise.measure.environment import environment
 from castwise.numerics.emulation import EmulatedProducts
 from castwise.numerics.isolation import copied, seed_all, undisturbed, unspoilt
@@ -42,77 +35,10 @@ from castwise.process import find_device
 from castwise.result import Result
 from castwise.workload import users_code
 
-QUANTILES = (0.001, 0.01, 0.05, 0.5, 0.95, 0.99, 0.999)
-BINS = 16
-"""Positions of the sequence are reported in so many parts."""
-WORST = 10
 CLIP = (0.8, 1.2)
 
 Tokens = Literal["given", "sampled"]
 Logits = Callable[[nn.Module, Any], tuple[Tensor, Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True)
-class Token:
-    """One token, by where it is.
-
-    Attributes:
-        batch: Which batch.
-        row: Of the batch.
-        position: In its sequence, of the token itself.
-        token: Its number in the vocabulary.
-        train: Log-probability under the training plan.
-        serve: Under the serving plan.
-    """
-
-    batch: int
-    row: int
-    position: int
-    token: int
-    train: float
-    serve: float
-
-
-@dataclass(frozen=True)
-class ServeMismatch:
-    """One serving plan against the training plan.
-
-    Attributes:
-        plan: The serving plan.
-        mean_abs: Mean of |log p_train - log p_serve| over tokens, in nats.
-        max_abs: The largest of these.
-        log_ratio: Quantiles of log r = log p_train - log p_serve, by level.
-        ratio: Quantiles of r.
-        clipped: Share of tokens whose r is outside of the clip range.
-        clipped_sequences: Share of sequences whose product of r is outside of it.
-        effective: Effective sample size of the weights r, as a share of the tokens.
-        effective_sequences: The same of the products of r over sequences, as a share of the sequences.
-        k1: Mean of -log r, an estimate of KL(serve || train) in nats per token; unbiased for tokens that were sampled by the serving
-            plan, as k3.
-        k2: Mean of (log r)**2 / 2.
-        k3: Mean of (r - 1) - log r.
-        kl: KL(serve || train) itself, from all logits at each position, meaned over positions.
-        argmax: Share of positions at which the two plans hold different tokens for the likeliest.
-        by_position: Mean |log r| in equal parts of the sequence, from its start.
-        worst: The tokens with the largest |log r|.
-    """
-
-    plan: Plan
-    mean_abs: float
-    max_abs: float
-    log_ratio: Mapping[str, float]
-    ratio: Mapping[str, float]
-    clipped: float
-    clipped_sequences: float
-    effective: float
-    effective_sequences: float
-    k1: float
-    k2: float
-    k3: float
-    kl: float
-    argmax: float
-    by_position: tuple[float, ...]
-    worst: tuple[Token, ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +69,11 @@ class Mismatch(Result):
     def _fields(self) -> dict[str, Any]:
         serve = [dataclasses.asdict(row) | {"plan": str(row.plan)} for row in self.serve]
         said = f"log-probabilities under {self.plan_train} and where it is served"
-        return dataclasses.asdict(self) | {"plan_train": str(self.plan_train), "serve": serve, "description": said}
+        return dataclasses.asdict(self) | {
+            "plan_train": str(self.plan_train),
+            "serve": serve,
+            "description": said,
+        }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``mismatch.json`` and the page ``mismatch.html`` with its pictures into a folder, which is made.
@@ -204,7 +134,7 @@ def mismatch(
         raise WorkloadError(f"mismatch: model is {type(model).__name__}; give the torch.nn.Module itself")
     where = find_device("mismatch", device, str(device_of(model)))
     with users_code("mismatch: the model or its batches failed"), undisturbed(), unspoilt(model, "mismatch"):
-        sums = [_Sums(plan, clip) for plan in serve]
+        sums = [Sums(plan, clip) for plan in serve]
         sides = _Sides(model, where, logits or _causal)
         with torch.no_grad():
             for at, batch in enumerate(batches):
@@ -215,7 +145,9 @@ def mismatch(
                     seed_all((seed * 1_000_003 + at) % 2**32)
                     row.take(at, ours, theirs, targets if tokens == "given" else _draw(theirs), mask)
     if not sums[0].count:
-        raise WorkloadError("mismatch: batches gave no token to compare; give at least one batch of two tokens")
+        raise WorkloadError(
+            "mismatch: batches gave no token to compare; give at least one batch of two tokens"
+        )
     return Mismatch(
         workload=type(model).__name__,
         plan_train=train,
@@ -247,7 +179,10 @@ class _Sides:
             store_(self._copies[plan], self._arrived)
         model = self._copies[plan]
         emulated = self._device.type == "cpu" and "fp16" in plan.formats
-        with prepared(model, plan, self._device), EmulatedProducts() if emulated else contextlib.nullcontext():
+        with (
+            prepared(model, plan, self._device),
+            EmulatedProducts() if emulated else contextlib.nullcontext(),
+        ):
             return _checked(self._of(model, batch))
 
 
@@ -277,7 +212,11 @@ def _checked(parts: Any) -> tuple[Tensor, Tensor, Tensor | None]:
             f"mismatch: logits(model, batch) returned {type(parts).__name__}; it must return logits, tokens and a mask or None"
         )
     logits, tokens, mask = parts
-    if logits.dim() != 3 or logits.shape[:2] != tokens.shape or (mask is not None and mask.shape != tokens.shape):
+    if (
+        logits.dim() != 3
+        or logits.shape[:2] != tokens.shape
+        or (mask is not None and mask.shape != tokens.shape)
+    ):
         shapes = [list(part.shape) for part in parts if part is not None]
         raise WorkloadError(
             f"mismatch: logits, tokens and mask have the shapes {', '.join(map(str, shapes))}; they must be [batch, length, vocabulary], "
@@ -288,7 +227,9 @@ def _checked(parts: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _draw(logits: Tensor) -> Tensor:
     """A token at each position, from the probabilities of its logits; its noise is the same for the same seed."""
-    noise = torch.rand(logits.shape, device=logits.device, dtype=torch.float32).clamp_min_(torch.finfo(torch.float32).tiny)
+    noise = torch.rand(logits.shape, device=logits.device, dtype=torch.float32).clamp_min_(
+        torch.finfo(torch.float32).tiny
+    )
     return (logits - noise.log_().neg_().log_()).argmax(-1)  # Gumbel's trick
 
 
@@ -296,94 +237,3 @@ def _check_clip(clip: object) -> None:
     right = isinstance(clip, tuple) and len(clip) == 2 and all(isinstance(end, (int, float)) for end in clip)
     if not right or not 0.0 <= clip[0] < 1.0 < clip[1]:  # type: ignore[index]
         raise PlanError(f"mismatch(clip={shown(clip)}): allowed: two numbers around 1, such as (0.8, 1.2)")
-
-
-# --- statistics -------------------------------------------------------------------------------------------------
-
-
-class _Sums:
-    """What tokens say of one serving plan; per token only its log-probabilities and its place are kept."""
-
-    def __init__(self, plan: Plan, clip: tuple[float, float]) -> None:
-        self._plan, self._clip = plan, clip
-        self._rows: list[Tensor] = []  # batch, row, position, token, train, serve, KL, other likeliest: fp64
-        self.count = self.sequences = 0
-
-    def take(self, at: int, train: Tensor, serve: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
-        """Note the tokens of a batch."""
-        keep = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-        ours, theirs = (torch.log_softmax(logits, -1) for logits in (train, serve))
-        kl = (theirs.exp() * (theirs - ours).masked_fill(theirs == -math.inf, 0.0)).sum(-1)
-        other = train.argmax(-1) != serve.argmax(-1)
-        chosen = [logs.gather(-1, tokens[..., None])[..., 0] for logs in (ours, theirs)]
-        rows, positions = keep.nonzero(as_tuple=True)
-        columns = [torch.full_like(rows, at), rows, positions, *(part[keep] for part in (tokens, *chosen, kl, other))]
-        self._rows.append(torch.stack([column.double().cpu() for column in columns], 1))
-        self.count += len(rows)
-        self.sequences += int(keep.any(1).sum())
-
-    def finding(self) -> ServeMismatch:
-        """All of it."""
-        all_rows = torch.cat(self._rows)
-        batch, row, position, token, ours, theirs, kl, other = all_rows.unbind(1)
-        log_ratio = ours - theirs
-        ratio = log_ratio.exp()
-        _, sequence = torch.unique(torch.stack([batch, row], 1), dim=0, return_inverse=True)
-        whole = torch.zeros(int(sequence.max()) + 1, dtype=torch.float64).index_add_(0, sequence, log_ratio)
-        worst = log_ratio.abs().argsort(descending=True)[:WORST].tolist()
-        levels = torch.tensor(QUANTILES, dtype=torch.float64)
-        return ServeMismatch(
-            plan=self._plan,
-            mean_abs=float(log_ratio.abs().mean()),
-            max_abs=float(log_ratio.abs().max()),
-            log_ratio=_by_level(_quantiles(log_ratio, levels)),
-            ratio=_by_level(_quantiles(ratio, levels)),
-            clipped=_outside(ratio, self._clip),
-            clipped_sequences=_outside(whole.exp(), self._clip),
-            effective=effective_share(log_ratio),
-            effective_sequences=effective_share(whole),
-            k1=float((-log_ratio).mean()),
-            k2=float((0.5 * log_ratio.square()).mean()),
-            k3=float((torch.expm1(log_ratio) - log_ratio).mean()),
-            kl=float(kl.mean()),
-            argmax=float(other.mean()),
-            by_position=_along(position, log_ratio.abs()),
-            worst=tuple(
-                Token(*(int(column[at]) for column in (batch, row, position, token)), float(ours[at]), float(theirs[at]))
-                for at in worst
-            ),
-        )
-
-
-def effective_share(log_weights: Tensor) -> float:
-    """(sum w)**2 / sum w**2 over the number of weights, from their logarithms: 1 where all are equal, 1/n where one is all.
-
-    Source: Kish, Survey Sampling (1965).
-    """
-    weights = (log_weights - log_weights.max()).exp()
-    return float(weights.sum().square() / weights.square().sum() / len(weights))
-
-
-def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
-    """Linear between the values; torch.quantile takes 16 million values at most."""
-    ordered = values.sort().values
-    at = levels * (len(ordered) - 1)
-    low = at.floor().long()
-    high = at.ceil().long()
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
-def _by_level(values: Tensor) -> dict[str, float]:
-    return {f"{level:g}": float(value) for level, value in zip(QUANTILES, values, strict=True)}
-
-
-def _outside(ratio: Tensor, clip: tuple[float, float]) -> float:
-    return float(((ratio < clip[0]) | (ratio > clip[1])).double().mean())
-
-
-def _along(position: Tensor, values: Tensor) -> tuple[float, ...]:
-    """Means of values in equal parts of the sequence; NaN for a part without any."""
-    parts = min(BINS, int(position.max()) + 1)
-    at = (position * parts / (position.max() + 1)).long()
-    sums, counts = (torch.zeros(parts, dtype=torch.float64).index_add_(0, at, v) for v in (values, torch.ones_like(values)))
-    return tuple((sums / counts).tolist())

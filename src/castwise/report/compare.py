@@ -138,7 +138,9 @@ def _calls(record: Record, direction: str, calls: Sequence[Record]) -> Grid:
         "error": of("error"),
         "came in": of("incoming"),
         "own": of("own"),
-        "x rounding": lambda call: f"{_number(call[direction]['excess']):.2f}" if call[direction]["own"] is not None else None,
+        "x rounding": lambda call: (
+            f"{_number(call[direction]['excess']):.2f}" if call[direction]["own"] is not None else None
+        ),
         "verdict": lambda call: call[direction]["verdict"],
     }
     return Grid.of(

@@ -46,7 +46,11 @@ def _path(record: Record, direction: str) -> Figure | None:
     axes.set_ylim(floor / 1.5, top * 12)
     axes.grid(visible=True, axis="y")
     axes.set_title(f"{direction.capitalize()}: the way of the error")
-    axes.set_xlabel("calls, as forward makes them" if direction == "forward" else "calls; backward goes from right to left")
+    axes.set_xlabel(
+        "calls, as forward makes them"
+        if direction == "forward"
+        else "calls; backward goes from right to left"
+    )
     axes.set_ylabel("relative error")
     axes.legend(loc="lower right", fontsize=8, ncols=3)
     _name(axes, calls, direction)

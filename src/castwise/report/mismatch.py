@@ -26,7 +26,12 @@ def lines(record: Record) -> list[Grid | Line]:
 
 def values(record: Record) -> dict[str, Any]:
     """The same for the page."""
-    return {"answer": headline(record), "grids": grids(record), "worst": _tokens(record), "meaning": meaning(record)}
+    return {
+        "answer": headline(record),
+        "grids": grids(record),
+        "worst": _tokens(record),
+        "meaning": meaning(record),
+    }
 
 
 def headline(record: Record) -> str:
@@ -66,9 +71,21 @@ def grids(record: Record) -> list[Grid]:
         "effective": percent("effective"), "clipped sequences": percent("clipped_sequences"),
         "effective sequences": percent("effective_sequences"),
     }  # fmt: skip
-    kl: Columns = {"plan": "plan", "exact": digits("kl"), "k1": digits("k1"), "k2": digits("k2"), "k3": digits("k3")}
-    titles = ("Log-probabilities, serving against training", "Ratios train / serve", "KL(serve || train), nats per token")
-    return [Grid.of(title, rows, columns) for title, columns in zip(titles, (distance, ratios, kl), strict=True)]
+    kl: Columns = {
+        "plan": "plan",
+        "exact": digits("kl"),
+        "k1": digits("k1"),
+        "k2": digits("k2"),
+        "k3": digits("k3"),
+    }
+    titles = (
+        "Log-probabilities, serving against training",
+        "Ratios train / serve",
+        "KL(serve || train), nats per token",
+    )
+    return [
+        Grid.of(title, rows, columns) for title, columns in zip(titles, (distance, ratios, kl), strict=True)
+    ]
 
 
 def _tokens(record: Record, count: int | None = None) -> Grid:

@@ -21,7 +21,11 @@ def _ratios(record: Record) -> Figure | None:
     for at, row in enumerate(rows):
         for low, high, width in (("0.001", "0.999", 1.5), ("0.01", "0.99", 4.0), ("0.05", "0.95", 8.0)):
             axes.plot(
-                [row["ratio"][low], row["ratio"][high]], [at, at], color=COLOURS[at % len(COLOURS)], lw=width, solid_capstyle="butt"
+                [row["ratio"][low], row["ratio"][high]],
+                [at, at],
+                color=COLOURS[at % len(COLOURS)],
+                lw=width,
+                solid_capstyle="butt",
             )
         axes.plot(row["ratio"]["0.5"], at, "|", color="white", ms=8)
     for end in record["clip"]:
