@@ -32,7 +32,7 @@ class Token:
     Attributes:
         batch: Which batch.
         row: Of the batch.
-        position: In its sequence, of the token itself.
+        position: Among the tokens that are predicted: 0 is the first that has a context.
         token: Its number in the vocabulary.
         train: Log-probability under the training plan.
         serve: Under the serving plan.
