@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
     call: Call
     side: Literal["in", "out"]
-    index: int
+    at: int
 
 
 Forward = Callable[[Point, Tensor, bool], Tensor | None]
@@ -168,7 +168,7 @@ class Crossings:
         put = self._forward(point, tensor.detach(), running.again)
         value = tensor.detach().clone() if put is None else put
         if tensor.requires_grad and torch.is_grad_enabled():
-            value = _Cross.apply(tensor, [value], point, self._backward)
+            value = _Cross.apply(tensor, [value], point, self._backward)  # type: ignore[no-untyped-call]
         if side == "in":
             running.copies.append((tensor, value, _torch.version(value)))
         return value

@@ -133,11 +133,11 @@ class Judge:
         def apart(one: Run, other: Run) -> float:
             return abs(one.loss - other.loss) / (abs(one.loss) or 1.0)
 
-        own = self._own
-        mark = _Mark(
-            "the loss", apart(ran_a, ran_b), own and apart(own.ran_base, own.ran_own),
-            own and apart(own.ran_base, own.ran_expected), ROUNDING * self._eps[""],
-        )  # fmt: skip
+        own = expected = None
+        if self._own is not None:
+            own = apart(self._own.ran_base, self._own.ran_own)
+            expected = apart(self._own.ran_base, self._own.ran_expected)
+        mark = _Mark("the loss", apart(ran_a, ran_b), own, expected, ROUNDING * self._eps[""])
         self._made.setdefault((LOSS, False), []).append(mark)
 
     def _put_weights(self, ran_a: Run, ran_b: Run) -> None:
@@ -193,13 +193,13 @@ def _verdict(made: Sequence[_Mark], worst: _Mark, error: float, incoming: float 
 
 
 def _name(key: Key) -> str:
-    at = f" {key.point.index}" if key.point.index else ""
+    at = f" {key.point.at}" if key.point.at else ""
     return f"{'gradient of ' if key.back else ''}{'input' if key.point.side == 'in' else 'output'}{at}"
 
 
 def suspects(calls: Sequence[CallComparison], count: int) -> Iterator[CallComparison]:
     """Modules to try in another format: where an error is born, else those with the largest own errors; each once."""
-    seen = set()
+    seen: set[str] = set()
     born = sorted((call for call in calls if call.born), key=lambda call: -call.excess)
     for call in born or sorted(calls, key=lambda call: -call.own):
         if (

@@ -144,9 +144,12 @@ class Sums:
             by_position=_along(position, log_ratio.abs()),
             worst=tuple(
                 Token(
-                    *(int(column[at]) for column in (batch, row, position, token)),
-                    float(ours[at]),
-                    float(theirs[at]),
+                    batch=int(batch[at]),
+                    row=int(row[at]),
+                    position=int(position[at]),
+                    token=int(token[at]),
+                    train=float(ours[at]),
+                    serve=float(theirs[at]),
                 )
                 for at in worst
             ),

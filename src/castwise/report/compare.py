@@ -38,7 +38,7 @@ def lines(record: Record) -> list[Grid | Line]:
         Line(headline(record), "bold"),
         Line(ends(record)),
         Line(),
-        *([tried(record), Line()] if record["tried"] else []),
+        *((tried(record), Line()) if record["tried"] else ()),
         *(_worst(record, direction) for direction in _DIRECTIONS),
         *(Line(note, "yellow") for note in record["notes"]),
         Line(MEANING, "dim"),
