@@ -21,7 +21,7 @@ from castwise.inspection.comparison import CallComparison, Comparison
 from castwise.plans.plan import Plan, Region
 
 from ..soak import SOAKING, some
-from .faults import Layer, Stack, batch, loss
+from .faults import Layer, Stack, batch, coarse, loss
 
 LOW = "bf16-mixed"
 
@@ -61,6 +61,23 @@ def test_a_fault_in_one_layer_of_24_is_found_there_and_nowhere_else(
     assert found.gradient_error is not None
     assert found.tried[0].gradient_error is not None
     assert found.tried[0].gradient_error < found.gradient_error
+
+
+def test_a_fault_in_few_elements_is_found_too() -> None:
+    class Head(nn.Linear):
+        """One of its 64 outputs is coarse, as one head of an attention may be."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            if not torch.is_autocast_enabled("cpu"):
+                return out
+            return torch.cat([coarse(out[:, :1], 2), out[:, 1:]], 1)
+
+    model = Stack(layers=6, width=32)
+    model.layers[3].first = Head(32, 64)
+    found = compare(model, loss, batch(), "fp32", LOW)
+    assert [c.path for c in found.birthplaces] == ["layers.3.first"]
+    assert "largest element" in found.birthplaces[0].forward.where
 
 
 def test_a_plan_without_a_fault_has_no_birthplace() -> None:

@@ -136,7 +136,10 @@ class _Comparing:
             gradient_error=total_difference(end_b.gradients, end_a.gradients),
             calls=calls,
             tried=tuple(tried),
-            parameters=differences(end_b.gradients, end_a.gradients),
+            parameters={
+                name: apart and apart.norm
+                for name, apart in differences(end_b.gradients, end_a.gradients).items()
+            },
             loss_scale=None if self._second.loss_scale is None else ran_b.scale,
             strayed=ran_b.strayed,
             notes=(*self._notes, *_notes(a, b, ran_a, ran_b)),

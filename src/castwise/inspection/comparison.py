@@ -28,7 +28,8 @@ class Side:
         incoming: Of what it was given: its inputs; in backward the gradients of its outputs.
         own: Of what it makes when it is given what the first plan's run had.
         expected: The own error that rounding to the format explains.
-        where: The tensor that ``own`` and ``expected`` are about.
+        where: The tensor that ``own`` and ``expected`` are about; where it is said to be the largest element of one, they are
+            max |b - a| / max |a|, by which an error in few elements shows.
     """
 
     verdict: Verdict

@@ -185,7 +185,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _sum(tensor: Tensor) -> float:
-    return float(tensor.detach().double().sum()) if is_plain(tensor) and not tensor.is_complex() else 0.0
+    return float(tensor.detach().float().sum()) if is_plain(tensor) and not tensor.is_complex() else 0.0
 
 
 def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

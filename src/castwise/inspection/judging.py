@@ -10,7 +10,7 @@ from typing import NamedTuple
 from castwise.inspection.comparison import CallComparison, Side, Verdict
 from castwise.inspection.crossings import Call
 from castwise.inspection.looks import Key, Look
-from castwise.inspection.runs import Run, differences
+from castwise.inspection.runs import Apart, Run, differences
 
 LOSS = Call("(loss)", 0)
 """The code around the model: the loss."""
@@ -20,6 +20,8 @@ AMPLIFIES = 10.0
 """A call whose expected error is so many times the rounding of what it takes amplifies rounding."""
 ROUNDING = 0.29
 """The root mean square of rounding to nearest, in units of eps: an even spread over half a unit to both sides is 1/sqrt(12)."""
+HALF = 0.5
+"""The most that rounding to nearest makes, in units of eps."""
 MATTERS = 0.1
 """An own error below this share of the error at the same place is not what that comes from."""
 MOSTLY = 0.5
@@ -38,21 +40,44 @@ class Own:
 
 
 class _Mark(NamedTuple):
-    """One tensor that a call makes: its errors, and its name. ``rounding`` is what rounding it once makes."""
+    """One tensor that a call makes: its name, its errors, and the eps of the format it is made in."""
 
     name: str
-    error: float | None
-    own: float | None
-    expected: float | None
-    rounding: float
+    error: Apart
+    own: Apart | None
+    expected: Apart | None
+    eps: float
 
     @property
-    def explained(self) -> float:
-        return math.hypot(self.expected or 0.0, self.rounding)
+    def rounding(self) -> Apart:
+        """What rounding it once makes: in the mean, and at most."""
+        return Apart(ROUNDING * self.eps, HALF * self.eps)
+
+    @property
+    def explained(self) -> Apart:
+        """What is expected of its call, its own rounding included."""
+        expected = self.expected or Apart(0.0, 0.0)
+        return Apart(*map(math.hypot, expected, self.rounding))
+
+    @property
+    def excesses(self) -> Apart:
+        """How many times what is explained the own error is."""
+        if self.own is None:
+            return Apart(0.0, 0.0)
+        both = zip(self.own, self.explained, strict=True)
+        return Apart(*(own / explained if math.isfinite(explained) else 0.0 for own, explained in both))
 
     @property
     def excess(self) -> float:
-        return 0.0 if self.own is None else self.own / self.explained
+        return max(self.excesses)
+
+    @property
+    def born(self) -> bool:
+        """Whether either is far above what is explained, and not small beside the error there."""
+        if self.own is None:
+            return False
+        each = zip(self.excesses, self.own, self.error, strict=True)
+        return any(excess > EXCESS and own >= MATTERS * error for excess, own, error in each)
 
 
 class Judge:
@@ -104,7 +129,7 @@ class Judge:
     def _module(self, call: Call) -> str:
         return "" if call is LOSS else call.path
 
-    def _put(self, key: Key, error: float | None) -> None:
+    def _put(self, key: Key, error: Apart | None) -> None:
         """File an error under the call that made the tensor, and under the one that takes it."""
         call = key.point.call
         caller = self._a.callers.get(call) or LOSS
@@ -119,32 +144,33 @@ class Judge:
         if (
             not from_callee
             and call.path in self._bordered
-            and (own or 0.0) <= 2 * ROUNDING * self._eps[call.path]
+            and (own is None or own.norm <= 2 * ROUNDING * self._eps[call.path])
         ):
             maker, name = call, f"cast of its {_name(key)}"  # which the border of a region does
         if error is None:
             return
-        rounding = ROUNDING * self._eps[self._module(maker)]
-        self._made.setdefault((maker, key.back), []).append(_Mark(name, error, own, expected, rounding))
+        mark = _Mark(name, error, own, expected, self._eps[self._module(maker)])
+        self._made.setdefault((maker, key.back), []).append(mark)
         if taker is not maker:
-            self._taken.setdefault((taker, key.back), []).append(error)
+            self._taken.setdefault((taker, key.back), []).append(error.norm)
 
     def _put_loss(self, ran_a: Run, ran_b: Run) -> None:
-        def apart(one: Run, other: Run) -> float:
-            return abs(one.loss - other.loss) / (abs(one.loss) or 1.0)
+        def apart(one: Run, other: Run) -> Apart:
+            off = abs(one.loss - other.loss) / (abs(one.loss) or 1.0)
+            return Apart(off, off) if math.isfinite(off) else Apart(math.inf, math.inf)
 
         own = expected = None
         if self._own is not None:
             own = apart(self._own.ran_base, self._own.ran_own)
             expected = apart(self._own.ran_base, self._own.ran_expected)
-        mark = _Mark("the loss", apart(ran_a, ran_b), own, expected, ROUNDING * self._eps[""])
+        mark = _Mark("the loss", apart(ran_a, ran_b), own, expected, self._eps[""])
         self._made.setdefault((LOSS, False), []).append(mark)
 
     def _put_weights(self, ran_a: Run, ran_b: Run) -> None:
         """File the gradient of each parameter under the first call of its module, or of the nearest one above that was called."""
         free = differences(ran_b.gradients, ran_a.gradients)
-        own: dict[str, float | None] = {}
-        expected: dict[str, float | None] = {}
+        own: dict[str, Apart | None] = {}
+        expected: dict[str, Apart | None] = {}
         if self._own is not None:
             base = self._own.ran_base.gradients
             own, expected = (
@@ -161,7 +187,7 @@ class Judge:
                     error,
                     own.get(name),
                     expected.get(name),
-                    ROUNDING * self._eps[path],
+                    self._eps[path],
                 )
                 self._made.setdefault((Call(path, 0), True), []).append(mark)
 
@@ -170,24 +196,32 @@ class Judge:
         incoming = max(self._taken.get((call, back), []), default=None)
         if not made:
             return Side("unseen", incoming=incoming)
-        error = max(mark.error for mark in made if mark.error is not None)
+        error = max(mark.error.norm for mark in made)
         known = [mark for mark in made if mark.own is not None]
         if not known:
             return Side("exact" if error == 0.0 else "unseen", error, incoming)
-        worst = max(known, key=lambda mark: (mark.excess, mark.error or 0.0))
+        worst = max(known, key=lambda mark: (mark.born, mark.excess, mark.error.norm))
+        assert worst.own is not None
+        which = 1 if worst.born and worst.excesses.norm <= EXCESS else 0
+        where = f"largest element of {worst.name}" if which else worst.name
         return Side(
-            _verdict(made, worst, error, incoming), error, incoming, worst.own, worst.explained, worst.name
+            _verdict(known, worst, error, incoming),
+            error,
+            incoming,
+            worst.own[which],
+            worst.explained[which],
+            where,
         )
 
 
 def _verdict(made: Sequence[_Mark], worst: _Mark, error: float, incoming: float | None) -> Verdict:
-    own = max(mark.own or 0.0 for mark in made)
-    if worst.excess > EXCESS and (worst.own or 0.0) >= MATTERS * (worst.error or 0.0):
+    own = max(mark.own.norm for mark in made if mark.own is not None)
+    if worst.born:
         return "born"
     if error == own == 0.0:
         return "exact"
     grown = error > 2 * (incoming or 0.0)
-    if grown and any((mark.expected or 0.0) > AMPLIFIES * mark.rounding for mark in made):
+    if grown and any(mark.expected and mark.expected.norm > AMPLIFIES * mark.rounding.norm for mark in made):
         return "amplifies"
     return "rounding" if own >= MOSTLY * error else "passes"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from castwise.inspection.crossings import Backward, Call, Forward, Point, is_plain
-from castwise.inspection.runs import difference
+from castwise.inspection.runs import Apart, difference
 
 
 class Key(NamedTuple):
@@ -46,7 +46,7 @@ class Look:
     keep: bool = False
     put: Callable[[Key, Tensor], Tensor | None] = lambda *_: None
     kept: dict[Key, Tensor] = field(default_factory=dict)
-    errors: dict[Key, float | None] = field(default_factory=dict)
+    errors: dict[Key, Apart | None] = field(default_factory=dict)
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
     shapes: dict[Key, torch.Size] = field(default_factory=dict)
     _hits: Counter[Point] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class Look:
         """The error of the model's outputs, the worst of them; None where there is none."""
         root = Call("", 0)
         errors = [
-            error
+            error.norm
             for key, error in self.errors.items()
             if error is not None and not key.back and key.point.call == root and key.point.side == "out"
         ]

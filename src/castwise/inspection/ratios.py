@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from castwise.inspection.runs import in_fp64
 from castwise.plans.plan import Plan
 
 QUANTILES = (0.001, 0.01, 0.05, 0.5, 0.95, 0.99, 0.999)
@@ -104,15 +105,15 @@ class Sums:
             if not len(positions):
                 continue
             ours, theirs = (
-                torch.log_softmax(logits[row, positions].double(), -1) for logits in (train, serve)
+                torch.log_softmax(in_fp64(logits[row, positions]), -1) for logits in (train, serve)
             )
             kl = (theirs.exp() * torch.where(theirs == -math.inf, 0.0, theirs - ours)).sum(-1)
             other = train[row, positions].argmax(-1) != serve[row, positions].argmax(-1)
-            token = tokens[row, positions]
+            token = tokens[row, positions].to(ours.device)
             chosen = (logs.gather(-1, token[:, None])[:, 0] for logs in (ours, theirs))
             places = (torch.full_like(positions, number) for number in (at, row))
             columns = [*places, positions, token, *chosen, kl, other]
-            self._rows.append(torch.stack([column.double().cpu() for column in columns], 1))
+            self._rows.append(torch.stack([column.cpu().double() for column in columns], 1))
             self.count += len(positions)
             self.sequences += 1
 

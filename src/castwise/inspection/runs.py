@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,29 +203,42 @@ def _gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
     return out
 
 
-def difference(ours: Tensor, reference: Tensor) -> float | None:
-    """||ours - reference|| / ||reference||, in fp64; None where there is nothing to compare, infinite where only ours is not finite.
+def in_fp64(tensor: Tensor) -> Tensor:
+    """A tensor in fp64, complex ones in two parts; on the CPU where its device has no fp64."""
+    real = as_real(tensor)
+    return (real.cpu() if real.device.type == "mps" else real).double()
+
+
+class Apart(NamedTuple):
+    """How far a tensor is from another one: ||b - a|| / ||a||, and max |b - a| / max |a|."""
+
+    norm: float
+    most: float
+
+
+def difference(ours: Tensor, reference: Tensor) -> Apart | None:
+    """How far a tensor is from its reference, in fp64; None where there is nothing to compare, infinite where only ours is not finite.
 
     Elements that are equal, infinite ones too, and those where the reference is not finite, differ by nothing.
     """
     if ours.shape != reference.shape or not (reference.is_floating_point() or reference.is_complex()):
         return None
-    a, b = as_real(reference).double(), as_real(ours).double()
+    a, b = in_fp64(reference), in_fp64(ours)
     sound = torch.isfinite(a)
     a = torch.where(sound, a, 0.0)
     apart = torch.where(sound, b - a, 0.0)
-    size, off = float(a.norm()), float(apart.norm())
-    if not math.isfinite(off):
-        return math.inf
-    return off / size if size else None
+    if not a.numel() or not (size := float(a.norm())):
+        return None
+    norm, most = float(apart.norm()) / size, float(apart.abs().max() / a.abs().max())
+    return Apart(norm, most) if math.isfinite(norm) else Apart(math.inf, math.inf)
 
 
 def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
     """The same of all gradients together; one that is missing counts as zero."""
     square = off = 0.0
     for name, gradient in reference.items():
-        a = as_real(gradient).double()
-        b = as_real(ours[name]).double() if name in ours else torch.zeros_like(a)
+        a = in_fp64(gradient)
+        b = in_fp64(ours[name]) if name in ours else torch.zeros_like(a)
         square += float(a.square().sum())
         off += float((b - a).square().sum())
     if not square:
@@ -233,7 +246,7 @@ def total_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]
     return math.sqrt(off / square) if math.isfinite(off) else math.inf
 
 
-def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float | None]:
+def differences(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Apart | None]:
     """:func:`difference` of each gradient by its parameter's path; one that is missing counts as zero."""
     return {
         name: difference(ours.get(name, torch.zeros_like(gradient)), gradient)

@@ -74,7 +74,7 @@ def headline(record: Record) -> str:
     side = first[direction]
     said = (
         f"Under {b} an error is born in {label(first)}, {direction}: given what {a} has there, its {side['where']} differs by "
-        f"{_error(side['own'])}, {_times(side['excess'])} what rounding to {first['format']} explains."
+        f"{_error(side['own'], 'inf')}, {_times(side['excess'])} what rounding to {first['format']} explains."
     )
     others = [label(call) for call, _ in born if call is not first]
     others = list(dict.fromkeys(others))
@@ -162,8 +162,8 @@ def _number(value: float | None) -> float:
     return value or 0.0
 
 
-def _error(value: float | None) -> str:
-    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+def _error(value: float | None, none: str = "-") -> str:
+    return none if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def _times(value: float | None) -> str:
