@@ -76,7 +76,7 @@ def test_a_fault_in_few_elements_is_found_too() -> None:
     model = Stack(layers=6, width=32)
     model.layers[3].first = Head(32, 64)
     found = compare(model, loss, batch(), "fp32", LOW)
-    assert [c.path for c in found.birthplaces] == ["layers.3.first"]
+    assert found.birthplaces[0].path == "layers.3.first"
     assert "largest element" in found.birthplaces[0].forward.where
 
 
