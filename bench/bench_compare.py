@@ -34,7 +34,7 @@ from castwise.workload import Workload, find_workload
 from common import Results, arguments
 
 LAYERS = 24
-BITS = (5, 4, 3)
+BITS = (5, 4, 3, 2)
 PLACES = {"out": "layers.{}.second", "sum": "layers.{}"}
 PLANS = ("bf16-mixed", "fp16-mixed", "bf16-true")
 BUILT_IN = ("gpt?layers=2&width=64&context=32&batch=4", "digits?width=8&batch=16", "sine?size=32")
@@ -116,9 +116,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("faults", "clean"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, part in (("faults", faults), ("clean", clean)):
+    for name, file, part in (("faults", "compare", faults), ("clean", "compare-clean", clean)):
         if options.only in (None, name):
-            with Results(f"compare-{name}", torch.device("cpu"), __doc__, options.budget) as results:
+            with Results(file, torch.device("cpu"), __doc__, options.budget) as results:
                 part(results)
 
 

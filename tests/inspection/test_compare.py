@@ -220,7 +220,7 @@ def test_parts_of_all_kinds_are_followed() -> None:
     found = compare(Parts(), parts_loss, batch(), "fp32", LOW)
     assert found.strayed == 0
     assert not found.notes
-    assert not [c for c in found.birthplaces if c.path not in ("lstm", "norm")]
+    assert not found.birthplaces
     assert at(found, "act").forward.error == pytest.approx(at(found, "norm").forward.error, rel=0.5)
     for path in ("take", "norm", "act", "lstm", "head", "give"):
         side = at(found, path).forward

@@ -140,16 +140,19 @@ class Judge:
             if self._own is None
             else (self._own.own.errors.get(key), self._own.expected.errors.get(key))
         )
+        if error is None:
+            return
         name = _name(key) if maker is call else f"{_name(key)} of {call.path or 'the model'}"
+        mark = _Mark(name, error, own, expected, self._eps[self._module(maker)])
         if (
             not from_callee
             and call.path in self._bordered
-            and (own is None or own.norm <= 2 * ROUNDING * self._eps[call.path])
-        ):
-            maker, name = call, f"cast of its {_name(key)}"  # which the border of a region does
-        if error is None:
-            return
-        mark = _Mark(name, error, own, expected, self._eps[self._module(maker)])
+            and own is not None
+            and own.norm <= 2 * ROUNDING * self._eps[call.path]
+        ):  # a cast, which the border of the call does
+            inside = mark._replace(name=f"cast of its {_name(key)}", eps=self._eps[call.path])
+            self._made.setdefault((call, key.back), []).append(inside)
+            mark = mark._replace(own=Apart(0.0, 0.0))
         self._made.setdefault((maker, key.back), []).append(mark)
         if taker is not maker:
             self._taken.setdefault((taker, key.back), []).append(error.norm)
