@@ -15,6 +15,9 @@ if TYPE_CHECKING:
         widest_function,
     )
     from castwise.errors import CastwiseError
+    from castwise.inspection.compare import compare
+    from castwise.inspection.comparison import Comparison
+    from castwise.inspection.mismatch import Mismatch, mismatch
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
@@ -29,8 +32,10 @@ __all__ = [
     "Amp",
     "AveragedModel",
     "CastwiseError",
+    "Comparison",
     "GradScaler",
     "LossScale",
+    "Mismatch",
     "ParityResult",
     "Plan",
     "Region",
@@ -39,10 +44,12 @@ __all__ = [
     "Workload",
     "autocast",
     "bench",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "fp32_function",
     "lower_function",
+    "mismatch",
     "parity",
     "tune",
     "widest_function",
@@ -53,6 +60,9 @@ _HOME = {
     for home, names in {
         "casting": "autocast custom_bwd custom_fwd fp32_function lower_function widest_function",
         "errors": "CastwiseError",
+        "inspection.compare": "compare",
+        "inspection.comparison": "Comparison",
+        "inspection.mismatch": "Mismatch mismatch",
         "jobs.bench": "bench",
         "jobs.tune": "tune",
         "jobs.tune_result": "TuneResult",

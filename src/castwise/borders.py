@@ -34,8 +34,8 @@ from castwise.casting.context import override_rows
 from castwise.casting.frames import Frame
 from castwise.casting.kernels import frame_of
 from castwise.casting.trees import cast_floating, map_tensors
+from castwise.complaints import explain_mismatch
 from castwise.errors import StateError
-from castwise.mismatch import explain_mismatch
 from castwise.plans import rules
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan

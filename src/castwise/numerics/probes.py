@@ -313,16 +313,7 @@ class Prober:
         Not compiled: random draws are replayed, and fp16 products emulated, by means that only eager code allows.
         """
         model = self.as_given()
-        plan = dataclasses.replace(plan, compile="as_given")
-        with Amp(plan, device=self.device, group=ALONE) as amp:
-            if plan.keeps_masters:
-                amp.prepare(
-                    model,
-                    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
-                    widen=widen_for(plan, model),
-                )
-            else:
-                amp.prepare(model, widen=widen_for(plan, model))
+        with prepared(model, dataclasses.replace(plan, compile="as_given"), self.device) as amp:
             yield model, amp
 
     def _backward(self, model: nn.Module, amp: Amp, micro: Micro) -> float:
@@ -405,6 +396,20 @@ class Prober:
             floor = 1e-8 + (1e-2 * float(square.mean().sqrt()) if square.numel() else 0.0)
             out.append(1.0 / (square.sqrt() + floor))
         return out
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module, plan: Plan, device: torch.device) -> Iterator[Amp]:
+    """Have a model run by a plan, in this process alone; with masters as training has them, so that gradients are fp32.
+
+    Raises:
+        CastwiseError: The plan does not fit the model or the device.
+    """
+    with Amp(plan, device=device, group=ALONE) as amp:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizers = [torch.optim.SGD(trained, lr=0.0)] if plan.keeps_masters else []
+        amp.prepare(model, *optimizers, widen=widen_for(plan, model))
+        yield amp
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

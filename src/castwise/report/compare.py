@@ -1,0 +1,170 @@
+"""What a comparison of two plans found, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from castwise.report import words
+from castwise.report.compare_plots import PICTURES, label
+from castwise.report.grids import Columns, Grid, Line
+
+__all__ = ["PICTURES", "lines", "values"]
+
+Record = Mapping[str, Any]
+
+SHOWN = 12
+"""Rows of calls in the terminal."""
+MEANING = (
+    "Errors are relative: the norm of the difference over the norm under the first plan. error: of what a call makes, when each plan "
+    "runs by itself. came in: of what it was given. own: of what it makes when it is given what the first plan's run had, so that "
+    "nothing passes through. x rounding: the own error over what rounding to the call's format explains there, measured by moving its "
+    "inputs and weights by half a unit in the last place."
+)
+VERDICTS = {
+    "born": "an error that rounding to the format does not explain",
+    "amplifies": "conditioning: rounding, made much larger by what the call computes",
+    "rounding": "most of the error is the call's own rounding",
+    "passes": "most of the error came in",
+    "exact": "no difference",
+    "unseen": "nothing to compare",
+}
+_DIRECTIONS = ("forward", "backward")
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """The answer, what was tried, and the calls that matter most, for the terminal."""
+    return [
+        Line(headline(record), "bold"),
+        Line(ends(record)),
+        Line(),
+        *((tried(record), Line()) if record["tried"] else ()),
+        *(_worst(record, direction) for direction in _DIRECTIONS),
+        *(Line(note, "yellow") for note in record["notes"]),
+        Line(MEANING, "dim"),
+        Line(words.where(record), "dim"),
+    ]
+
+
+def values(record: Record) -> dict[str, Any]:
+    """The same for the page, with all calls."""
+    grids = {direction: _calls(record, direction, record["calls"]) for direction in _DIRECTIONS}
+    return {
+        "answer": headline(record), "ends": ends(record), "tried": tried(record) if record["tried"] else None,
+        "grids": grids, "notes": record["notes"], "meaning": MEANING, "verdicts": VERDICTS,
+    }  # fmt: skip
+
+
+def headline(record: Record) -> str:
+    """Where an error is born, in a sentence or two."""
+    a, b = record["plan_a"], record["plan_b"]
+    born = [
+        (call, direction)
+        for call in _born(record)
+        for direction in _DIRECTIONS
+        if call[direction]["verdict"] == "born"
+    ]
+    if not born:
+        if any(call["forward"]["own"] is None for call in record["calls"][1:]) and _all(record, "own", None):
+            return f"{b} against {a}: where an error is born could not be told."
+        if not any(_number(call[d]["error"]) for call in record["calls"] for d in _DIRECTIONS):
+            return f"{b} and {a} agree to the last bit."
+        return f"Under {b} no error is born that rounding does not explain: against {a} there is rounding, and what comes of it."
+    first, direction = max(born, key=lambda pair: pair[0][pair[1]]["excess"] or float("inf"))
+    side = first[direction]
+    said = (
+        f"Under {b} an error is born in {label(first)}, {direction}: given what {a} has there, its {side['where']} differs by "
+        f"{_error(side['own'], 'inf')}, {_times(side['excess'])} what rounding to {first['format']} explains."
+    )
+    others = [label(call) for call, _ in born if call is not first]
+    others = list(dict.fromkeys(others))
+    if others:
+        more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+        said += f" So it is in {words.listed(others[:4]) if not more else ', '.join(others[:4]) + more}."
+    return said
+
+
+def ends(record: Record) -> str:
+    """What comes of it at the end."""
+    one, other = record["losses"]
+    said = f"At the end: loss {words.loss(one)} and {words.loss(other)}"
+    parts = [f"{_error(record['loss_error'])} apart" if record["loss_error"] else ""]
+    parts += [
+        f"{what} {_error(record[key])} apart"
+        for what, key in (("outputs", "output_error"), ("gradients", "gradient_error"))
+        if record[key] is not None
+    ]
+    scale = f" The loss scale was {record['loss_scale']:g}." if record["loss_scale"] else ""
+    return ", ".join([said, *filter(None, parts)]) + f".{scale}"
+
+
+def tried(record: Record) -> Grid:
+    """What is left of the errors at the end with one module in the first plan's format."""
+    columns: Columns = {
+        "plan": "plan",
+        "loss": lambda trial: _error(trial["loss_error"]),
+        "outputs": lambda trial: _error(trial["output_error"]),
+        "gradients": lambda trial: _error(trial["gradient_error"]),
+    }
+    whole = {
+        "plan": record["plan_b"], "loss_error": record["loss_error"], "output_error": record["output_error"],
+        "gradient_error": record["gradient_error"], "reason": "",
+    }  # fmt: skip
+    rows = [whole, *record["tried"]]
+    return Grid.of("Tried: errors at the end", rows, columns, why=lambda trial: trial["reason"])
+
+
+def _worst(record: Record, direction: str) -> Grid:
+    """The calls with the largest excess and own error in a direction, in the order in which they ran."""
+    order = {id(call): at for at, call in enumerate(record["calls"])}
+    known = [call for call in record["calls"] if call[direction]["verdict"] not in ("exact", "unseen")]
+    by = sorted(
+        known,
+        key=lambda call: (call[direction]["verdict"] != "born", -_number(call[direction]["excess"])),
+    )
+    chosen = sorted(by[:SHOWN], key=lambda call: order[id(call)])
+    grid = _calls(record, direction, chosen)
+    left = len(record["calls"]) - len(chosen)
+    title = f"{direction.capitalize()}{f', the {len(chosen)} furthest above rounding' if left else ''}"
+    return Grid(title, grid.header, grid.rows)
+
+
+def _calls(record: Record, direction: str, calls: Sequence[Record]) -> Grid:
+    def of(key: str) -> Any:
+        return lambda call: _error(call[direction][key])
+
+    columns: Columns = {
+        "module": label,
+        "error": of("error"),
+        "came in": of("incoming"),
+        "own": of("own"),
+        "x rounding": lambda call: (
+            f"{_number(call[direction]['excess']):.2f}" if call[direction]["own"] is not None else None
+        ),
+        "verdict": lambda call: call[direction]["verdict"],
+    }
+    return Grid.of(
+        direction.capitalize(), calls, columns, lambda call: "stopped" if call[direction]["verdict"] == "born" else "",
+        lambda call: f"{call['kind']}, {call['format']}{', its ' + call[direction]['where'] if call[direction]['where'] else ''}",
+    )  # fmt: skip
+
+
+def _born(record: Record) -> list[Record]:
+    named = {tuple(birth) for birth in record["birthplaces"]}
+    return [call for call in record["calls"] if (call["path"], call["call"]) in named]
+
+
+def _all(record: Record, key: str, value: Any) -> bool:
+    return all(call[direction][key] == value for call in record["calls"] for direction in _DIRECTIONS)
+
+
+def _number(value: float | None) -> float:
+    return value or 0.0
+
+
+def _error(value: float | None, none: str = "-") -> str:
+    return none if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def _times(value: float | None) -> str:
+    return "without bound" if value is None else f"{value:.3g} times"

@@ -1,0 +1,87 @@
+"""The path of an error through a model, forward and backward, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from castwise.report.plots import COLOURS, GREY, Picture, Record, new_figure, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NAMED = 3
+"""Calls that are named in a picture."""
+_DECADES = 6.0
+"""A picture reaches so far below its largest error."""
+
+
+def label(call: Record) -> str:
+    """How a call is named: by its module's path, and which of its calls it is from the second on."""
+    name = call["path"] or "(model)"
+    return f"{name} (call {call['call']})" if call["call"] else str(name)
+
+
+def _path(record: Record, direction: str) -> Figure | None:
+    """Errors over calls in the order in which they began: what there is, what each adds by itself, what rounding explains."""
+    calls = [call for call in record["calls"] if call[direction]["error"] is not None]
+    if not any(call[direction]["error"] for call in calls):
+        return None
+    figure = new_figure(3.1)
+    axes = figure.subplots()
+    top = max(value for call in calls for key in ("error", "own") if (value := call[direction][key]))
+    floor = top / 10**_DECADES
+
+    def heights(key: str) -> list[float]:
+        known = [call[direction][key] for call in calls]
+        return [float("nan") if value is None else max(value, floor) for value in known]
+
+    places = range(len(calls))
+    axes.plot(places, heights("error"), color=COLOURS[0], lw=1.6, label="error")
+    axes.plot(places, heights("expected"), color=GREY, lw=1.0, ls=(0, (3, 2)), label="explained by rounding")
+    colours = [COLOURS[6] if call[direction]["verdict"] == "born" else COLOURS[2] for call in calls]
+    axes.scatter(places, heights("own"), c=colours, s=10, zorder=3, label="own")
+    axes.set_yscale("log")
+    axes.set_ylim(floor / 1.5, top * 12)
+    axes.grid(visible=True, axis="y")
+    axes.set_title(f"{direction.capitalize()}: the way of the error")
+    axes.set_xlabel(
+        "calls, as forward makes them"
+        if direction == "forward"
+        else "calls; backward goes from right to left"
+    )
+    axes.set_ylabel("relative error")
+    axes.legend(loc="lower right", fontsize=8, ncols=3)
+    _name(axes, calls, direction)
+    return figure
+
+
+def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:
+    """Write the names of the birthplaces beside their points."""
+    born = [at for at, call in enumerate(calls) if call[direction]["verdict"] == "born"]
+    worst = sorted(born, key=lambda at: -(calls[at][direction]["excess"] or float("inf")))[:_NAMED]
+    for step, at in enumerate(sorted(worst)):
+        right = at > len(calls) / 2
+        axes.annotate(
+            plain(label(calls[at])), (at, calls[at][direction]["own"] or axes.get_ylim()[0]), xytext=(-4 if right else 4, 8 + 11 * step),
+            textcoords="offset points", ha="right" if right else "left", fontsize=8, color=COLOURS[6],
+        ).set_in_layout(False)  # fmt: skip
+
+
+def _forward(record: Record) -> Figure | None:
+    return _path(record, "forward")
+
+
+def _backward(record: Record) -> Figure | None:
+    return _path(record, "backward")
+
+
+_CAPTION = (
+    "A dot is what a call adds by itself, the dashed line what rounding to its format explains there. Red dots are far above it: "
+    "there an error is born. Where the line of the error stays above the dots it passes through."
+)
+PICTURES = {
+    "forward": Picture(_forward, "error of each call, forward", _CAPTION),
+    "backward": Picture(_backward, "error of each call, backward", _CAPTION),
+}

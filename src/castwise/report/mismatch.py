@@ -1,0 +1,126 @@
+"""What a comparison of log-probabilities found, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from castwise.report import words
+from castwise.report.grids import Columns, Grid, Line
+from castwise.report.mismatch_plots import PICTURES
+
+__all__ = ["PICTURES", "lines", "values"]
+
+Record = Mapping[str, Any]
+_TOLD = 5
+"""Of the worst tokens in the terminal."""
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """The answer and the numbers of each plan, for the terminal."""
+    return [
+        Line(headline(record), "bold"), Line(), *grids(record), _tokens(record, _TOLD), Line(meaning(record), "dim"),
+        Line(words.where(record), "dim"),
+    ]  # fmt: skip
+
+
+def values(record: Record) -> dict[str, Any]:
+    """The same for the page."""
+    return {
+        "answer": headline(record),
+        "grids": grids(record),
+        "worst": _tokens(record),
+        "meaning": meaning(record),
+    }
+
+
+def headline(record: Record) -> str:
+    """How far apart the two sides are, in a sentence for each plan."""
+    train = record["plan_train"]
+    return " ".join(_sentence(row, train, record["clip"]) for row in record["serve"])
+
+
+def _sentence(row: Record, train: str, clip: Sequence[float]) -> str:
+    if row["max_abs"] == 0.0:
+        return f"Served by {row['plan']} every token has the very probability that it has under {train}."
+    return (
+        f"Served by {row['plan']} and trained by {train}, a token's log-probability differs by {_digits(row['mean_abs'])} nats in the mean "
+        f"and {_digits(row['max_abs'])} at most; {_percent(row['clipped'])} of the ratios are outside of {clip[0]:g} to {clip[1]:g}, and "
+        f"the effective sample is {_percent(row['effective'])} of the tokens, {_percent(row['effective_sequences'])} of the sequences."
+    )
+
+
+def grids(record: Record) -> list[Grid]:
+    """Differences, ratios, and KL, one row for each serving plan."""
+    rows = record["serve"]
+
+    def digits(key: str) -> Any:
+        return lambda row: _digits(row[key])
+
+    def percent(key: str) -> Any:
+        return lambda row: _percent(row[key])
+
+    def level(key: str) -> Any:
+        return lambda row: _digits(row["ratio"][key])
+
+    distance: Columns = {
+        "plan": "plan", "mean nats": digits("mean_abs"), "most nats": digits("max_abs"), "other likeliest": percent("argmax"),
+    }  # fmt: skip
+    ratios: Columns = {
+        "plan": "plan", "1 %": level("0.01"), "50 %": level("0.5"), "99 %": level("0.99"), "clipped": percent("clipped"),
+        "effective": percent("effective"), "clipped sequences": percent("clipped_sequences"),
+        "effective sequences": percent("effective_sequences"),
+    }  # fmt: skip
+    kl: Columns = {
+        "plan": "plan",
+        "exact": digits("kl"),
+        "k1": digits("k1"),
+        "k2": digits("k2"),
+        "k3": digits("k3"),
+    }
+    titles = (
+        "Log-probabilities, serving against training",
+        "Ratios train / serve",
+        "KL(serve || train), nats per token",
+    )
+    return [
+        Grid.of(title, rows, columns) for title, columns in zip(titles, (distance, ratios, kl), strict=True)
+    ]
+
+
+def _tokens(record: Record, count: int | None = None) -> Grid:
+    columns: Columns = {
+        "plan": "plan",
+        "batch": "batch",
+        "row": "row",
+        "position": "position",
+        "token": "token",
+        "train": lambda token: f"{token['train']:.4f}",
+        "serve": lambda token: f"{token['serve']:.4f}",
+    }
+    rows = [token | {"plan": row["plan"]} for row in record["serve"] for token in row["worst"][:count]]
+    return Grid.of("Tokens that differ most", rows, columns)
+
+
+def meaning(record: Record) -> str:
+    """What the numbers are."""
+    drawn = (
+        "drawn from the serving plan's probabilities at each position, so that k1 and k3 are unbiased"
+        if record["tokens"] == "sampled"
+        else "those of the batches; k1 and k3 are unbiased where the serving side has sampled them"
+    )
+    return (
+        f"{record['count']:,} tokens in {record['sequences']:,} sequences, {drawn}. Ratios are r = p(train) / p(serve), of a sequence the "
+        "product over its tokens. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman 2020); exact is from all logits. Effective: "
+        "(sum r)^2 / sum r^2 over their number (Kish 1965)."
+    )
+
+
+def _digits(value: float | None) -> str:
+    return "not finite" if value is None else "0" if value == 0 else f"{value:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "not finite"
+    return f"{100 * share:.3g} %"
