@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from castwise.jobs.result import Result
+from castwise.result import Result
 from castwise.measure import stats
 from castwise.measure.environment import Environment
 from castwise.measure.memory import Memory

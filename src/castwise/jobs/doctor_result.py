@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from castwise.jobs.result import Result
+from castwise.result import Result
 from castwise.measure.environment import Environment
 from castwise.measure.limits import StepProfile
 from castwise.measure.matrix_units import MatrixUnits

@@ -24,7 +24,7 @@ from castwise.jobs.journal import Journal, interrupts_wait
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
 from castwise.jobs.processes import TrainingRanks, first_fault, join, started
-from castwise.jobs.result import finite
+from castwise.result import finite
 from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from castwise.jobs import Event
-from castwise.jobs.result import Result
+from castwise.result import Result
 from castwise.measure.environment import Environment
 
 

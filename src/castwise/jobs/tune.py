@@ -18,7 +18,7 @@ from castwise.arrival import widen_for
 from castwise.casting import default_device_type
 from castwise.errors import WorkloadError
 from castwise.jobs import Event, Progress, heard, make_folder
-from castwise.jobs.result import finite
+from castwise.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.ranks import lockstep
 from castwise.numerics.batches import endless

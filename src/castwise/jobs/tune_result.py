@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from castwise.jobs.result import Result
+from castwise.result import Result
 from castwise.plans.plan import Plan
 from castwise.tuning.evidence import Evidence
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from castwise.report import bench, doctor, parity, plots, train, tried, tune, words
+from castwise.report import bench, doctor, forecast, parity, plots, train, tried, tune, words
 from castwise.report.grids import terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "train": train, "try": tried}
+_KINDS = {
+    "bench": bench, "tune": tune, "doctor": doctor, "forecast": forecast, "parity": parity, "train": train, "try": tried
+}  # fmt: skip
 """By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
 
 
@@ -23,7 +25,7 @@ def table(record: Mapping[str, Any]) -> RenderableType:
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page of a bench's or a search's record: HTML with its style and pictures inside.
+    """The page of a record: HTML with its style and pictures inside.
 
     It fits wide and narrow screens, light and dark; what was not measured is None or empty in the record, and left out.
     """

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from castwise.casting import default_device_type
 from castwise.errors import CastwiseError
 from castwise.jobs import Event, Progress, heard
-from castwise.jobs.result import Result
+from castwise.result import Result
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure import stats
 from castwise.measure.environment import Environment, environment

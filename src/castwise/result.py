@@ -1,4 +1,4 @@
-"""What the results of jobs have in common: frozen data that turns into JSON."""
+"""What results have in common, of jobs and of tools: frozen data that turns into JSON, a table and a page."""
 
 from __future__ import annotations
 

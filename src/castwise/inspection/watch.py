@@ -1,0 +1,200 @@
+"""Watches what a model computes: each floating result of torch's functions, and its gradient, by the module that calls them.
+
+One run in eager mode is watched through ``TorchFunctionMode`` and module hooks. A result has a *site*: module, function and
+place among the module's results of one call. A model runs the same functions in any format, so sites of an fp32 run and of a
+low one are the same. Not seen is what one kernel hides: scores inside fused attention, gates of an LSTM, what a
+custom autograd function computes on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from castwise import _torch
+from castwise.casting.trees import tensors_in
+
+Kind = Literal["weights", "activations", "gradients", "weight gradients", "updates"]
+
+_CONVERSIONS: Final = frozenset({
+    "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "detach_", "requires_grad_", "__get__", "__set__",
+})  # fmt: skip
+"""What only hands a value on, in another format: a plan's own casts are among them, so that they move no site."""
+_GUARDS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class Site(NamedTuple):
+    """Where a tensor comes from.
+
+    Attributes:
+        path: Of the module, empty for the model itself; one that is shared goes by the first of its paths.
+        name: Of the function, ``input`` with the number of an argument where a function's input is meant, or a parameter's.
+        place: Among what the module computes in one call.
+    """
+
+    path: str
+    name: str
+    place: int = 0
+
+
+Look = Callable[[Kind, Site, Tensor], None]
+"""Called with each tensor, gradients as they arrive; must not change it."""
+
+
+class _Call:
+    """One call of a module, under way."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.place = path, -1
+
+    def next(self, name: str) -> Site:
+        """The site of the next result."""
+        self.place += 1
+        return Site(self.path, name, self.place)
+
+
+class Watch(TorchFunctionMode):
+    """Looks at what a model computes.
+
+    Args:
+        look: What to do with each tensor.
+        inputs: Sites of results whose inputs are looked at too, those that are no parameters; by default of none.
+        at_call: Called with the site of a function's first result, its floating inputs and its results, before ``look``.
+    """
+
+    def __init__(
+        self,
+        look: Look,
+        inputs: Callable[[Site], bool] = lambda _site: False,
+        at_call: Callable[[Site, list[Tensor], list[Tensor]], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._look, self._inputs, self._at_call = look, inputs, at_call
+        self._calls: list[_Call] = []
+
+    @contextlib.contextmanager
+    def observing(self, model: nn.Module) -> Iterator[None]:
+        """Watch one forward and backward; gradients of parameters are looked at when it ends."""
+        with contextlib.ExitStack() as stack:
+            for path, module in model.named_modules():
+                for handle in self._hook(path, module):
+                    stack.callback(handle.remove)
+            if _torch.dynamo_loaded():  # what is compiled runs as it is written: nothing is seen in compiled code
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self)
+            yield
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad
+                    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+                    self._look("weight gradients", site_of(name), dense)
+
+    def _hook(self, path: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        def enter(_module: nn.Module, _args: Any) -> None:
+            self._calls.append(_Call(path))
+
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            while self._calls and self._calls[-1].path != path:  # of modules whose own hook an exception skipped
+                self._calls.pop()
+            if not self._calls:
+                return
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None and _torch.is_users_function(tensor.grad_fn):
+                    self._watch(self._calls[-1].next("output"), tensor)  # no function of torch's has made it
+            self._calls.pop()
+
+        yield module.register_forward_pre_hook(enter)
+        yield module.register_forward_hook(leave, always_call=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, and look at what it computes from floating tensors."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not self._calls or name in _CONVERSIONS or _torch.in_transform():
+            return func(*args, **kwargs)
+        if (inner := _unguarded(func)) is not None:
+            with self:
+                return inner(*args, **kwargs)
+        given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point() or t.is_complex()]
+        if not given:
+            return func(*args, **kwargs)
+        versions = {id(t): _torch.version(t) for t in given}
+        out = func(*args, **kwargs)
+        homes = {_home(t) for t in given}
+
+        def is_new(tensor: Tensor) -> bool:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return False
+            if id(tensor) in versions:  # written in place, or handed on
+                return _torch.version(tensor) != versions[id(tensor)]
+            return _home(tensor) not in homes  # no view
+
+        results = [t for t in tensors_in(out) if is_new(t)]
+        if results:
+            self._see_call(self._calls[-1], name, given, results)
+        return out
+
+    def _see_call(self, call: _Call, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+        first = Site(call.path, name, call.place + 1)
+        if self._at_call is not None:
+            self._at_call(first, given, results)
+        if self._inputs(first):
+            for number, tensor in enumerate(given):
+                if not isinstance(tensor, nn.Parameter):
+                    self._watch(Site(call.path, f"input {number} of {name}", first.place), tensor)
+        for tensor in results:
+            self._watch(call.next(name), tensor)
+
+    def _watch(self, site: Site, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        if _torch.graph_task_id() == -1:  # else it is computed again, in a backward
+            with torch.no_grad():
+                self._look("activations", site, tensor.detach())
+        if tensor.requires_grad and torch.is_grad_enabled():
+            look = self._look
+
+            def see(gradient: Tensor) -> None:
+                if gradient.layout is torch.strided:
+                    with torch.no_grad():
+                        look("gradients", site, gradient.detach())
+
+            tensor.register_hook(see)
+
+
+def site_of(parameter: str) -> Site:
+    """The site of a parameter by its name in the model."""
+    path, _, name = parameter.rpartition(".")
+    return Site(path, name)
+
+
+def _home(tensor: Tensor) -> int:
+    """Where a tensor's memory begins: the same of a view; a number of its own for one without memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else -id(tensor)
+
+
+@functools.cache
+def _unguarded(func: Any) -> Any:
+    """A function of ``torch.nn.functional`` without its question whether a mode is in force, so that its parts are seen.
+
+    None for what is no such function in Python.
+    """
+    if not isinstance(func, FunctionType) or func.__module__ != "torch.nn.functional":
+        return None
+    if not any(name in func.__code__.co_names for name in _GUARDS):
+        return None
+    names = {**func.__globals__, **dict.fromkeys(_GUARDS, lambda *_: False)}
+    inner = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    inner.__kwdefaults__ = func.__kwdefaults__
+    return inner
