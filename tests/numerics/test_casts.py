@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from castwise.numerics.casts import SAMPLE, Tally, finite_values, sampled, tally, tensor_scale
+from castwise.numerics.casts import SAMPLE, Tally, Values
 from castwise.plans.formats import FORMATS, Format
 
 LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -60,7 +60,7 @@ def spread(count: int = 20_000) -> Tensor:
 def test_counts_and_error_are_those_of_exact_rounding(name: str, scale: float) -> None:
     values = spread()
     format = FORMATS[name]
-    found = tally(values, format, scale)
+    found = Values.of(values).tally(format, scale)
     over, subnormal, flush, error = oracle(values, format, scale)
     assert (found.overflow, found.subnormal, found.flush) == (over, subnormal, flush)
     assert found.cast(name, None).error == pytest.approx(error, rel=1e-9)
@@ -81,36 +81,36 @@ def test_what_overflows_is_counted_in_all_of_a_large_tensor_and_the_rest_in_a_sa
     values = torch.full((4 * SAMPLE,), 1e-8)
     values[::2] = 1.0
     values[12345] = 1e6
-    found = tally(values, FORMATS["fp16"]).cast("fp16", None)
+    found = Values.of(values).tally(FORMATS["fp16"]).cast("fp16", None)
     assert found.overflow == 1 / values.numel()
     assert found.flush == pytest.approx(0.5, abs=0.015)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    assert sampled(values).numel() == SAMPLE
+    assert Values.of(values).some.numel() == SAMPLE
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_tallies_add_up_to_that_of_all_values() -> None:
     one, other = spread(500), spread(300) * 3
     format = FORMATS["fp8_e5m2"]
-    both, whole = tally(one, format) + tally(other, format), tally(torch.cat([one, other]), format)
+    both, whole = Values.of(one).tally(format) + Values.of(other).tally(format), Values.of(torch.cat([one, other])).tally(format)
     for mine, theirs in zip(vars(both).values(), vars(whole).values(), strict=True):
         assert mine == pytest.approx(theirs)
 
 
 def test_no_values_at_all() -> None:
-    found = tally(torch.zeros(0), FORMATS["fp16"])
+    found = Values.of(torch.zeros(0)).tally(FORMATS["fp16"])
     assert found == Tally()
     assert found.cast("fp16", None).error == 0.0
-    assert tensor_scale(torch.zeros(0), FORMATS["fp8_e4m3"]) == 448.0 / 1e-12
+    assert Values.of(torch.zeros(0)).own_scale(FORMATS["fp8_e4m3"]) == 448.0 / 1e-12
 
 
 def test_values_that_are_not_finite_or_stand_for_it_are_left_out() -> None:
     least = torch.finfo(torch.float32).min
-    kept = finite_values(torch.tensor([math.inf, -math.inf, math.nan, least, 3e38, -1.0]))
-    assert kept.tolist() == [torch.tensor(3e38).item(), -1.0]
-    assert finite_values(torch.tensor([3 + 4j, complex(math.inf, 1)])).tolist() == [3.0, 4.0, 1.0]
-    assert finite_values(torch.ones(2, dtype=torch.float64)).dtype is torch.float64
+    kept = Values.of(torch.tensor([math.inf, -math.inf, math.nan, least, 3e38, -1.0]))
+    assert kept.every.tolist() == [torch.tensor(3e38).item(), -1.0]
+    assert Values.of(torch.tensor([3 + 4j, complex(math.inf, 1)])).every.tolist() == [3.0, 4.0, 1.0]
+    assert Values.of(torch.ones(2, dtype=torch.float64)).every.dtype is torch.float64
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-5, 1.0, 1e30])
@@ -118,7 +118,8 @@ def test_a_scale_of_its_own_lets_no_tensor_overflow(size: float) -> None:
     values = torch.randn(1000) * size
     for name in ("fp8_e4m3", "fp8_e5m2"):
         format = FORMATS[name]
-        found = tally(values, format, tensor_scale(values, format)).cast(name, "tensor")
+        seen = Values.of(values)
+        found = seen.tally(format, seen.own_scale(format)).cast(name, "tensor")
         assert found.overflow == 0.0
         if size > 1e-12:
             assert found.error < format.eps
@@ -129,6 +130,6 @@ def test_a_scale_of_its_own_lets_no_tensor_overflow(size: float) -> None:
 def test_underflow_is_what_digits_do_not_explain() -> None:
     values = torch.randn(20_000)
     for name in LOW:
-        assert tally(values, FORMATS[name]).cast(name, None).underflow < 1e-4
-    small = tally(values * 2.0**-24, FORMATS["fp16"]).cast("fp16", None)
+        assert Values.of(values).tally(FORMATS[name]).cast(name, None).underflow < 1e-4
+    small = Values.of(values * 2.0**-24).tally(FORMATS["fp16"]).cast("fp16", None)
     assert small.underflow > 0.01

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from castwise.errors import PlanError, check_count
+from castwise import _torch
+from castwise.errors import PlanError, WorkloadError, check_count
 from castwise.inspection.range_verdicts import answer, recommended, stored_troubles, troubles
 from castwise.inspection.watch import Kind, Site, Watch, site_of
 from castwise.measure.environment import Environment, environment
 from castwise.numerics.batches import endless
-from castwise.numerics.casts import Cast, Tally, finite_values, tally, tensor_scale
+from castwise.numerics.casts import Cast, Tally, Values
 from castwise.numerics.gradient_range import Histogram, Magnitudes, ScaleRange, scale_range
 from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.parity import device_of
@@ -45,7 +46,7 @@ FORECAST = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 """The formats that a forecast can be made for."""
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
 MICROBATCHES = 4
-_MIXING = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"})
+_MIXING = (" batch_norm", " group_norm", " instance_norm", " layer_norm", " rms_norm")
 """Functions that take fp32 parameters beside a low input as they are."""
 
 
@@ -57,7 +58,7 @@ class TensorForecast:
         kind: ``weights``; ``activations``, each result of a function in forward; ``gradients``, of these; ``weight gradients``;
             ``updates``, those of them that are not zero.
         kept: Whether the plan keeps them in fp32.
-        count: Values.
+        count: Values, of a complex one two.
         not_finite: Of these infinite or NaN in fp32 already, as in a mask; they count nowhere else.
         largest: Magnitude.
         histogram: Magnitudes by powers of two, of a sample where tensors are large.
@@ -189,13 +190,14 @@ class _Ledger:
 
     def add(self, tensor: Tensor, formats: Sequence[tuple[Format, float | str | None]]) -> None:
         """Cast a tensor's values to formats, each with its scale."""
-        values = finite_values(tensor)
-        self.count += tensor.numel()
-        self.not_finite += tensor.numel() * (2 if tensor.is_complex() else 1) - values.numel()
-        self.magnitudes.add(values)
+        values = Values.of(tensor)
+        numbers = tensor.numel() * (2 if tensor.is_complex() else 1)
+        self.count += numbers
+        self.not_finite += numbers - values.count
+        values.count_into(self.magnitudes)
         for format, scale in formats:
-            factor = tensor_scale(values, format) if isinstance(scale, str) else scale or 1.0
-            self.put(format.name, scale, tally(values, format, factor))
+            factor = values.own_scale(format) if isinstance(scale, str) else scale or 1.0
+            self.put(format.name, scale, values.tally(format, factor))
 
     def put(self, format: str, scale: float | str | None, found: Tally) -> None:
         key = format, scale
@@ -214,26 +216,26 @@ class Casts:
 
     Attributes:
         kept: Sites of results that are wider than the plan's low formats.
-        used_low: Sites of functions that compute low, whatever their inputs are.
+        cast: Sites of inputs that are wide and are cast at their use.
     """
 
     def __init__(self) -> None:
         self.kept: set[Site] = set()
-        self.used_low: set[Site] = set()
+        self.cast: set[Site] = set()
         self._parameters: dict[Site, bool] = {}
 
     def observing(self, model: nn.Module) -> Any:
         """Learn from one run, as a context manager."""
         names = {id(parameter): site_of(name) for name, parameter in model.named_parameters()}
 
-        def at_call(site: Site, given: list[Tensor], results: list[Tensor]) -> None:
-            low = any(t.dtype in LOW_DTYPES for t in results) and site.name not in _MIXING
-            if low:
-                self.used_low.add(site)
-            for tensor in given:
+        def at_call(inputs: list[tuple[Site, Tensor]], results: list[Tensor]) -> None:
+            low = any(t.dtype in LOW_DTYPES for t in results)
+            for site, tensor in inputs:
+                is_cast = low and not site.name.endswith(_MIXING)
                 if (name := names.get(id(tensor))) is not None:
-                    is_cast = low or tensor.dtype in LOW_DTYPES
-                    self._parameters[name] = self._parameters.get(name, False) or is_cast
+                    self._parameters[name] = self._parameters.get(name, False) or is_cast or tensor.dtype in LOW_DTYPES
+                elif is_cast and tensor.dtype not in LOW_DTYPES:
+                    self.cast.add(site)
 
         def look(kind: Kind, site: Site, tensor: Tensor) -> None:
             if kind == "activations" and tensor.dtype not in LOW_DTYPES:
@@ -249,7 +251,7 @@ class Casts:
 
     def watch(self, look: Callable[[Kind, Site, Tensor], None]) -> Watch:
         """A watch that looks at inputs too where they are cast at their use."""
-        return Watch(look, inputs=self.used_low.__contains__)
+        return Watch(look, inputs=self.cast.__contains__)
 
 
 def forecast(
@@ -299,7 +301,7 @@ def forecast(
         )
     check_count("forecast", "microbatches", microbatches, 1)
     if not isinstance(model, nn.Module):
-        raise PlanError(f"forecast: model is {type(model).__name__}; give the torch.nn.Module itself")
+        raise WorkloadError(f"forecast: model is {type(model).__name__}; give the torch.nn.Module itself")
     where = find_device("forecast", device, str(device_of(model)))
     make = endless(batches, "forecast")
     failed = "forecast: the model, its loss or its optimizer failed"
@@ -326,7 +328,6 @@ class _Run:
         self.prober, self.plan, self.formats, self.microbatches = prober, plan, formats, microbatches
         self.ledgers: dict[tuple[str, Kind, bool], _Ledger] = {}
         self.casts = Casts()
-        self.missed: set[Site] = set()
         self._ranges: dict[str, Magnitudes] = {}
         prober.extend(1)
         prober.observe(plan, [0], self.casts.observing)
@@ -349,7 +350,7 @@ class _Run:
 
     def _range(self, kind: Kind, site: Site, tensor: Tensor) -> None:
         if kind in ("gradients", "weight gradients") and not self.casts.keeps(kind, site):
-            self._ranges.setdefault(site.path, Magnitudes()).add(finite_values(tensor))
+            Values.of(tensor).count_into(self._ranges.setdefault(site.path, Magnitudes()))
 
     def look(self, kind: Kind, site: Site, tensor: Tensor) -> None:
         """Cast a tensor to every format."""
@@ -417,4 +418,8 @@ class _Run:
         )  # fmt: skip
 
     def _notes(self) -> tuple[str, ...]:
-        return ()
+        compiled = [path for path, module in self.prober.model.named_modules() if _torch.is_compiled(module)]
+        if not compiled:
+            return ()
+        what = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+        return (f"Compiled code ran as it is written ({what}): what a compiler fuses keeps more in fp32.",)

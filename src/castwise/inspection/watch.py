@@ -36,7 +36,7 @@ class Site(NamedTuple):
 
     Attributes:
         path: Of the module, empty for the model itself; one that is shared goes by the first of its paths.
-        name: Of the function, ``input`` with the number of an argument where a function's input is meant, or a parameter's.
+        name: Of the function; that and the number of an input of it, or of the model; or a parameter's.
         place: Among what the module computes in one call.
     """
 
@@ -66,15 +66,15 @@ class Watch(TorchFunctionMode):
 
     Args:
         look: What to do with each tensor.
-        inputs: Sites of results whose inputs are looked at too, those that are no parameters; by default of none.
-        at_call: Called with the site of a function's first result, its floating inputs and its results, before ``look``.
+        inputs: Which inputs of functions, parameters apart, are looked at too; by default none. Those of the model itself always are.
+        at_call: Called for each function with its floating inputs and their sites, and its results, before ``look``.
     """
 
     def __init__(
         self,
         look: Look,
         inputs: Callable[[Site], bool] = lambda _site: False,
-        at_call: Callable[[Site, list[Tensor], list[Tensor]], None] | None = None,
+        at_call: Callable[[list[tuple[Site, Tensor]], list[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()
         self._look, self._inputs, self._at_call = look, inputs, at_call
@@ -91,16 +91,18 @@ class Watch(TorchFunctionMode):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             yield
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    gradient = parameter.grad
-                    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
-                    self._look("weight gradients", site_of(name), dense)
+        for name, parameter in model.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self._show("weight gradients", site_of(name), dense)
 
     def _hook(self, path: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        def enter(_module: nn.Module, _args: Any) -> None:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
             self._calls.append(_Call(path))
+            if not path:
+                for number, tensor in enumerate(tensors_in((args, kwargs))):
+                    if tensor.is_floating_point() or tensor.is_complex():
+                        self._watch(Site(path, f"input {number}"), tensor)
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             while self._calls and self._calls[-1].path != path:  # of modules whose own hook an exception skipped
@@ -112,7 +114,7 @@ class Watch(TorchFunctionMode):
                     self._watch(self._calls[-1].next("output"), tensor)  # no function of torch's has made it
             self._calls.pop()
 
-        yield module.register_forward_pre_hook(enter)
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, always_call=True)
 
     def __torch_function__(
@@ -146,13 +148,17 @@ class Watch(TorchFunctionMode):
         return out
 
     def _see_call(self, call: _Call, name: str, given: list[Tensor], results: list[Tensor]) -> None:
-        first = Site(call.path, name, call.place + 1)
+        written = set(map(id, results))
+        inputs = [
+            (Site(call.path, f"input {number} of {name}", call.place + 1), tensor)
+            for number, tensor in enumerate(given)
+            if id(tensor) not in written
+        ]
         if self._at_call is not None:
-            self._at_call(first, given, results)
-        if self._inputs(first):
-            for number, tensor in enumerate(given):
-                if not isinstance(tensor, nn.Parameter):
-                    self._watch(Site(call.path, f"input {number} of {name}", first.place), tensor)
+            self._at_call(inputs, results)
+        for site, tensor in inputs:
+            if not isinstance(tensor, nn.Parameter) and self._inputs(site):
+                self._watch(site, tensor)
         for tensor in results:
             self._watch(call.next(name), tensor)
 
@@ -160,17 +166,19 @@ class Watch(TorchFunctionMode):
         if tensor.layout is not torch.strided:
             return
         if _torch.graph_task_id() == -1:  # else it is computed again, in a backward
-            with torch.no_grad():
-                self._look("activations", site, tensor.detach())
+            self._show("activations", site, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
-            look = self._look
+
 
             def see(gradient: Tensor) -> None:
                 if gradient.layout is torch.strided:
-                    with torch.no_grad():
-                        look("gradients", site, gradient.detach())
+                    self._show("gradients", site, gradient)
 
             tensor.register_hook(see)
+
+    def _show(self, kind: Kind, site: Site, tensor: Tensor) -> None:
+        with torch.no_grad(), _torch.outside_modes():
+            self._look(kind, site, tensor.detach())
 
 
 def site_of(parameter: str) -> Site:

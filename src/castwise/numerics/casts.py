@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from castwise.numerics.gradient_range import Magnitudes
 from castwise.plans.formats import FORMATS, Format
 
 SAMPLE = 1 << 15
@@ -75,47 +76,74 @@ def _parts(tally: Tally) -> tuple[float, ...]:
     return (tally.count, tally.overflow, tally.subnormal, tally.flush, tally.error, tally.square)
 
 
-def finite_values(tensor: Tensor) -> Tensor:
-    """The values of a floating or complex tensor that are finite, flat and in fp32, or in fp64 where it is that."""
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
-    wide = flat if flat.dtype is torch.float64 else flat.float()
-    held = wide.abs() < ENDLESS
-    return wide if bool(held.all()) else wide[held]
+@dataclass(frozen=True)
+class Values:
+    """The finite values of a tensor, in fp32, or in fp64 where it is that.
 
-
-def tally(values: Tensor, format: Format, scale: float = 1.0) -> Tally:
-    """Cast values to a format. Waits for the device.
-
-    Args:
-        values: Of :func:`finite_values`.
-        format: To cast to.
-        scale: What they are multiplied by before.
+    Attributes:
+        every: Flat; of complex ones the real and the imaginary parts.
+        some: Of many a sample: the same places for every tensor of a size, and random numbers stay as they are.
+        largest: Magnitude of all.
     """
-    count = values.numel()
-    if not count:
-        return Tally()
-    some = sampled(values) * scale
-    low = _cast(some, format)
-    over = _overflows(some, low, format)
-    magnitude = torch.where(over, 1.0, low.abs())
-    shares = torch.stack([(magnitude > 0) & (magnitude < format.smallest_normal), (magnitude == 0) & (some != 0)])
-    squares = torch.stack([torch.where(over, 0.0, low - some), torch.where(over, 0.0, some)])
-    subnormal, flush = (shares.sum(1) * (count / some.numel())).tolist()
-    error, square = (squares.double().square().sum(1) * (count / some.numel() / scale**2)).tolist()
-    return Tally(float(count), _overflowing(values, format, scale), subnormal, flush, error, square)
 
+    every: Tensor
+    some: Tensor
+    largest: float
 
-def tensor_scale(values: Tensor, format: Format) -> float:
-    """The factor that takes the largest value to the format's largest, as torchao's tensorwise recipe has it.
+    @classmethod
+    def of(cls, tensor: Tensor) -> Values:
+        """Those of a floating or complex tensor. Waits for the device."""
+        flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
+        wide = flat if flat.dtype is torch.float64 else flat.float()
+        largest = float(wide.abs().max()) if wide.numel() else 0.0
+        if not largest < ENDLESS:
+            wide = wide[wide.abs() < ENDLESS]
+            largest = float(wide.abs().max()) if wide.numel() else 0.0
+        many = wide.numel() > SAMPLE
+        return cls(wide, wide[_places(wide.numel()).to(wide.device)] if many else wide, largest)
 
-    Source: torchao.float8, ``amax_to_scale``, which takes a largest value below 1e-12 for that.
-    """
-    return format.max / max(float(values.abs().max()) if values.numel() else 0.0, 1e-12)
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.every.numel()
 
+    @property
+    def times(self) -> float:
+        """How many a value of the sample stands for."""
+        return self.count / max(1, self.some.numel())
 
-def sampled(values: Tensor) -> Tensor:
-    """At most ``SAMPLE`` of some values, the same places for every tensor of a size; random numbers stay as they are."""
-    return values if values.numel() <= SAMPLE else values[_places(values.numel()).to(values.device)]
+    def own_scale(self, format: Format) -> float:
+        """The factor that takes the largest value to the format's largest, as torchao's tensorwise recipe has it.
+
+        Source: torchao.float8, ``amax_to_scale``, which takes a largest value below 1e-12 for that.
+        """
+        return format.max / max(self.largest, 1e-12)
+
+    def count_into(self, magnitudes: Magnitudes) -> None:
+        """Count the sample's magnitudes, for all; the largest is that of all."""
+        magnitudes.add(self.some, round(self.times))
+        magnitudes.largest = max(magnitudes.largest, self.largest)
+
+    def tally(self, format: Format, scale: float = 1.0) -> Tally:
+        """Cast the values, multiplied by a scale, to a format. Waits for the device."""
+        if not self.count:
+            return Tally()
+        some = self.some * scale
+        low = _cast(some, format)
+        over = _overflows(some, low, format)
+        magnitude = torch.where(over, 1.0, low.abs())
+        shares = torch.stack([(magnitude > 0) & (magnitude < format.smallest_normal), (magnitude == 0) & (some != 0)])
+        squares = torch.stack([torch.where(over, 0.0, low - some), torch.where(over, 0.0, some)])
+        subnormal, flush = (shares.sum(1) * self.times).tolist()
+        error, square = (squares.double().square().sum(1) * (self.times / scale**2)).tolist()
+        return Tally(float(self.count), self._overflowing(format, scale), subnormal, flush, error, square)
+
+    def _overflowing(self, format: Format, scale: float) -> float:
+        """How many of all values overflow: what is rare a sample would miss."""
+        if self.largest * scale <= format.max:
+            return 0.0
+        large = self.every[self.every.abs() * scale >= format.max] * scale
+        return float(_overflows(large, _cast(large, format), format).sum())
 
 
 @functools.lru_cache(maxsize=16)
@@ -130,12 +158,6 @@ def _edge(format: Format) -> float:
 
 def _overflows(values: Tensor, low: Tensor, format: Format) -> Tensor:
     return (values.abs() > _edge(format)) | ~torch.isfinite(low)
-
-
-def _overflowing(values: Tensor, format: Format, scale: float) -> float:
-    """How many of all values overflow: what is rare a sample would miss."""
-    large = values[values.abs() * scale > format.max] * scale
-    return float(_overflows(large, _cast(large, format), format).sum())
 
 
 def _cast(values: Tensor, format: Format) -> Tensor:

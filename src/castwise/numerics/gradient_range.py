@@ -104,16 +104,16 @@ class Magnitudes:
         self.zeros = 0
         self.largest = 0.0
 
-    def add(self, tensor: Tensor) -> None:
-        """Count the values of a floating tensor; of those that are not finite only ``largest`` knows."""
+    def add(self, tensor: Tensor, times: int = 1) -> None:
+        """Count the values of a floating tensor, each so many times; of those that are not finite only ``largest`` knows."""
         magnitude = tensor.detach().abs().reshape(-1)
         magnitude = magnitude if magnitude.dtype is torch.float64 else magnitude.float()
         if not magnitude.numel():
             return
         some = magnitude[(magnitude > 0) & torch.isfinite(magnitude)]
         bins = (torch.frexp(some)[1].long() - 1 - LOWEST).clamp(0, BINS - 1)
-        self._counts += torch.bincount(bins, minlength=BINS).cpu()
-        self.zeros += int((magnitude == 0).sum())
+        self._counts += times * torch.bincount(bins, minlength=BINS).cpu()
+        self.zeros += times * int((magnitude == 0).sum())
         self.largest = max(self.largest, float(magnitude.max()))
 
     def __iadd__(self, other: Magnitudes) -> Magnitudes:
