@@ -21,7 +21,8 @@ from torch import Tensor
 import architectures
 import castwise
 from castwise import Plan, Workload
-from castwise.inspection.forecast import Casts, Forecast, TensorForecast
+from castwise.inspection.forecast import Forecast, TensorForecast
+from castwise.inspection.plan_casts import PlanCasts
 from castwise.inspection.watch import Kind, Site
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import undisturbed
@@ -42,7 +43,7 @@ Key = tuple[str, Kind, bool]
 class Seen:
     """What a run under a plan holds: values, those that are not finite and zeros, by region and kind."""
 
-    def __init__(self, casts: Casts, dtype: torch.dtype) -> None:
+    def __init__(self, casts: PlanCasts, dtype: torch.dtype) -> None:
         self.sums: dict[Key, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._casts, self._dtype = casts, dtype
 
@@ -62,7 +63,7 @@ def run(job: Workload, model: torch.nn.Module, plan: Plan, device: torch.device)
         batches = endless(job.batches, "bench")(0)
         prober = Prober(model, job.loss, batches, device, call="bench", dither="fp32")
         prober.extend(MICROBATCHES)
-        casts = Casts()
+        casts = PlanCasts()
         prober.observe(plan, [0], casts.observing)
         seen = Seen(casts, plan.compute_dtype)
         prober.observe(plan, range(MICROBATCHES), casts.watch(seen.look).observing)
@@ -98,7 +99,10 @@ def compare(found: Forecast, seen: dict[Key, list[int]], scaled: bool) -> dict[s
                 close[what].append(abs(share - said) <= CLOSE)
                 here.append(close[what][-1])
                 lost[what] = max(lost[what], said)
-                worst.append((abs(share - said), f"{region.path or '(model)'} {tensor.kind} {what}: said {said:.3f}, seen {share:.3f}"))
+                worst.append((
+                    abs(share - said),
+                    f"{region.path or '(model)'} {tensor.kind} {what}: said {said:.3f}, seen {share:.3f}",
+                ))
         if here:
             whole.append(all(here))
     worst.sort(reverse=True)
@@ -124,7 +128,11 @@ def row(job: Workload, name: str, device: torch.device) -> dict[str, Any]:
         plan = dataclasses.replace(plan, loss_scale=dataclasses.replace(scale, init=found.loss_scale))
     seen = run(job, model, plan, device)
     said = {"job": job.name, "plan": name, "loss_scale": found.loss_scale if scale is not None else None}
-    return said | compare(found, seen, scale is not None) | {"troubled": [r.path for r in found.regions if r.troubles]}
+    return (
+        said
+        | compare(found, seen, scale is not None)
+        | {"troubled": [r.path for r in found.regions if r.troubles]}
+    )
 
 
 def main() -> None:

@@ -135,7 +135,9 @@ def _entry(name: str, value: Any) -> str:
 
 def _members(cls: type) -> Iterator[tuple[str, str]]:
     bases = [
-        base for base in cls.__mro__[1:] if base.__module__.startswith(("castwise.session", "castwise.jobs", "castwise.result"))
+        base
+        for base in cls.__mro__[1:]
+        if base.__module__.startswith(("castwise.session", "castwise.jobs", "castwise.result"))
     ]
     for name, value in {**vars(cls), **{k: v for base in bases for k, v in vars(base).items()}}.items():
         if name.startswith("_"):

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import castwise
 from castwise import Amp, Plan
 from castwise.errors import NonFiniteError, PlanError, UnknownNameError, WorkloadError
-from castwise.inspection.forecast import Casts, forecast
+from castwise.inspection.forecast import forecast
+from castwise.inspection.plan_casts import PlanCasts
 from castwise.numerics.casts import Values
 from castwise.plans.formats import FORMATS
 
@@ -42,7 +43,10 @@ def squared(model: nn.Module, batch: Batch) -> Tensor:
 
 def batches(width: int = 8, out: int = 4, count: int = 4) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(16, width, generator=generator), torch.randn(16, out, generator=generator)) for _ in range(count)]
+    return [
+        (torch.randn(16, width, generator=generator), torch.randn(16, out, generator=generator))
+        for _ in range(count)
+    ]
 
 
 def sound(width: int = 8) -> nn.Sequential:
@@ -59,11 +63,13 @@ def test_shares_of_activations_and_gradients_are_exact() -> None:
     nn.init.ones_(model.weight)
     x = torch.tensor([1.0, 7e4, -1e5, 1e-5, 1e-9, 0.0, 3.0, 2.0])[:, None]
     weights = torch.tensor([1.0, 1e-9, 1e-9, 1e-5, 1.0, 1.0, 1.0, 1e-9])[:, None]
-    found = forecast(model, lambda m, b: (m(b) * weights).sum(), [x], ("fp16",), microbatches=1, plan="bf16-true")
+    found = forecast(
+        model, lambda m, b: (m(b) * weights).sum(), [x], ("fp16",), microbatches=1, plan="bf16-true"
+    )
     tensors = {t.kind: t for t in found.region("").tensors}
     out = tensors["activations"].cast("fp16")
     assert out is not None
-    assert (out.overflow, out.subnormal, out.flush) == (2 / 16, 2 / 16, 2 / 16)  # of the input too
+    assert (out.overflow, out.subnormal, out.flush) == (4 / 16, 2 / 16, 2 / 16)  # of the input too
     gradient = tensors["gradients"].cast("fp16", scaled=False)
     assert gradient is not None
     assert (gradient.overflow, gradient.subnormal, gradient.flush) == (0.0, 1 / 8, 3 / 8)
@@ -100,13 +106,15 @@ def test_a_sound_model_is_held_by_every_format() -> None:
 @pytest.mark.parametrize("position", [1, 3])
 def test_an_overflow_is_found_where_it_is_and_the_plan_that_follows_is_finite(position: int) -> None:
     model = sound()
-    place = nn.Sequential(nn.Linear(32 if position > 1 else 8, 32 if position > 1 else 8), Times(1e6), Times(1e-6))
+    place = nn.Sequential(
+        nn.Linear(32 if position > 1 else 8, 32 if position > 1 else 8), Times(1e6), Times(1e-6)
+    )
     layers = list(model)
     layers.insert(position - 1 if position == 1 else position, place)
     model = nn.Sequential(*layers)
     where = str(position - 1 if position == 1 else position)
     found = forecast(model, squared, batches(), ("fp16",))
-    assert {path for path in (r.path for r in found.regions if r.troubles)} >= {f"{where}.1"}
+    assert found.region(f"{where}.1").troubles
     assert all(r.path.startswith(where) for r in found.regions if r.troubles)
     assert found.recommendation is not None
 
@@ -169,14 +177,26 @@ def test_gradients_that_vanish_in_fp16_are_found_and_the_loss_scales_hold_them()
 
 def test_updates_that_bf16_drops_are_counted() -> None:
     found = forecast(
-        sound(), squared, batches(), ("bf16", "fp16"), optimizer=lambda p: torch.optim.SGD(p, lr=1e-4), microbatches=1
+        sound(),
+        squared,
+        batches(),
+        ("bf16", "fp16"),
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4),
+        microbatches=1,
     )
     updates = [t for region in found.regions for t in region.tensors if t.kind == "updates"]
     assert len(updates) == 3
     assert all(t.cast("bf16").flush >= t.cast("fp16").flush for t in updates)
     assert "rounding drops" in found.region("0").stored["bf16"]
     assert "bf16" not in found.region("0").troubles
-    kept = forecast(sound(), squared, batches(), ("bf16",), optimizer=lambda p: torch.optim.SGD(p, lr=100.0), microbatches=1)
+    kept = forecast(
+        sound(),
+        squared,
+        batches(),
+        ("bf16",),
+        optimizer=lambda p: torch.optim.SGD(p, lr=100.0),
+        microbatches=1,
+    )
     assert not any(region.stored for region in kept.regions)
 
 
@@ -197,7 +217,9 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("product", [False, True])
 def test_what_stays_in_fp32_does_not_count_unless_it_is_cast_at_its_use(product: bool) -> None:
-    found = forecast(Keeps(product), squared, batches(), ("fp16",), plan="bf16-mixed+ops.exp=fp32+ops.log=fp32")
+    found = forecast(
+        Keeps(product), squared, batches(), ("fp16",), plan="bf16-mixed+ops.exp=fp32+ops.log=fp32"
+    )
     kept = found.region("").tensor("activations", kept=True)
     assert kept is not None
     assert kept.cast("fp16").overflow > 0
@@ -213,7 +235,7 @@ def test_everything_is_low_under_a_true_plan() -> None:
 
 def test_parameters_that_norms_take_as_they_are_are_kept() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    casts = Casts()
+    casts = PlanCasts()
     x = torch.randn(4, 8)
     with Amp("bf16-mixed") as amp:
         amp.prepare(model)
@@ -260,7 +282,11 @@ class Output(dict[str, Any]):
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.inner, self.out, self.reentrant = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), nn.Linear(8, 4), reentrant
+        self.inner, self.out, self.reentrant = (
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+            nn.Linear(8, 4),
+            reentrant,
+        )
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         x = x.requires_grad_() if self.reentrant else x
@@ -276,8 +302,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "tokens": (Tokens, squared),
     "checkpointed": (lambda: Checkpointed(False), of_dict),
     "checkpointed, reentrant": (lambda: Checkpointed(True), of_dict),
-    "BatchNorm": (lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)), squared),
-    "in bf16": (lambda: sound().bfloat16(), lambda m, b: squared(m, (b[0].bfloat16(), b[1]))),
+    "BatchNorm": (
+        lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4)),
+        squared,
+    ),
+    "in bf16": (lambda: sound().bfloat16(), squared),
     "large": (lambda: nn.Sequential(nn.Linear(8, 4), Times(1e30), Times(1e-30)), squared),
     "small": (lambda: nn.Sequential(nn.Linear(8, 4), Times(1e-30), Times(1e30)), squared),
 }
@@ -302,7 +331,11 @@ def test_models_of_all_kinds_are_forecast_and_left_as_they_were(name: str) -> No
     assert now[1:] == random_state[1:]
     for region in found.regions:
         for tensor in region.tensors:
-            assert all(0.0 <= share <= 1.0 for cast in tensor.casts for share in (cast.overflow, cast.subnormal, cast.flush))
+            assert all(
+                0.0 <= share <= 1.0
+                for cast in tensor.casts
+                for share in (cast.overflow, cast.subnormal, cast.flush)
+            )
     assert bool(found.region("1").troubles) if name in ("large", "small") else True
 
 

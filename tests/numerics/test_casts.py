@@ -51,7 +51,21 @@ def spread(count: int = 20_000) -> Tensor:
     """Values over all magnitudes of the formats, with their edges and ties."""
     x = torch.randn(count) * 2.0 ** torch.empty(count).uniform_(-30, 20)
     edges = [FORMATS[name].max for name in ("fp16", "fp8_e4m3", "fp8_e5m2")]
-    ends = [*edges, 65519.0, 65520.0, 463.0, 464.0, 465.0, 61439.0, 61440.0, 2.0**-25, 2.0**-10, 2.0**-17, 2.0**-25 * 1.01, 0.0]
+    ends = [
+        *edges,
+        65519.0,
+        65520.0,
+        463.0,
+        464.0,
+        465.0,
+        61439.0,
+        61440.0,
+        2.0**-25,
+        2.0**-10,
+        2.0**-17,
+        2.0**-25 * 1.01,
+        0.0,
+    ]
     return torch.cat([x, torch.tensor(ends)])
 
 
@@ -93,7 +107,10 @@ def test_what_overflows_is_counted_in_all_of_a_large_tensor_and_the_rest_in_a_sa
 def test_tallies_add_up_to_that_of_all_values() -> None:
     one, other = spread(500), spread(300) * 3
     format = FORMATS["fp8_e5m2"]
-    both, whole = Values.of(one).tally(format) + Values.of(other).tally(format), Values.of(torch.cat([one, other])).tally(format)
+    both, whole = (
+        Values.of(one).tally(format) + Values.of(other).tally(format),
+        Values.of(torch.cat([one, other])).tally(format),
+    )
     for mine, theirs in zip(vars(both).values(), vars(whole).values(), strict=True):
         assert mine == pytest.approx(theirs)
 

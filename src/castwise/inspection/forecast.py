@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.errors import PlanError, WorkloadError, check_count
+from castwise.inspection.plan_casts import PlanCasts
 from castwise.inspection.range_verdicts import answer, recommended, stored_troubles, troubles
-from castwise.inspection.watch import Kind, Site, Watch, site_of
+from castwise.inspection.watch import Kind, Site, site_of
 from castwise.measure.environment import Environment, environment
 from castwise.numerics.batches import endless
 from castwise.numerics.casts import Cast, Tally, Values
@@ -33,7 +34,7 @@ from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.parity import device_of
 from castwise.numerics.probes import REFERENCE, Prober
 from castwise.numerics.updates import one_update, stored_change
-from castwise.plans.formats import FORMATS, LOW, LOW_DTYPES, Format, get_format
+from castwise.plans.formats import FORMATS, LOW, Format, get_format
 from castwise.plans.plan import Plan, as_plan
 from castwise.process import find_device
 from castwise.result import Result
@@ -46,8 +47,6 @@ FORECAST = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 """The formats that a forecast can be made for."""
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
 MICROBATCHES = 4
-_MIXING = (" batch_norm", " group_norm", " instance_norm", " layer_norm", " rms_norm")
-"""Functions that take fp32 parameters beside a low input as they are."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ class TensorForecast:
     def cast(self, format: str, scaled: bool = True) -> Cast | None:
         """What a format does: scaled as in training where that scales, or as it is; None where it was not asked."""
         found = [cast for cast in self.casts if cast.format == format]
-        return next((cast for cast in found if (cast.scale is not None) is scaled), found[0] if found else None)
+        return next(
+            (cast for cast in found if (cast.scale is not None) is scaled), found[0] if found else None
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,9 @@ class Forecast(Result):
             if region.path == path:
                 return region
         known = ", ".join(repr(region.path) for region in self.regions[:12])
-        raise PlanError(f"Forecast.region({path!r}): no module of that path computed anything; there are {known}, ...")
+        raise PlanError(
+            f"Forecast.region({path!r}): no module of that path computed anything; there are {known}, ..."
+        )
 
     def _fields(self) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -209,49 +212,6 @@ class _Ledger:
         return TensorForecast(
             kind, kept, self.count, self.not_finite, seen.largest, seen.histogram(path), casts
         )
-
-
-class Casts:
-    """What a plan casts of a model, learned from runs under it.
-
-    Attributes:
-        kept: Sites of results that are wider than the plan's low formats.
-        cast: Sites of inputs that are wide and are cast at their use.
-    """
-
-    def __init__(self) -> None:
-        self.kept: set[Site] = set()
-        self.cast: set[Site] = set()
-        self._parameters: dict[Site, bool] = {}
-
-    def observing(self, model: nn.Module) -> Any:
-        """Learn from one run, as a context manager."""
-        names = {id(parameter): site_of(name) for name, parameter in model.named_parameters()}
-
-        def at_call(inputs: list[tuple[Site, Tensor]], results: list[Tensor]) -> None:
-            low = any(t.dtype in LOW_DTYPES for t in results)
-            for site, tensor in inputs:
-                is_cast = low and not site.name.endswith(_MIXING)
-                if (name := names.get(id(tensor))) is not None:
-                    self._parameters[name] = self._parameters.get(name, False) or is_cast or tensor.dtype in LOW_DTYPES
-                elif is_cast and tensor.dtype not in LOW_DTYPES:
-                    self.cast.add(site)
-
-        def look(kind: Kind, site: Site, tensor: Tensor) -> None:
-            if kind == "activations" and tensor.dtype not in LOW_DTYPES:
-                self.kept.add(site)
-
-        return Watch(look, at_call=at_call).observing(model)
-
-    def keeps(self, kind: Kind, site: Site) -> bool:
-        """Whether the plan keeps in fp32 what comes from a site."""
-        if kind in ("weights", "weight gradients", "updates"):
-            return not self._parameters.get(site, True)
-        return site in self.kept
-
-    def watch(self, look: Callable[[Kind, Site, Tensor], None]) -> Watch:
-        """A watch that looks at inputs too where they are cast at their use."""
-        return Watch(look, inputs=self.cast.__contains__)
 
 
 def forecast(
@@ -327,7 +287,7 @@ class _Run:
     def __init__(self, prober: Prober, plan: Plan, formats: list[Format], microbatches: int) -> None:
         self.prober, self.plan, self.formats, self.microbatches = prober, plan, formats, microbatches
         self.ledgers: dict[tuple[str, Kind, bool], _Ledger] = {}
-        self.casts = Casts()
+        self.casts = PlanCasts()
         self._ranges: dict[str, Magnitudes] = {}
         prober.extend(1)
         prober.observe(plan, [0], self.casts.observing)
@@ -421,5 +381,7 @@ class _Run:
         compiled = [path for path, module in self.prober.model.named_modules() if _torch.is_compiled(module)]
         if not compiled:
             return ()
-        what = ", ".join(path or "the model" for path in compiled[:3]) + (", ..." if len(compiled) > 3 else "")
+        what = ", ".join(path or "the model" for path in compiled[:3]) + (
+            ", ..." if len(compiled) > 3 else ""
+        )
         return (f"Compiled code ran as it is written ({what}): what a compiler fuses keeps more in fp32.",)

@@ -28,6 +28,9 @@ _CONVERSIONS: Final = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "detach_", "requires_grad_", "__get__", "__set__",
 })  # fmt: skip
 """What only hands a value on, in another format: a plan's own casts are among them, so that they move no site."""
+_BACKWARD: Final = frozenset({"backward", "grad"})
+"""Inside these forwards may run again, of reentrant checkpointing."""
+_IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor", "torch.autograd"})
 _GUARDS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -87,7 +90,9 @@ class Watch(TorchFunctionMode):
             for path, module in model.named_modules():
                 for handle in self._hook(path, module):
                     stack.callback(handle.remove)
-            if _torch.dynamo_loaded():  # what is compiled runs as it is written: nothing is seen in compiled code
+            if (
+                _torch.dynamo_loaded()
+            ):  # what is compiled runs as it is written: nothing is seen in compiled code
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             yield
@@ -105,7 +110,9 @@ class Watch(TorchFunctionMode):
                         self._watch(Site(path, f"input {number}"), tensor)
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            while self._calls and self._calls[-1].path != path:  # of modules whose own hook an exception skipped
+            while (
+                self._calls and self._calls[-1].path != path
+            ):  # of modules whose own hook an exception skipped
                 self._calls.pop()
             if not self._calls:
                 return
@@ -123,11 +130,13 @@ class Watch(TorchFunctionMode):
         """Run a function, and look at what it computes from floating tensors."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not self._calls or name in _CONVERSIONS or _torch.in_transform():
+        if not (self._calls or name in _BACKWARD) or name in _CONVERSIONS or _torch.in_transform():
             return func(*args, **kwargs)
         if (inner := _unguarded(func)) is not None:
             with self:
                 return inner(*args, **kwargs)
+        if not self._calls:
+            return func(*args, **kwargs)
         given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point() or t.is_complex()]
         if not given:
             return func(*args, **kwargs)
@@ -169,7 +178,6 @@ class Watch(TorchFunctionMode):
             self._show("activations", site, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
 
-
             def see(gradient: Tensor) -> None:
                 if gradient.layout is torch.strided:
                     self._show("gradients", site, gradient)
@@ -189,16 +197,20 @@ def site_of(parameter: str) -> Site:
 
 def _home(tensor: Tensor) -> int:
     """Where a tensor's memory begins: the same of a view; a number of its own for one without memory."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else -id(tensor)
+    return (
+        tensor.untyped_storage().data_ptr()
+        if tensor.layout is torch.strided and tensor.numel()
+        else -id(tensor)
+    )
 
 
 @functools.cache
 def _unguarded(func: Any) -> Any:
-    """A function of ``torch.nn.functional`` without its question whether a mode is in force, so that its parts are seen.
+    """A function of torch's in Python without its question whether a mode is in force, so that its parts are seen.
 
-    None for what is no such function in Python.
+    None for what is no such function.
     """
-    if not isinstance(func, FunctionType) or func.__module__ != "torch.nn.functional":
+    if not isinstance(func, FunctionType) or func.__module__ not in _IN_PYTHON:
         return None
     if not any(name in func.__code__.co_names for name in _GUARDS):
         return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -64,16 +65,13 @@ class Tally:
     square: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(*(mine + others for mine, others in zip(_parts(self), _parts(other), strict=True)))
+        return Tally(*map(operator.add, astuple(self), astuple(other)))
 
     def cast(self, format: str, scale: float | str | None) -> Cast:
         """The shares."""
-        shares = (value / self.count if self.count else 0.0 for value in _parts(self)[1:4])
-        return Cast(format, scale, *shares, math.sqrt(self.error / self.square) if self.square else 0.0)
-
-
-def _parts(tally: Tally) -> tuple[float, ...]:
-    return (tally.count, tally.overflow, tally.subnormal, tally.flush, tally.error, tally.square)
+        count = self.count or 1.0
+        error = math.sqrt(self.error / self.square) if self.square else 0.0
+        return Cast(format, scale, self.overflow / count, self.subnormal / count, self.flush / count, error)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,11 @@ class Values:
     @classmethod
     def of(cls, tensor: Tensor) -> Values:
         """Those of a floating or complex tensor. Waits for the device."""
-        flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
+        flat = (
+            (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
+            .detach()
+            .reshape(-1)
+        )
         wide = flat if flat.dtype is torch.float64 else flat.float()
         largest = float(wide.abs().max()) if wide.numel() else 0.0
         if not largest < ENDLESS:
@@ -132,7 +134,10 @@ class Values:
         low = _cast(some, format)
         over = _overflows(some, low, format)
         magnitude = torch.where(over, 1.0, low.abs())
-        shares = torch.stack([(magnitude > 0) & (magnitude < format.smallest_normal), (magnitude == 0) & (some != 0)])
+        shares = torch.stack([
+            (magnitude > 0) & (magnitude < format.smallest_normal),
+            (magnitude == 0) & (some != 0),
+        ])
         squares = torch.stack([torch.where(over, 0.0, low - some), torch.where(over, 0.0, some)])
         subnormal, flush = (shares.sum(1) * self.times).tolist()
         error, square = (squares.double().square().sum(1) * (self.times / scale**2)).tolist()

@@ -13,7 +13,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ class Magnitudes:
         self.zeros += times * int((magnitude == 0).sum())
         self.largest = max(self.largest, float(magnitude.max()))
 
-    def __iadd__(self, other: Magnitudes) -> Magnitudes:
+    def __iadd__(self, other: Magnitudes) -> Self:
         self._counts = self._counts + other._counts
         self.zeros += other.zeros
         self.largest = max(self.largest, other.largest)
