@@ -154,7 +154,8 @@ def main() -> None:
             for sound in (False, True):
                 with results.part(case.name):
                     job = case.workload(sound)
-                    results.add(row(job, "fp16-mixed", device) | {"planted": case.name, "sound": sound})
+                    found = row(job, "fp16-mixed", device)
+                    results.add(found | {"planted": case.name, "sound": sound, "shows_in": case.formats})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from castwise import Amp, Plan
 from castwise.errors import NonFiniteError, PlanError, UnknownNameError, WorkloadError
 from castwise.inspection.forecast import forecast
 from castwise.inspection.plan_casts import PlanCasts
-from castwise.numerics.casts import Values
+from castwise.numerics.casts import Values, cast_of
 from castwise.plans.formats import FORMATS
 
 Batch = tuple[Tensor, Tensor]
@@ -74,7 +74,7 @@ def test_shares_of_activations_and_gradients_are_exact() -> None:
     assert gradient is not None
     assert (gradient.overflow, gradient.subnormal, gradient.flush) == (0.0, 1 / 8, 3 / 8)
     assert tensors["activations"].largest == 1e5
-    assert tensors["activations"].histogram.zeros == 1
+    assert tensors["activations"].histogram.zeros == 2
     assert "activations overflow" in found.region("").troubles["fp16"]
 
 
@@ -87,7 +87,7 @@ def test_weights_are_cast_as_they_are() -> None:
     assert tensor is not None
     for name in ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"):
         parts = [Values.of(p).tally(FORMATS[name]) for p in model[3].parameters()]
-        assert tensor.cast(name, scaled=False) == (parts[0] + parts[1]).cast(name, None)
+        assert tensor.cast(name, scaled=False) == cast_of(parts, name, None)
     assert tensor.count == 4 * 32 + 4
 
 
@@ -129,6 +129,43 @@ def test_an_overflow_is_found_where_it_is_and_the_plan_that_follows_is_finite(po
     assert not gradients("fp16-mixed+loss_scale=none")
     assert gradients(found.recommendation)
     assert forecast(model, squared, batches(), ("bf16", "fp16")).recommendation == "bf16-mixed"
+
+
+class Divides(nn.Module):
+    """By a root mean square that is zero where its input is, but for an epsilon."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.inner, self.eps = nn.Linear(8, 4, bias=False), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x * (torch.arange(16) > 3)[:, None])
+        return h / ((h * h).mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-8])
+def test_an_epsilon_that_becomes_zero_below_a_quotient_is_found(eps: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), Divides(eps))
+    found = forecast(
+        model, squared, batches(), ("fp16", "bf16"), plan="fp16-mixed+rules=none+ops.linear=lower"
+    )
+    trouble = found.region("1").troubles.get("fp16", "")
+    assert ("that sqrt takes become 0" in trouble) is (eps < 1e-7)
+    assert "bf16" not in found.region("1").troubles
+
+
+class Squares(nn.Module):
+    """Small squares made large again: what vanishes is nothing beside what comes after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = x * 1e-4
+        return small * small.abs() * 1e8
+
+
+def test_what_one_result_loses_is_seen_beside_larger_ones() -> None:
+    found = forecast(nn.Sequential(nn.Linear(8, 4), Squares()), squared, batches(), ("fp16", "bf16"))
+    assert "become 0" in found.region("1").troubles["fp16"]
+    assert "bf16" not in found.region("1").troubles
 
 
 def test_a_fault_in_the_model_itself_has_no_plan() -> None:
@@ -400,6 +437,12 @@ def test_an_interrupt_half_way_leaves_no_trace(error: type[BaseException], at: i
         ({"model": lambda x: x}, WorkloadError, "give the torch.nn.Module itself"),
         ({"loss": lambda m, b: {"loss": squared(m, b)}}, WorkloadError, "returned dict"),
         ({"loss": lambda m, b: squared(m, b) * float("nan")}, NonFiniteError, "not finite in fp32 already"),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)], 0.1)},
+            WorkloadError,
+            "optimizer must be a function",
+        ),
+        ({"optimizer": torch.optim.LBFGS}, WorkloadError, "LBFGS.step\\(\\) needs a closure"),
         ({"batches": []}, WorkloadError, "no batch at all"),
         ({"batches": [(torch.zeros(0, 8), torch.zeros(0, 4))]}, NonFiniteError, "not finite in fp32"),
     ],
@@ -440,6 +483,21 @@ def test_the_record_is_plain_and_is_saved_beside_its_page(tmp_path: Path) -> Non
     assert record == found.to_dict()
     assert record["plan"] == "bf16-mixed"
     assert record["regions"][0]["tensors"][0]["casts"][0]["format"] == "fp16"
+
+
+def test_a_model_that_autocasts_itself_is_said_to() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x).float()
+
+    (note,) = forecast(Casts(), squared, batches(), ("fp16",), microbatches=1).notes
+    assert "casts to a low format by itself (inner)" in note
+    assert forecast(sound(), squared, batches(), ("fp16",), microbatches=1).notes == ()
 
 
 @pytest.mark.inductor

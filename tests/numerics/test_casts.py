@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from castwise.numerics.casts import SAMPLE, Tally, Values
+from castwise.numerics.casts import SAMPLE, Tally, Values, cast_of
 from castwise.plans.formats import FORMATS, Format
 
 LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -77,7 +77,7 @@ def test_counts_and_error_are_those_of_exact_rounding(name: str, scale: float) -
     found = Values.of(values).tally(format, scale)
     over, subnormal, flush, error = oracle(values, format, scale)
     assert (found.overflow, found.subnormal, found.flush) == (over, subnormal, flush)
-    assert found.cast(name, None).error == pytest.approx(error, rel=1e-9)
+    assert cast_of([found], name, None).error == pytest.approx(error, rel=1e-9)
     assert over or name == "bf16" or scale < 1.0
     assert flush or name == "bf16"
 
@@ -95,7 +95,7 @@ def test_what_overflows_is_counted_in_all_of_a_large_tensor_and_the_rest_in_a_sa
     values = torch.full((4 * SAMPLE,), 1e-8)
     values[::2] = 1.0
     values[12345] = 1e6
-    found = Values.of(values).tally(FORMATS["fp16"]).cast("fp16", None)
+    found = cast_of([Values.of(values).tally(FORMATS["fp16"])], "fp16", None)
     assert found.overflow == 1 / values.numel()
     assert found.flush == pytest.approx(0.5, abs=0.015)
     torch.manual_seed(3)
@@ -118,7 +118,7 @@ def test_tallies_add_up_to_that_of_all_values() -> None:
 def test_no_values_at_all() -> None:
     found = Values.of(torch.zeros(0)).tally(FORMATS["fp16"])
     assert found == Tally()
-    assert found.cast("fp16", None).error == 0.0
+    assert cast_of([found], "fp16", None).error == 0.0
     assert Values.of(torch.zeros(0)).own_scale(FORMATS["fp8_e4m3"]) == 448.0 / 1e-12
 
 
@@ -136,7 +136,7 @@ def test_a_scale_of_its_own_lets_no_tensor_overflow(size: float) -> None:
     for name in ("fp8_e4m3", "fp8_e5m2"):
         format = FORMATS[name]
         seen = Values.of(values)
-        found = seen.tally(format, seen.own_scale(format)).cast(name, "tensor")
+        found = cast_of([seen.tally(format, seen.own_scale(format))], name, "tensor")
         assert found.overflow == 0.0
         if size > 1e-12:
             assert found.error < format.eps
@@ -147,6 +147,10 @@ def test_a_scale_of_its_own_lets_no_tensor_overflow(size: float) -> None:
 def test_underflow_is_what_digits_do_not_explain() -> None:
     values = torch.randn(20_000)
     for name in LOW:
-        assert Values.of(values).tally(FORMATS[name]).cast(name, None).underflow < 1e-4
-    small = Values.of(values * 2.0**-24).tally(FORMATS["fp16"]).cast("fp16", None)
-    assert small.underflow > 0.01
+        assert Values.of(values).tally(FORMATS[name]).underflow(name) < 1e-4
+    small = Values.of(values * 2.0**-24).tally(FORMATS["fp16"])
+    assert small.underflow("fp16") > 0.01
+    large = Values.of(values).tally(FORMATS["fp16"])
+    assert (small + large).underflow("fp16") < 1e-4
+    assert cast_of([small, large], "fp16", None).underflow == small.underflow("fp16")  # of each by itself
+    assert cast_of([small, large], "fp16", None, least=1e-3).underflow == large.underflow("fp16")

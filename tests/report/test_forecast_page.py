@@ -31,13 +31,16 @@ def tensor(
     kind: Any, kept: bool = False, largest: float = 8.0, overflow: float = 0.0, scale: float | None = None
 ) -> TensorForecast:
     histogram = Histogram("", -6, (1, 4, 9, 16, 25, 16, 9, 4, 1), 3)
-    casts = [Cast("fp16", None, overflow, 0.01, 0.2, 0.02), Cast("bf16", None, 0.0, 0.0, 0.0, 0.002)]
+    casts = [
+        Cast("fp16", None, overflow, 0.01, 0.2, 0.02, 0.0),
+        Cast("bf16", None, 0.0, 0.0, 0.0, 0.002, 0.0),
+    ]
     if scale is not None:
-        casts.append(Cast("fp16", scale, 0.0, 0.001, 0.0, 0.0003))
+        casts.append(Cast("fp16", scale, 0.0, 0.001, 0.0, 0.0003, 0.0))
     if kind != "updates":
         casts += [
-            Cast("fp8_e4m3", None, 0.5, 0.1, 0.1, 0.3),
-            Cast("fp8_e4m3", "tensor", 0.0, 0.1, 0.00002, 0.03),
+            Cast("fp8_e4m3", None, 0.5, 0.1, 0.1, 0.3, 0.1),
+            Cast("fp8_e4m3", "tensor", 0.0, 0.1, 0.00002, 0.03, 0.0),
         ]
     return TensorForecast(kind, kept, 88, 0, largest, histogram, tuple(casts))
 
@@ -51,7 +54,7 @@ def make(count: int = 3, name: str = "layers") -> dict[str, Any]:
             f"{name}.{at}", "Linear",
             (tensor("weights"), tensor("activations", overflow=0.031 if at == 0 else 0.0, largest=1.2e5 if at == 0 else 8.0),
              tensor("activations", kept=True), tensor("gradients", scale=8192.0), tensor("updates")),
-            scales, {"fp16": reason} if at == 0 else {}, {},
+            scales, {}, {"fp16": reason} if at == 0 else {}, {},
         )
         for at in range(count)
     )  # fmt: skip
@@ -88,7 +91,7 @@ def test_the_page_has_a_row_per_region_and_kind_and_needs_nothing_from_elsewhere
         "layers.2",
         "3.1 % overflow",
         "20 % dropped",
-        "< 0.01 % become 0",
+        "less than 0.01 % become 0",
         "A <note>.",
         "0.06 to 131,072",
     ):

@@ -7,64 +7,53 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from castwise.numerics.casts import Cast
-from castwise.numerics.gradient_range import LOST, NEGLIGIBLE, ScaleRange
+from castwise.numerics.gradient_range import LOST, ScaleRange
 from castwise.numerics.updates import LOST as DROPPED
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan, Region
 from castwise.report import words
 
 if TYPE_CHECKING:
-    from castwise.inspection.forecast import RegionForecast, TensorForecast
+    from castwise.inspection.forecast_result import RegionForecast, TensorForecast
 
 
-def troubles(region: RegionForecast, formats: Sequence[str], most: float) -> dict[str, str]:
-    """By format why it does not hold a region's numbers under a plan that autocasts; nothing where it does.
-
-    Args:
-        region: Its tensors.
-        formats: To judge.
-        most: The largest sum of squared gradients of any region: next to it very small ones do not matter.
-    """
-    judged = [t for t in region.tensors if not t.kept and t.kind != "updates" and not _is_negligible(t, most)]
-    return _first_reasons(judged, formats, scaled=True)
+def troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
+    """By format why it does not hold a region's numbers under a plan that autocasts; nothing where it does."""
+    judged = [tensor for tensor in region.tensors if not tensor.kept and tensor.kind != "updates"]
+    return _first_reasons(region, judged, formats, scaled=True)
 
 
 def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
     """The same where everything is stored in the format: what is kept counts too, and updates that rounding drops."""
-    return _first_reasons(region.tensors, [name for name in formats if name in LOW], scaled=False)
+    return _first_reasons(region, region.tensors, [name for name in formats if name in LOW], scaled=False)
 
 
-def _first_reasons(tensors: Sequence[TensorForecast], formats: Sequence[str], scaled: bool) -> dict[str, str]:
+def _first_reasons(
+    region: RegionForecast, tensors: Sequence[TensorForecast], formats: Sequence[str], scaled: bool
+) -> dict[str, str]:
     out = {}
     for name in formats:
-        for tensor in tensors:
-            cast = tensor.cast(name, scaled)
-            reason = "" if cast is None else _reason(tensor, cast)
-            if reason:
-                out[name] = reason
-                break
+        casts = ((tensor, tensor.cast(name, scaled)) for tensor in tensors)
+        reasons = [reason for tensor, cast in casts if cast is not None and (reason := _reason(tensor, cast))]
+        if name in region.poles:
+            function, share = region.poles[name]
+            reasons.insert(0, f"{words.percent(share)} of the activations that {function} takes become 0")
+        if reasons:
+            out[name] = reasons[0]
     return out
-
-
-def _is_negligible(tensor: TensorForecast, most: float) -> bool:
-    return "gradients" in tensor.kind and tensor.histogram.energy < NEGLIGIBLE * most
 
 
 def _reason(tensor: TensorForecast, cast: Cast) -> str:
     scale = f" at a loss scale of {words.number(cast.scale)}" if isinstance(cast.scale, float) else ""
     if tensor.kind == "updates":
-        return f"rounding drops {_percent(cast.flush)} of the updates" if cast.flush > DROPPED else ""
+        return f"rounding drops {words.percent(cast.flush)} of the updates" if cast.flush > DROPPED else ""
     if cast.overflow:
-        share = _percent(cast.overflow)
+        share = words.percent(cast.overflow)
         return f"{share} of the {tensor.kind} overflow{scale}, the largest is {tensor.largest:.2g}"
     if cast.underflow > LOST:
-        what = f"{_percent(cast.flush)} of the {tensor.kind} become 0{scale}"
-        return f"{what}, and {_percent(cast.underflow)} of their square is lost"
+        what = f"{words.percent(cast.flush)} of the {tensor.kind} become 0{scale}"
+        return f"{what}, and of a result {words.percent(cast.underflow)} of the square is lost"
     return ""
-
-
-def _percent(share: float) -> str:
-    return "less than 0.01 %" if share < 1e-4 else f"{100 * share:.2g} %"
 
 
 def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_scale: float) -> Plan | None:
@@ -108,6 +97,8 @@ def _sentence(
     how = ", scaled per tensor," if name.startswith("fp8") else ""
     if name == "fp16" and scales is not None:
         how = f", at a loss scale of {words.number(loss_scale)},"
+        if scales.is_empty:
+            how = f", at a loss scale of {words.number(loss_scale)} (none holds all gradients),"
     said = f"{name}{how} holds "
     if not bad:
         return f"{said}all {len(regions)} regions."

@@ -30,7 +30,7 @@ _CONVERSIONS: Final = frozenset({
 """What only hands a value on, in another format: a plan's own casts are among them, so that they move no site."""
 _BACKWARD: Final = frozenset({"backward", "grad"})
 """Inside these forwards may run again, of reentrant checkpointing."""
-_IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor", "torch.autograd"})
+_IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.autograd"})
 _GUARDS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -50,6 +50,8 @@ class Site(NamedTuple):
 
 Look = Callable[[Kind, Site, Tensor], None]
 """Called with each tensor, gradients as they arrive; must not change it."""
+AtCall = Callable[[list[tuple[Site, Tensor]], list[Tensor]], None]
+"""Called with the floating inputs of each function and their sites, and its results."""
 
 
 class _Call:
@@ -70,14 +72,14 @@ class Watch(TorchFunctionMode):
     Args:
         look: What to do with each tensor.
         inputs: Which inputs of functions, parameters apart, are looked at too; by default none. Those of the model itself always are.
-        at_call: Called for each function with its floating inputs and their sites, and its results, before ``look``.
+        at_call: Called for each function, before ``look``.
     """
 
     def __init__(
         self,
         look: Look,
         inputs: Callable[[Site], bool] = lambda _site: False,
-        at_call: Callable[[list[tuple[Site, Tensor]], list[Tensor]], None] | None = None,
+        at_call: AtCall | None = None,
     ) -> None:
         super().__init__()
         self._look, self._inputs, self._at_call = look, inputs, at_call
@@ -164,7 +166,8 @@ class Watch(TorchFunctionMode):
             if id(tensor) not in written
         ]
         if self._at_call is not None:
-            self._at_call(inputs, results)
+            with torch.no_grad(), _torch.outside_modes():
+                self._at_call(inputs, results)
         for site, tensor in inputs:
             if not isinstance(tensor, nn.Parameter) and self._inputs(site):
                 self._watch(site, tensor)
@@ -210,7 +213,7 @@ def _unguarded(func: Any) -> Any:
 
     None for what is no such function.
     """
-    if not isinstance(func, FunctionType) or func.__module__ not in _IN_PYTHON:
+    if not isinstance(func, FunctionType) or not (func.__module__ in _IN_PYTHON or func is Tensor.backward):
         return None
     if not any(name in func.__code__.co_names for name in _GUARDS):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -38,6 +39,8 @@ class Cast:
         flush: Share that becomes zero and was not.
         error: Root of the square of what rounding changes over the square of the values, of those that do not overflow; 0 where
             there are none.
+        underflow: Share of the squared values that is lost beyond what the format's digits explain; of several tensors that of
+            the one that loses most.
     """
 
     format: str
@@ -46,11 +49,7 @@ class Cast:
     subnormal: float
     flush: float
     error: float
-
-    @property
-    def underflow(self) -> float:
-        """Share of the squared values that is lost beyond what the format's digits explain."""
-        return max(0.0, self.error**2 - FORMATS[self.format].eps ** 2 / 12.0)
+    underflow: float
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,27 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         return Tally(*map(operator.add, astuple(self), astuple(other)))
 
-    def cast(self, format: str, scale: float | str | None) -> Cast:
-        """The shares."""
-        count = self.count or 1.0
-        error = math.sqrt(self.error / self.square) if self.square else 0.0
-        return Cast(format, scale, self.overflow / count, self.subnormal / count, self.flush / count, error)
+    def underflow(self, format: str) -> float:
+        """Share of the squared values that is lost beyond what a format's digits explain."""
+        return max(0.0, self.error / self.square - FORMATS[format].eps ** 2 / 12.0) if self.square else 0.0
+
+
+def cast_of(tallies: Sequence[Tally], format: str, scale: float | str | None, least: float = 0.0) -> Cast:
+    """What a format makes of several tensors together.
+
+    Args:
+        tallies: One for each.
+        format: That they were cast to.
+        scale: With which.
+        least: Tensors whose square is smaller do not count for ``underflow``.
+    """
+    all_ = functools.reduce(operator.add, tallies, Tally())
+    count = all_.count or 1.0
+    error = math.sqrt(all_.error / all_.square) if all_.square else 0.0
+    underflow = max((one.underflow(format) for one in tallies if one.square >= least), default=0.0)
+    return Cast(
+        format, scale, all_.overflow / count, all_.subnormal / count, all_.flush / count, error, underflow
+    )
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ _MOST = 12
 _COLOURS = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8_e4m3": COLOURS[3]}
 _WIDTH, _BARS, _STRIP = 240, 30, 5
 """Of a histogram in pixels; the height of its bars, and of the strip that shows a format's range."""
-_LEAST = 1e-4
-"""Shares below are said to be that."""
 
 
 def lines(record: Record) -> list[Grid | Line]:
@@ -169,8 +167,8 @@ def _cell(region: Record, tensor: Record, name: str) -> Cell:
         return Cell(name, "-", -1.0, False)
     lost = "dropped" if tensor["kind"] == "updates" else "become 0"
     parts = {"overflow": cast["overflow"], lost: cast["flush"], "subnormal": cast["subnormal"]}
-    said = [f"{_share(share)} {what}" for what, share in parts.items() if share]
-    said.append(f"error {100 * cast['error']:.2g} %")
+    said = [f"{words.percent(share)} {what}" for what, share in parts.items() if share]
+    said.append(f"error {words.percent(cast['error'])}")
     bad = region["troubles"].get(name, "") if not tensor["kept"] else ""
     return Cell(
         name,
@@ -178,10 +176,6 @@ def _cell(region: Record, tensor: Record, name: str) -> Cell:
         1e3 * cast["overflow"] + cast["flush"] + cast["error"],
         f"the {tensor['kind']} " in bad,
     )
-
-
-def _share(share: float) -> str:
-    return "< 0.01 %" if share < _LEAST else f"{100 * share:.2g} %"
 
 
 def _axis(record: Record) -> tuple[int, int]:
