@@ -136,7 +136,7 @@ def row(job: Workload, name: str, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare on every job, then on the models with a fragile place."""
+    """Compare on the models with a fragile place, then on every job."""
     parser = arguments(__doc__)
     parser.add_argument("--jobs", nargs="*", default=[*BUILT_IN, *architectures.ARCHITECTURES])
     parser.add_argument("--plans", nargs="*", default=PLANS)
@@ -144,18 +144,18 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     with Results("forecast", device, __doc__, options.budget) as results:
-        for name in options.jobs:
-            make = architectures.ARCHITECTURES.get(name)
-            job = find_workload(name) if make is None else make()
-            for plan in options.plans:
-                with results.part(f"{name} {plan}"):
-                    results.add(row(job, plan, device))
         for case in CASES if options.planted else ():
             for sound in (False, True):
                 with results.part(case.name):
                     job = case.workload(sound)
                     found = row(job, "fp16-mixed", device)
                     results.add(found | {"planted": case.name, "sound": sound, "shows_in": case.formats})
+        for name in options.jobs:
+            make = architectures.ARCHITECTURES.get(name)
+            job = find_workload(name) if make is None else make()
+            for plan in options.plans:
+                with results.part(f"{name} {plan}"):
+                    results.add(row(job, plan, device))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def make(count: int = 3, name: str = "layers") -> dict[str, Any]:
         for at in range(count)
     )  # fmt: skip
     return Forecast(
-        Plan.preset("bf16-mixed"), FORMATS, f"fp16 holds {count - 1} of {count} regions, not {name}.0 ({reason}).", "bf16-mixed",
+        "GPT", Plan.preset("bf16-mixed"), FORMATS, f"fp16 holds {count - 1} of {count} regions, not {name}.0 ({reason}).", "bf16-mixed",
         regions, scales, 8192.0, 4, 10, ("A <note>.",), ENVIRONMENT,
     ).to_dict()  # fmt: skip
 
@@ -125,6 +125,7 @@ def test_every_histogram_is_a_valid_svg_with_the_ranges_of_all_formats() -> None
 
 def test_a_forecast_without_anything_has_a_page_too() -> None:
     record = Forecast(
+        "GPT",
         Plan.preset("bf16-mixed"),
         ("bf16",),
         "bf16 holds all 0 regions.",

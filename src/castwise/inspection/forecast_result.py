@@ -83,6 +83,7 @@ class Forecast(Result):
     """What formats would do to a model's numbers.
 
     Attributes:
+        model: Its class.
         plan: The plan whose casts are assumed.
         formats: Asked for.
         answer: In a few sentences.
@@ -98,6 +99,7 @@ class Forecast(Result):
     """
 
     kind: ClassVar[str] = "forecast"
+    model: str
     plan: Plan
     formats: tuple[str, ...]
     answer: str
@@ -128,7 +130,7 @@ class Forecast(Result):
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         regions = [dataclasses.asdict(region) for region in self.regions]
         return {**fields, "plan": str(self.plan), "regions": regions, "scales": _asdict(self.scales),
-                "environment": _asdict(self.environment), "workload": "", "description": "",
+                "environment": _asdict(self.environment), "workload": self.model, "description": "",
                 "ranges": {name: _ends(FORMATS[name]) for name in self.formats}}  # fmt: skip
 
     def save(self, folder: str | os.PathLike[str]) -> Path:

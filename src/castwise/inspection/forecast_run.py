@@ -173,6 +173,7 @@ class Run:
             ))  # fmt: skip
         plan = recommended(regions, names, self.loss_scale)
         return Forecast(
+            model=type(self.prober.model).__name__,
             plan=self.plan, formats=names, answer=answer(regions, names, self.loss_scale, self.scales),
             recommendation=None if plan is None else str(plan), regions=tuple(regions), scales=self.scales,
             loss_scale=self.loss_scale, microbatches=self.microbatches, passes=self.prober.passes, notes=self._notes(),
