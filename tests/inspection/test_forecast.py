@@ -168,6 +168,26 @@ def test_what_one_result_loses_is_seen_beside_larger_ones() -> None:
     assert "bf16" not in found.region("1").troubles
 
 
+def test_a_module_that_only_holds_parameters_is_kept_in_fp32_by_the_one_that_uses_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True))
+    with torch.no_grad():
+        model[1].out_proj.weight[0, 0] = 1e5
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner[0](x[None])
+            return self.inner[1](h, h, h)[0]
+
+    found = forecast(Whole(), lambda m, b: m(b[0]).square().mean(), batches(), ("fp16",), microbatches=1)
+    assert "weights overflow" in found.region("inner.1.out_proj").troubles["fp16"]
+    assert found.recommendation is not None
+    assert "regions.inner.1=fp32" in found.recommendation
+
+
 def test_a_fault_in_the_model_itself_has_no_plan() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:

@@ -200,6 +200,17 @@ def test_integers_views_and_conversions_are_no_results() -> None:
     assert sparse.shape == (2, 4)
 
 
+def test_memory_that_is_not_filled_yet_is_no_result() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            out.copy_(x * 2)
+            return out + x.new_full((1,), 3.0)
+
+    seen = watched(Model(), lambda model: model(torch.ones(3, requires_grad=True)))
+    assert sites(seen, "activations") == [("", "mul"), ("", "copy_"), ("", "add")]
+
+
 def test_lstm_complex_and_empty_tensors_pass() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -245,6 +256,9 @@ def test_the_models_inputs_are_looked_at() -> None:
     x = torch.ones(1, 2, requires_grad=True)
     seen = watched(model, lambda model: model(input=x) * 3)
     assert [site for kind, site, _ in seen if site.name == "input 0"] == [Site("", "input 0")] * 2
+    count = len(seen)
+    (x * 2).sum().backward()
+    assert len(seen) == count  # no hook is left on the user's tensor
 
 
 def test_inputs_are_looked_at_where_they_are_asked_for() -> None:

@@ -77,10 +77,18 @@ def recommended(regions: Sequence[RegionForecast], formats: Sequence[str], loss_
 
 def _apart(regions: Sequence[RegionForecast], low: str) -> list[str] | None:
     """Paths of the outermost modules that a format does not hold; None where that is the model itself."""
-    bad = [region.path for region in regions if low in region.troubles]
+    called = {region.path for region in regions if any(t.kind == "activations" for t in region.tensors)}
+    bad = []
+    for region in regions:
+        if low in region.troubles:
+            path = region.path
+            while path and path not in called:  # a module that only holds parameters runs in no region
+                path = path.rpartition(".")[0]
+            bad.append(path)
     if "" in bad:
         return None
-    return [path for path in bad if not any(path.startswith(f"{other}.") for other in bad)]
+    outermost = (path for path in bad if not any(path.startswith(f"{other}.") for other in bad))
+    return list(dict.fromkeys(outermost))
 
 
 def answer(

@@ -24,10 +24,11 @@ from castwise.casting.trees import tensors_in
 
 Kind = Literal["weights", "activations", "gradients", "weight gradients", "updates"]
 
-_CONVERSIONS: Final = frozenset({
+_NOT_COMPUTED: Final = frozenset({
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach", "detach_", "requires_grad_", "__get__", "__set__",
+    "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros",
 })  # fmt: skip
-"""What only hands a value on, in another format: a plan's own casts are among them, so that they move no site."""
+"""What hands a value on, in another format too (a plan's own casts are among them, so that they move no site), or makes one anew."""
 _BACKWARD: Final = frozenset({"backward", "grad"})
 """Inside these forwards may run again, of reentrant checkpointing."""
 _IN_PYTHON: Final = frozenset({"torch.nn.functional", "torch.autograd"})
@@ -84,17 +85,18 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._look, self._inputs, self._at_call = look, inputs, at_call
         self._calls: list[_Call] = []
+        self._handles: list[RemovableHandle] = []
 
     @contextlib.contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
         """Watch one forward and backward; gradients of parameters are looked at when it ends."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._let_go)
             for path, module in model.named_modules():
                 for handle in self._hook(path, module):
                     stack.callback(handle.remove)
-            if (
-                _torch.dynamo_loaded()
-            ):  # what is compiled runs as it is written: nothing is seen in compiled code
+            # what is compiled runs as it is written: nothing is seen in compiled code
+            if _torch.dynamo_loaded():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             yield
@@ -102,6 +104,12 @@ class Watch(TorchFunctionMode):
             if (gradient := parameter.grad) is not None:
                 dense = gradient.coalesce().values() if gradient.is_sparse else gradient
                 self._show("weight gradients", site_of(name), dense)
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
 
     def _hook(self, path: str, module: nn.Module) -> Iterator[RemovableHandle]:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -112,9 +120,7 @@ class Watch(TorchFunctionMode):
                         self._watch(Site(path, f"input {number}"), tensor)
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            while (
-                self._calls and self._calls[-1].path != path
-            ):  # of modules whose own hook an exception skipped
+            while self._calls and self._calls[-1].path != path:  # an exception skipped the hook of these
                 self._calls.pop()
             if not self._calls:
                 return
@@ -132,7 +138,7 @@ class Watch(TorchFunctionMode):
         """Run a function, and look at what it computes from floating tensors."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not (self._calls or name in _BACKWARD) or name in _CONVERSIONS or _torch.in_transform():
+        if not (self._calls or name in _BACKWARD) or name in _NOT_COMPUTED or _torch.in_transform():
             return func(*args, **kwargs)
         if (inner := _unguarded(func)) is not None:
             with self:
@@ -185,7 +191,9 @@ class Watch(TorchFunctionMode):
                 if gradient.layout is torch.strided:
                     self._show("gradients", site, gradient)
 
-            tensor.register_hook(see)
+            handle = tensor.register_hook(see)
+            if tensor.is_leaf:  # the user's own, which outlives the graph
+                self._handles.append(handle)
 
     def _show(self, kind: Kind, site: Site, tensor: Tensor) -> None:
         with torch.no_grad(), _torch.outside_modes():
