@@ -15,6 +15,7 @@ from typing import Any
 import castwise
 import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
+from castwise.inspection import forecast as forecasts
 from castwise.numerics import damage, parity
 from castwise.plans import plan, rules
 
@@ -33,7 +34,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "In a training loop": ("Amp", "AveragedModel", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
     "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
-    "Seeing the numerics": ("compare", "Comparison", "mismatch", "Mismatch"),
+    "Seeing the numerics": ("forecast", "Forecast", "compare", "Comparison", "mismatch", "Mismatch"),
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
     ),
@@ -50,6 +51,7 @@ on this page."""
 FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
+    ("castwise.inspection.forecast", forecasts, ("RegionForecast", "TensorForecast")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     ("castwise.numerics.damage", damage, ("Estimate",)),
     ("castwise.numerics.parity", parity, ("RegionParity",)),
@@ -133,7 +135,9 @@ def _entry(name: str, value: Any) -> str:
 
 def _members(cls: type) -> Iterator[tuple[str, str]]:
     bases = [
-        base for base in cls.__mro__[1:] if base.__module__.startswith(("castwise.session", "castwise.jobs"))
+        base
+        for base in cls.__mro__[1:]
+        if base.__module__.startswith(("castwise.session", "castwise.jobs", "castwise.result"))
     ]
     for name, value in {**vars(cls), **{k: v for base in bases for k, v in vars(base).items()}}.items():
         if name.startswith("_"):

@@ -251,7 +251,35 @@ def peers_memory() -> str:
     return markdown(lines)
 
 
+def forecasts() -> str:
+    """How often a forecast and the run that it is of agree, and what it says of models with a fragile place."""
+    rows = measured("forecast-cpu")
+    jobs = [row for row in rows if "planted" not in row]
+    lines = [["run in", "jobs", "regions", "agree in every share", "overflow agrees", "zeros agree"]]
+    for plan in dict.fromkeys(row["plan"] for row in jobs):
+        of = [row for row in jobs if row["plan"] == plan]
+
+        def mean(key: str, weight: str, of: list[dict[str, Any]] = of) -> str:
+            return f"{100 * sum(row[key] * row[weight] for row in of) / sum(row[weight] for row in of):.1f} %"
+
+        lines.append([
+            f"`{plan}`", str(len(of)), str(sum(row["regions"] for row in of)), mean("regions_agree", "regions"),
+            mean("overflow_agrees", "tensors"), mean("flush_agrees", "tensors"),
+        ])  # fmt: skip
+    fragile = [row for row in rows if row.get("sound") is False]
+    broken = [row for row in fragile if row["overflow_seen"]]
+    named = [row for row in broken if "place" in row["troubled"]]
+    sound = [row for row in rows if row.get("sound")]
+    alarms = [row for row in sound if row["troubled"]]
+    planted = (
+        f"Of {len(fragile)} models with a fragile place {len(broken)} give numbers in fp16 that are not finite: the forecast names the place "
+        f"in {len(named)} of them, and has a trouble in {len(alarms)} of {len(sound)} sound twins."
+    )
+    return f"{markdown(lines)}\n{planted}\n{backed('forecast-cpu')}"
+
+
 TABLES = {
+    "forecasts": forecasts,
     "peers": peers,
     "peers_short": peers_short,
     "peers_memory": peers_memory,
@@ -271,7 +299,7 @@ def page(name: str) -> str:
     return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
-PAGES = ("README.md", "docs/results.md", "docs/which-precision.md")
+PAGES = ("README.md", "docs/forecast.md", "docs/results.md", "docs/which-precision.md")
 
 if __name__ == "__main__":
     for name in PAGES:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from castwise.inspection.compare import compare
     from castwise.inspection.comparison import Comparison
     from castwise.inspection.mismatch import Mismatch, mismatch
+    from castwise.inspection.forecast import Forecast, forecast
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
@@ -33,6 +34,7 @@ __all__ = [
     "AveragedModel",
     "CastwiseError",
     "Comparison",
+    "Forecast",
     "GradScaler",
     "LossScale",
     "Mismatch",
@@ -47,6 +49,7 @@ __all__ = [
     "compare",
     "custom_bwd",
     "custom_fwd",
+    "forecast",
     "fp32_function",
     "lower_function",
     "mismatch",
@@ -63,6 +66,7 @@ _HOME = {
         "inspection.compare": "compare",
         "inspection.comparison": "Comparison",
         "inspection.mismatch": "Mismatch mismatch",
+        "inspection.forecast": "Forecast forecast",
         "jobs.bench": "bench",
         "jobs.tune": "tune",
         "jobs.tune_result": "TuneResult",

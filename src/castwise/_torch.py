@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch.library import Library, get_kernel
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -1270,6 +1270,13 @@ class OperatorMode(TorchDispatchMode):
     def handle(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, or something in its place."""
         return op(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Run operators inside below every mode of ``torch_function`` and ``torch_dispatch`` that is in force."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def is_users_function(node: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise import Amp, LossScale, Plan
-from castwise.numerics.gradient_range import GradientRange, Histogram
+from castwise.numerics.gradient_range import GradientRange, Histogram, Magnitudes
 from castwise.numerics.parity import ParityTest, with_measured_scale
 from castwise.numerics.probes import Prober
 
@@ -40,6 +40,17 @@ def test_every_gradient_is_in_the_bin_of_its_power_of_two() -> None:
         1.0: 3,
         2.0: 1,
     }
+
+
+def test_a_value_that_stands_for_several_counts_as_often() -> None:
+    seen = Magnitudes()
+    seen.add(torch.tensor([1.0, 0.0, math.inf]), times=3)
+    seen.add(torch.tensor([2.0**-149, 4.0], dtype=torch.float64))
+    seen.add(torch.zeros(0))
+    found = seen.histogram("m")
+    assert (found.lowest, found.zeros, sum(found.counts), seen.largest) == (-149, 3, 5, math.inf)
+    assert found.counts[0] == found.counts[-1] == 1
+    assert found.counts[149] == 3
 
 
 def test_histograms_add_up_over_modules_and_passes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -117,6 +118,29 @@ def test_a_scale_that_overflows_is_lowered() -> None:
 
 
 # --- batches and what is refused --------------------------------------------------------------------------------------
+
+
+def test_an_observer_sees_a_plans_pass_with_the_draws_of_the_reference() -> None:
+    model = nn.Sequential(mlp(), nn.Dropout(0.5))
+    made = prober(model, 2)
+    seen: list[tuple[Tensor, torch.dtype]] = []
+
+    @contextlib.contextmanager
+    def observe(running: nn.Module) -> Iterator[None]:
+        handle = running[1].register_forward_hook(
+            lambda _module, _args, out: seen.append((out.detach() == 0, out.dtype))
+        )
+        yield
+        handle.remove()
+        assert all(p.grad is not None for p in running.parameters())
+
+    for plan in ("fp32", "bf16-mixed"):
+        made.observe(Plan.parse(plan), [1, 0], observe)
+    assert made.passes == 2 + 4
+    assert [dtype for _, dtype in seen] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert torch.equal(seen[0][0], seen[2][0])
+    assert torch.equal(seen[1][0], seen[3][0])
+    assert not torch.equal(seen[0][0], seen[1][0])
 
 
 def test_batches_that_run_out() -> None:

@@ -1,1 +1,1 @@
-"""Tools that look at what a plan does inside of a model; each leaves the model as it was."""
+"""Tools that look at a model's numerics, and leave it as it was."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from castwise.casting.trees import tensors_in
 from castwise.plans.formats import FORMATS
 
-LOWEST = -80
-BINS = 144
+LOWEST = -149
+"""Exponent of fp32's smallest subnormal number."""
+BINS = 277
+"""Up to fp32's largest exponent; what fp64 holds beyond is counted in the outermost bins."""
 LOST = 1e-4
 """Share of a module's squared gradient that underflow may take."""
 HEADROOM = 8.0
@@ -33,12 +35,12 @@ NEGLIGIBLE = 1e-10
 
 @dataclass(frozen=True)
 class Histogram:
-    """Magnitudes of a region's gradients in fp32.
+    """Magnitudes of a region's gradients, or of other values, in fp32.
 
     Attributes:
-        lowest: Exponent of the first bin: bin i counts gradients with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
+        lowest: Exponent of the first bin: bin i counts values with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
         counts: Per bin.
-        zeros: Gradients that are exactly zero.
+        zeros: Values that are exactly zero.
     """
 
     pattern: str
@@ -89,19 +91,62 @@ class ScaleRange:
         return self.lowest_scale > self.highest_scale
 
 
+class Magnitudes:
+    """Counts values by the power of two below them. Waits for the device with each tensor.
+
+    Attributes:
+        zeros: Values that are exactly zero.
+        largest: Magnitude; infinite where a value is.
+    """
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(BINS, dtype=torch.long)
+        self.zeros = 0
+        self.largest = 0.0
+
+    def add(self, tensor: Tensor, times: int = 1) -> None:
+        """Count the values of a floating tensor, each so many times; of those that are not finite only ``largest`` knows."""
+        magnitude = tensor.detach().abs().reshape(-1)
+        magnitude = magnitude if magnitude.dtype is torch.float64 else magnitude.float()
+        if not magnitude.numel():
+            return
+        some = magnitude[(magnitude > 0) & torch.isfinite(magnitude)]
+        bins = (torch.frexp(some)[1].long() - 1 - LOWEST).clamp(0, BINS - 1)
+        self._counts += times * torch.bincount(bins, minlength=BINS).cpu()
+        self.zeros += times * int((magnitude == 0).sum())
+        self.largest = max(self.largest, float(magnitude.max()))
+
+    def __iadd__(self, other: Magnitudes) -> Self:
+        self._counts = self._counts + other._counts
+        self.zeros += other.zeros
+        self.largest = max(self.largest, other.largest)
+        return self
+
+    def histogram(self, pattern: str) -> Histogram:
+        """What was counted, bins without counts at both ends left out."""
+        used = self._counts.nonzero().flatten().tolist()
+        if not used:
+            return Histogram(pattern, 0, (), self.zeros)
+        return Histogram(
+            pattern, LOWEST + used[0], tuple(self._counts[used[0] : used[-1] + 1].tolist()), self.zeros
+        )
+
+
 class GradientRange:
     """Observes the gradients of module outputs; hand :meth:`observing` to the reference's passes.
 
     Attributes:
-        largest: Largest gradient of an output, per module path.
         largest_parameter: Largest gradient of a parameter, per name.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, Tensor] = {}
-        self._zeros: dict[str, int] = {}
-        self.largest: dict[str, float] = {}
+        self._seen: dict[str, Magnitudes] = {}
         self.largest_parameter: dict[str, float] = {}
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """Largest gradient of an output, per module path."""
+        return {path: seen.largest for path, seen in self._seen.items()}
 
     def see_parameters(self, names: Iterable[str], gradients: Iterable[Tensor]) -> None:
         """Take gradients of parameters into account, unscaled."""
@@ -125,43 +170,46 @@ class GradientRange:
             yield
 
     def _see(self, path: str, gradient: Tensor) -> None:
-        magnitude = gradient.detach().abs().float().reshape(-1)
-        if not magnitude.numel():
-            return
-        nonzero = magnitude > 0
-        exponent = torch.frexp(magnitude)[1].long() - 1 - LOWEST
-        bins = exponent.clamp(0, BINS - 1)[nonzero]
-        counts = torch.bincount(bins, minlength=BINS).cpu()
-        self._counts[path] = self._counts[path] + counts if path in self._counts else counts
-        self._zeros[path] = self._zeros.get(path, 0) + int((~nonzero).sum())
-        self.largest[path] = max(self.largest.get(path, 0.0), float(magnitude.max()))
+        if gradient.numel():
+            self._seen.setdefault(path, Magnitudes()).add(gradient)
 
     def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:
         """Magnitudes over the modules at some paths together, bins without counts at both ends left out.
 
         None where no gradient passed through any of them.
         """
-        seen = [path for path in paths if path in self._counts]
-        if not seen:
-            return None
-        counts = [int(n) for n in torch.stack([self._counts[path] for path in seen]).sum(0)]
-        zeros = sum(self._zeros[path] for path in seen)
-        used = [i for i, n in enumerate(counts) if n]
-        if not used:
-            return Histogram(pattern, 0, (), zeros)
-        return Histogram(pattern, LOWEST + used[0], tuple(counts[used[0] : used[-1] + 1]), zeros)
+        seen = [self._seen[path] for path in paths if path in self._seen]
+        return sum_of(seen).histogram(pattern) if seen else None
 
     def scales(self) -> ScaleRange | None:
         """The loss scales for fp16, over all modules, or None where nothing was seen."""
-        finite = {path: value for path, value in self.largest.items() if 0.0 < value < math.inf}
-        if not finite:
-            return None
-        largest = max([*finite.values(), *self.largest_parameter.values()])
+        finite = [path for path, value in self.largest.items() if 0.0 < value < math.inf]
         histograms = [h for path in finite if (h := self.histogram(path, [path])) is not None]
-        most = max(h.energy for h in histograms)
-        smallest = min(h.smallest() for h in histograms if h.energy >= NEGLIGIBLE * most)
-        fp16 = FORMATS["fp16"]
-        highest = fp16.max / largest
-        lowest = fp16.smallest_subnormal / smallest
-        init = 2.0 ** math.floor(math.log2(highest / HEADROOM))
-        return ScaleRange(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))
+        largest = [*(self.largest[path] for path in finite), *self.largest_parameter.values()]
+        return scale_range(histograms, max(largest, default=0.0))
+
+
+def sum_of(parts: Iterable[Magnitudes]) -> Magnitudes:
+    """What several have counted together."""
+    total = Magnitudes()
+    for part in parts:
+        total += part
+    return total
+
+
+def scale_range(histograms: Sequence[Histogram], largest: float) -> ScaleRange | None:
+    """The loss scales under which fp16 holds gradients, or None where there are none.
+
+    Args:
+        histograms: Of regions; those with next to no gradient do not narrow the range.
+        largest: Largest magnitude of any gradient.
+    """
+    most = max((h.energy for h in histograms), default=0.0)
+    if not most:
+        return None
+    smallest = min(h.smallest() for h in histograms if h.energy >= NEGLIGIBLE * most)
+    fp16 = FORMATS["fp16"]
+    highest = fp16.max / largest
+    lowest = fp16.smallest_subnormal / smallest
+    init = 2.0 ** math.floor(math.log2(highest / HEADROOM))
+    return ScaleRange(largest, smallest, lowest, highest, min(max(init, 2.0**-14), 2.0**24))

@@ -381,15 +381,20 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
     return bool(groups) and "betas" in groups[0] and "Lion" not in type(optimizer).__name__
 
 
-def _made(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+def made(optimizer: Optimizer, model: nn.Module, call: str = "parity") -> torch.optim.Optimizer:
+    """The optimizer that a user's function makes of a model's parameters.
+
+    Raises:
+        WorkloadError: It is no function, or returns something else.
+    """
     such = "such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if not callable(optimizer):
-        raise WorkloadError(f"parity: optimizer must be a function, {such}, got {type(optimizer).__name__}")
-    with users_code("parity: optimizer(params) failed"):
+        raise WorkloadError(f"{call}: optimizer must be a function, {such}, got {type(optimizer).__name__}")
+    with users_code(f"{call}: optimizer(params) failed"):
         made = optimizer(model.parameters())
     if not isinstance(made, torch.optim.Optimizer):
         raise WorkloadError(
-            f"parity: optimizer(params) returned {type(made).__name__}, not a torch.optim.Optimizer; return the optimizer, {such}"
+            f"{call}: optimizer(params) returned {type(made).__name__}, not a torch.optim.Optimizer; return the optimizer, {such}"
         )
     return made
 
@@ -453,7 +458,7 @@ def parity(
         prober = Prober(
             model, loss, make(seed), where, seed=seed, call="parity", dither=coarsest(chosen.formats)
         )
-        adam = optimizer is not None and is_adam(_made(optimizer, prober.model))
+        adam = optimizer is not None and is_adam(made(optimizer, prober.model))
         test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)

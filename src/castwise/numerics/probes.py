@@ -284,10 +284,7 @@ class Prober:
             for at, index in enumerate(indices):
                 micro = self.micros[index]
                 self._set(model, micro, jitter)
-                replayer = Replayer(micro.tape)
-                emulate = self.device.type == "cpu" and "fp16" in plan.formats
-                with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
-                    self._backward(model, amp, micro)
+                replayer = self._replay(model, amp, micro)
                 gradients = self._gradients(model, amp.get_scale())
                 blame = self._not_finite(gradients)
                 if blame and not last:
@@ -299,6 +296,26 @@ class Prober:
                     probe.finite, probe.blame = False, tuple(blame)
                     return []
         return []
+
+    def observe(self, plan: Plan, indices: Sequence[int], observe: Callable[[nn.Module], Any]) -> None:
+        """Run a plan on microbatches of the reference for what is seen within ``observe(model)``; gradients are left to it.
+
+        Raises:
+            CastwiseError: The plan does not fit the model or the device.
+        """
+        with self._under(plan) as (model, amp):
+            for index in indices:
+                self._set(model, self.micros[index])
+                with observe(model):
+                    self._replay(model, amp, self.micros[index])
+
+    def _replay(self, model: nn.Module, amp: Amp, micro: Micro) -> Replayer:
+        """A forward and backward with the random draws of the reference; on a CPU products in fp16 as a GPU has them."""
+        replayer = Replayer(micro.tape)
+        emulate = self.device.type == "cpu" and "fp16" in amp.plan.formats
+        with replayer, EmulatedProducts() if emulate else contextlib.nullcontext():
+            self._backward(model, amp, micro)
+        return replayer
 
     def as_given(self) -> nn.Module:
         """A copy of the model, stored as it arrived."""

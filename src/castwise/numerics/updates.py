@@ -40,10 +40,29 @@ def lost_updates(
     """
     if not plan.stores_low or plan.keeps_masters:
         return None
+    dtype = FORMATS[plan.compute].dtype
+    moved = lost = 0
+    for _, old, update in one_update(model, loss, batches, optimizer, device, seed):
+        changes = update != 0
+        moved += int(changes.sum())
+        if old.is_floating_point() and old.dtype is not torch.float64:  # no plan stores others low
+            lost += int((changes & (stored_change(old, update, dtype) == 0)).sum())
+    return lost / moved if moved else 0.0
+
+
+def one_update(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Iterator[Any],
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    device: torch.device,
+    seed: int = 0,
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Train a copy of the model in fp32 for a few steps; name, weights and update of each parameter in the last of them."""
     copied = copy.deepcopy(model).to(device)
     widen_(copied)
     optim = optimizer(copied.parameters())
-    dtype = FORMATS[plan.compute].dtype
+    before = []
     for step in range(WARM_STEPS + 1):
         batch = to_device(next(batches), device)
         seed_all(seed + step)
@@ -51,12 +70,12 @@ def lost_updates(
         optim.zero_grad()
         loss(copied, batch).backward()
         optim.step()
-    moved = lost = 0
-    for old, new in zip(before, copied.parameters(), strict=True):
-        update = new.detach() - old
-        changes = update != 0
-        moved += int(changes.sum())
-        if old.is_floating_point() and old.dtype is not torch.float64:  # no plan stores others low
-            stored = old.to(dtype)
-            lost += int((changes & ((stored.float() + update).to(dtype) == stored)).sum())
-    return lost / moved if moved else 0.0
+    for (name, new), old in zip(copied.named_parameters(), before, strict=True):
+        yield name, old, new.detach() - old
+
+
+def stored_change(weights: Tensor, update: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is left of an update of weights that are stored in a format: fp32, 0 where rounding drops it."""
+    stored = weights.to(dtype).float()
+    moved = (stored + update).to(dtype).float()
+    return torch.where(moved == stored, 0.0, moved - stored)

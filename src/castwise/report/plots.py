@@ -73,6 +73,8 @@ class Picture(NamedTuple):
 
 def draw(pictures: Mapping[str, Picture], record: Record, ink: str = _INK) -> dict[str, Figure]:
     """Figures by name: every picture that a record has numbers for, with letters of a colour."""
+    if not pictures:
+        return {}  # and no matplotlib
     with style(ink):
         drawn = {name: picture.draw(record) for name, picture in pictures.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}

@@ -116,6 +116,13 @@ def pasted(line: str, width: int = 76) -> str:
     return f"{whole}\nmodel, optimizer = amp.prepare(model, optimizer)"
 
 
+def percent(share: float) -> str:
+    """A part of a whole to two digits, as ``3.1 %``."""
+    if 0.0 < share < 1e-4:
+        return "less than 0.01 %"
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
+
+
 def listed(names: Sequence[str]) -> str:
     """Names as people list them: ``a, b and c``."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

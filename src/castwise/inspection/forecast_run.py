@@ -1,0 +1,214 @@
+"""The passes of a forecast, and what is summed up of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from castwise import _torch
+from castwise.inspection.forecast_result import Forecast, RegionForecast, TensorForecast
+from castwise.inspection.plan_casts import PlanCasts
+from castwise.inspection.range_verdicts import answer, recommended, stored_troubles, troubles
+from castwise.inspection.watch import Kind, Site, site_of
+from castwise.measure.environment import Environment
+from castwise.numerics.casts import Tally, Values, cast_of
+from castwise.numerics.gradient_range import NEGLIGIBLE, Magnitudes, ScaleRange, scale_range
+from castwise.numerics.probes import REFERENCE, Prober
+from castwise.numerics.updates import stored_change
+from castwise.plans.formats import LOW, LOW_DTYPES, Format
+from castwise.plans.plan import Plan
+
+KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
+Key = tuple[str, Kind, bool]
+"""A region, a kind of tensor, and whether the plan keeps it in fp32."""
+
+
+class Ledger:
+    """What is summed up of a region's tensors of one kind: magnitudes together, casts by site."""
+
+    def __init__(self) -> None:
+        self.count = self.not_finite = 0
+        self.magnitudes = Magnitudes()
+        self.tallies: dict[tuple[str, float | str | None], dict[Site, Tally]] = {}
+
+    def add(self, site: Site, tensor: Tensor, formats: Iterable[tuple[Format, float | str | None]]) -> None:
+        """Cast a tensor's values to formats, each with its scale."""
+        values = Values.of(tensor)
+        numbers = tensor.numel() * (2 if tensor.is_complex() else 1)
+        self.count += numbers
+        self.not_finite += numbers - values.count
+        values.count_into(self.magnitudes)
+        for format, scale in formats:
+            factor = values.own_scale(format) if isinstance(scale, str) else scale or 1.0
+            self.put(site, format.name, scale, values.tally(format, factor))
+
+    def put(self, site: Site, format: str, scale: float | str | None, found: Tally) -> None:
+        """Add what a format makes of a site's values."""
+        sites = self.tallies.setdefault((format, scale), {})
+        sites[site] = sites.get(site, Tally()) + found
+
+    @property
+    def square(self) -> float:
+        """The largest sum of squares of any site."""
+        return max((tally.square for sites in self.tallies.values() for tally in sites.values()), default=0.0)
+
+    def forecast(self, path: str, kind: Kind, kept: bool, least: float) -> TensorForecast:
+        """What was summed up; sites whose square is below ``least`` lose nothing that counts."""
+        casts = tuple(cast_of([*sites.values()], *key, least) for key, sites in self.tallies.items())
+        seen = self.magnitudes
+        return TensorForecast(
+            kind, kept, self.count, self.not_finite, seen.largest, seen.histogram(path), casts
+        )
+
+
+class Run:
+    """The passes of a forecast, and what is summed up of them."""
+
+    def __init__(self, prober: Prober, plan: Plan, formats: list[Format], microbatches: int) -> None:
+        self.prober, self.plan, self.formats, self.microbatches = prober, plan, formats, microbatches
+        self.ledgers: dict[tuple[str, Kind, bool], Ledger] = {}
+        self.casts = PlanCasts()
+        self.low: set[str] = set()
+        self.poles: dict[str, dict[str, dict[str, Tally]]] = {}
+        self._ranges: dict[str, Magnitudes] = {}
+        prober.extend(1)
+        prober.observe(plan, [0], self.casts.observing)
+        self.scales: ScaleRange | None = None
+        if any(format.name == "fp16" for format in formats):
+            look = self.casts.watch(self._range).observing
+            prober.observe(REFERENCE, [0], look)
+            prober.extend(microbatches - 1, look)
+            self.scales = scale_range(
+                [seen.histogram(path) for path, seen in self._ranges.items()],
+                max((seen.largest for seen in self._ranges.values()), default=0.0),
+            )
+        else:
+            prober.extend(microbatches - 1)
+        self.loss_scale = self.scales.init if self.scales is not None else 1.0
+        for name, parameter in prober.model.named_parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                self.look("weights", site_of(name), parameter.detach())
+        prober.observe(REFERENCE, range(microbatches), self.casts.watch(self.look, self._poles).observing)
+
+    def _range(self, kind: Kind, site: Site, tensor: Tensor) -> None:
+        if kind in ("gradients", "weight gradients") and not self.casts.keeps(kind, site):
+            Values.of(tensor).count_into(self._ranges.setdefault(site.path, Magnitudes()))
+
+    def look(self, kind: Kind, site: Site, tensor: Tensor) -> None:
+        """Cast a tensor to every format."""
+        if kind == "activations" and tensor.dtype in LOW_DTYPES:
+            self.low.add(site.path)
+        self._ledger(kind, site).add(site, tensor, self._scaled(kind))
+
+    def _poles(self, inputs: list[tuple[Site, Tensor]], _results: list[Tensor]) -> None:
+        """Count what must not become 0 and does."""
+        for site, tensor in inputs:
+            if site in self.casts.poles:
+                values = Values.of(tensor)
+                for format in self.formats:
+                    if format.name in LOW:
+                        poles = self.poles.setdefault(site.path, {}).setdefault(format.name, {})
+                        name = site.name.rpartition(" ")[2].strip("_")
+                        poles[name] = poles.get(name, Tally()) + values.tally(format)
+
+    def _scaled(self, kind: Kind) -> Iterable[tuple[Format, float | str | None]]:
+        """Each format as it is, and scaled where training would."""
+        for format in self.formats:
+            is_fp8 = format.name.startswith("fp8")
+            if is_fp8 and kind == "weight gradients":  # results of products, which no recipe stores in fp8
+                continue
+            yield format, None
+            if is_fp8:
+                yield format, "tensor"
+            elif format.name == "fp16" and "gradients" in kind:
+                yield format, self.loss_scale
+
+    def _ledger(self, kind: Kind, site: Site) -> Ledger:
+        return self.ledgers.setdefault((site.path, kind, self.casts.keeps(kind, site)), Ledger())
+
+    def see_updates(self, updates: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+        """Take in what an optimizer's step does to weights that are stored low."""
+        for name, old, update in updates:
+            if not old.is_floating_point() or old.dtype is torch.float64 or not bool(update.any()):
+                continue
+            ledger = self._ledger("updates", site_of(name))
+            moved = update != 0
+            changes, weights = update[moved], old[moved]
+            ledger.add(site_of(name), changes, ())
+            for format in self.formats:
+                if format.name in LOW:
+                    left = stored_change(weights, changes, format.dtype)
+                    held = torch.isfinite(left)
+                    ledger.put(site_of(name), format.name, None, Tally(
+                        float(changes.numel()), float((~held).sum()), 0.0, float((left == 0).sum()),
+                        float((left - changes)[held].double().square().sum()), float(changes[held].double().square().sum()),
+                    ))  # fmt: skip
+
+    def forecast(self, where: Environment) -> Forecast:
+        """What was seen, with what follows from it."""
+        names = tuple(format.name for format in self.formats)
+        least = NEGLIGIBLE * max(
+            (ledger.square for key, ledger in self.ledgers.items() if _is_low_gradient(key)), default=0.0
+        )
+        regions = []
+        for path, module in self.prober.model.named_modules():
+            tensors = tuple(
+                self.ledgers[path, kind, kept].forecast(path, kind, kept, least if "gradients" in kind else 0.0)
+                for kind in KINDS for kept in (False, True) if (path, kind, kept) in self.ledgers
+            )  # fmt: skip
+            if not tensors:
+                continue
+            seen = self._ranges.get(path)
+            scales = None if seen is None else scale_range([seen.histogram(path)], seen.largest)
+            region = RegionForecast(
+                path, type(module).__name__, tensors, scales, self._worst_poles(path), {}, {}
+            )
+            regions.append(dataclasses.replace(
+                region,
+                troubles=troubles(region, names),
+                stored=stored_troubles(region, names),
+            ))  # fmt: skip
+        plan = recommended(regions, names, self.loss_scale)
+        return Forecast(
+            model=type(self.prober.model).__name__,
+            plan=self.plan, formats=names, answer=answer(regions, names, self.loss_scale, self.scales),
+            recommendation=None if plan is None else str(plan), regions=tuple(regions), scales=self.scales,
+            loss_scale=self.loss_scale, microbatches=self.microbatches, passes=self.prober.passes, notes=self._notes(),
+            environment=where,
+        )  # fmt: skip
+
+    def _worst_poles(self, path: str) -> dict[str, tuple[str, float]]:
+        """By format the function whose values become 0 most, and their share."""
+        out = {}
+        for format, functions in self.poles.get(path, {}).items():
+            name, share = max(
+                ((name, t.flush / (t.count or 1.0)) for name, t in functions.items()), key=lambda one: one[1]
+            )
+            if share:
+                out[format] = name, share
+        return out
+
+    def _notes(self) -> tuple[str, ...]:
+        compiled = [path for path, module in self.prober.model.named_modules() if _torch.is_compiled(module)]
+        notes = []
+        if compiled:
+            notes.append(
+                f"Compiled code ran as it is written ({_some(compiled)}): what a compiler fuses keeps more in fp32."
+            )
+        if self.low:
+            what = _some(sorted(self.low))
+            notes.append(
+                f"The model casts to a low format by itself ({what}), so that its rounding is in what was seen."
+            )
+        return tuple(notes)
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(path or "the model" for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+
+
+def _is_low_gradient(key: Key) -> bool:
+    return "gradients" in key[1] and not key[2]

@@ -1,0 +1,232 @@
+"""What formats would do to a model's numbers, in the terminal and as a page with every region's magnitudes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from castwise.report import words
+from castwise.report.grids import Columns, Grid, Line
+from castwise.report.plots import COLOURS, Picture
+
+Record = Mapping[str, Any]
+
+PICTURES: Mapping[str, Picture] = {}
+"""None: the histograms are drawn into the rows of the page."""
+_MOST = 12
+"""Rows of a list in the terminal."""
+_COLOURS = {"bf16": COLOURS[0], "fp16": COLOURS[1], "fp8_e5m2": COLOURS[4], "fp8_e4m3": COLOURS[3]}
+_WIDTH, _BARS, _STRIP = 240, 30, 5
+"""Of a histogram in pixels; the height of its bars, and of the strip that shows a format's range."""
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """The answer, the plan that follows, which formats hold which regions, and why not, for the terminal."""
+    bad = [region for region in record["regions"] if region["troubles"]]
+    columns: Columns = {
+        "region": lambda region: region["path"] or "(the model itself)",
+        **{name: _holds(name) for name in record["formats"]},
+        "loss scales": lambda region: _scales(region["scales"]),
+    }
+    shown = sorted(record["regions"], key=lambda region: -len(region["troubles"]))[:_MOST]
+    more = len(record["regions"]) - len(shown)
+    why = [
+        {"region": region["path"] or "(the model itself)", "format": name, "why": reason}
+        for region in bad
+        for name, reason in region["troubles"].items()
+    ]
+    reasons: Columns = {"region": "region", "format": "format", "why": "why"}
+    return [
+        Line(record["answer"], "bold"),
+        *(Line(f"Plan: {plan}", "green") for plan in [record["recommendation"]] if plan),
+        Line(),
+        Grid.of("What holds", shown, columns),
+        *([Line(f"and {more} more regions", "dim")] if more else ()),
+        *([Grid.of("Why not", why[:_MOST], reasons)] if why else ()),
+        *([Line(f"and {len(why) - _MOST} more reasons", "dim")] if len(why) > _MOST else ()),
+        *(Line(note, "yellow") for note in record["notes"]),
+        Line(f"{_means(record)} {words.where(record)}", "dim"),
+    ]
+
+
+def values(record: Record) -> dict[str, Any]:
+    """The same for the page, and every region's tensors."""
+    low, high = _axis(record)
+    return {
+        "answer": record["answer"],
+        "facts": _facts(record),
+        "rows": [
+            _row(record, region, tensor, low, high)
+            for region in record["regions"]
+            for tensor in region["tensors"]
+        ],
+        "kinds": list(dict.fromkeys(t["kind"] for region in record["regions"] for t in region["tensors"])),
+        "colours": {name: _COLOURS[name] for name in record["formats"]},
+        "axis": (low, high),
+        "means": _means(record),
+    }
+
+
+def _means(record: Record) -> str:
+    return (
+        f"From {record['microbatches']} microbatches in fp32, casts as under {record['plan']}. A format holds a region where none of "
+        "its numbers overflow and underflow takes at most 0.01 % of their square; whether its digits are enough, castwise.parity tests."
+    )
+
+
+def _holds(name: str) -> Any:
+    return lambda region: "no" if name in region["troubles"] else "holds"
+
+
+def _scales(scales: Record | None) -> str | None:
+    """Loss scales that hold a region, as ``0.2 to 65,000``."""
+    if scales is None:
+        return None
+    return f"{words.number(scales['lowest_scale'])} to {words.number(scales['highest_scale'])}"
+
+
+def _facts(record: Record) -> list[tuple[str, str]]:
+    facts = [("plan that follows", record["recommendation"] or "none")]
+    if record["scales"] is not None:
+        facts += [
+            ("loss scales that lose nothing in fp16", _scales(record["scales"]) or "-"),
+            ("gradients were cast to fp16 at", words.number(record["loss_scale"])),
+        ]
+    return facts
+
+
+# --- rows of the page ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a format does to a row's tensors.
+
+    Attributes:
+        said: In words, the worst first.
+        order: To sort by: what is lost.
+        bad: Whether it does not hold them.
+    """
+
+    format: str
+    said: str
+    order: float
+    bad: bool
+
+
+@dataclass(frozen=True)
+class PageRow:
+    """A region's tensors of one kind.
+
+    Attributes:
+        bars: Lowest exponent and counts of the histogram, for the page's script; the zeros last.
+    """
+
+    path: str
+    module: str
+    kind: str
+    kept: bool
+    count: int
+    largest: float
+    largest_said: str
+    picture: str
+    bars: str
+    cells: tuple[Cell, ...]
+    bad: bool
+
+
+def _row(record: Record, region: Record, tensor: Record, low: int, high: int) -> PageRow:
+    cells = tuple(_cell(region, tensor, name) for name in record["formats"])
+    histogram = tensor["histogram"]
+    return PageRow(
+        region["path"] or "(the model itself)",
+        region["module"],
+        tensor["kind"],
+        tensor["kept"],
+        tensor["count"],
+        tensor["largest"] or 0.0,
+        f"{tensor['largest'] or 0.0:.2g}",
+        _picture(record, tensor, low, high),
+        " ".join(map(str, (histogram["lowest"], *histogram["counts"], histogram["zeros"]))),
+        cells,
+        any(cell.bad for cell in cells),
+    )
+
+
+def _cast(tensor: Record, name: str) -> Record | None:
+    """As training would cast: scaled where it scales."""
+    found = [cast for cast in tensor["casts"] if cast["format"] == name]
+    return next((cast for cast in found if cast["scale"] is not None), found[0] if found else None)
+
+
+def _cell(region: Record, tensor: Record, name: str) -> Cell:
+    cast = _cast(tensor, name)
+    if cast is None:
+        return Cell(name, "-", -1.0, False)
+    lost = "dropped" if tensor["kind"] == "updates" else "become 0"
+    parts = {"overflow": cast["overflow"], lost: cast["flush"], "subnormal": cast["subnormal"]}
+    said = [f"{words.percent(share)} {what}" for what, share in parts.items() if share]
+    said.append(f"error {words.percent(cast['error'])}")
+    bad = region["troubles"].get(name, "") if not tensor["kept"] else ""
+    return Cell(
+        name,
+        ", ".join(said),
+        1e3 * cast["overflow"] + cast["flush"] + cast["error"],
+        f"the {tensor['kind']} " in bad,
+    )
+
+
+def _axis(record: Record) -> tuple[int, int]:
+    """Exponents that every histogram shows: those of all values, and the ends of fp16."""
+    shown = [
+        t["histogram"] for region in record["regions"] for t in region["tensors"] if t["histogram"]["counts"]
+    ]
+    low = min([-26, *(h["lowest"] for h in shown)])
+    high = max([18, *(h["lowest"] + len(h["counts"]) for h in shown)])
+    return max(low, -64), min(high, 64)
+
+
+def _picture(record: Record, tensor: Record, low: int, high: int) -> str:
+    """The histogram over exponents as SVG, with the range of each format below it: pale where numbers are subnormal."""
+    histogram = tensor["histogram"]
+    most = max(histogram["counts"], default=0)
+
+    def x(exponent: float) -> float:
+        return round(_WIDTH * (min(max(exponent, low), high) - low) / (high - low), 1)
+
+    height = _BARS + 2 + _STRIP * len(record["formats"])
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="magnitudes, and ranges of formats below">'
+    ]
+    path = ""
+    for at, count in enumerate(histogram["counts"], histogram["lowest"]):
+        if count:
+            tall = _BARS * math.sqrt(count / most)
+            path += f"M{x(at)} {_BARS}V{_BARS - tall:.1f}H{x(at + 1)}V{_BARS}Z"
+    parts.append(f'<path d="{path}" fill="currentColor" opacity=".55"/>')
+    for row, name in enumerate(record["formats"]):
+        ends = record["ranges"][name]
+        parts += _strip(name, x, _shift(tensor, name, ends[2]), _BARS + 2 + _STRIP * row, ends)
+    return "".join((*parts, "</svg>"))
+
+
+def _shift(tensor: Record, name: str, top: float) -> float:
+    """By how many powers of two a scale moves a format's range, which ends at ``top``, against the values."""
+    cast = _cast(tensor, name)
+    if cast is None or cast["scale"] is None or not tensor["largest"]:
+        return 0.0
+    if isinstance(cast["scale"], str):  # a scale of each tensor's own: the range ends with the largest value
+        return math.log2(top / tensor["largest"])
+    return math.log2(cast["scale"])
+
+
+def _strip(name: str, x: Any, shift: float, y: int, ends: Sequence[float]) -> list[str]:
+    subnormal, normal, largest = (x(math.log2(end) - shift) for end in ends)
+    colour, tall = _COLOURS[name], _STRIP - 1
+    mark = f' class="strip {name}"'
+    return [
+        f'<rect{mark} x="{normal}" y="{y}" width="{round(largest - normal, 1)}" height="{tall}" fill="{colour}"/>',
+        f'<rect{mark} x="{subnormal}" y="{y}" width="{round(normal - subnormal, 1)}" height="{tall}" fill="{colour}" opacity=".35"/>',
+    ]  # fmt: skip
