@@ -7,7 +7,7 @@ by how much is known; where it does not, the operation has no finite answer, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ ADVICE: Mapping[str, str] = {
     "finite value in place of -inf",
     "0 * inf": "an infinity that was meant is multiplied by zero: choose by torch.where or masked_fill in place of a product",
     "a row of nothing but -inf": "every value of a row is masked: keep one unmasked, or fill with torch.finfo(dtype).min",
+    "nothing to reduce": "a selection came out empty: leave its term out where there is nothing in it",
     "data": "clean the data, or leave the batch out",
     "parameter": "the weights are spoilt already: go back to a checkpoint, and look at the step before",
     "buffer": "the buffer was spoilt before this pass: go back to a checkpoint, or see where it is written",
@@ -100,7 +101,7 @@ def explain(
     place: Place,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    bad: Sequence[Tensor],
+    made: Sequence[Tensor],
     name_of: Callable[[Tensor], str],
     *,
     overwrites: bool = False,
@@ -112,19 +113,32 @@ def explain(
         place: Where.
         args: As they were before it ran.
         kwargs: These too.
-        bad: Those of its outputs that are not finite.
+        made: Its floating results.
         name_of: What a tensor is known as; empty where it has no name.
         overwrites: Whether nothing depends on what was in the tensors that it writes to.
     """
     results = {name for _, name in _torch.written_arguments(op)} if overwrites else set()
     inputs = tuple(_inputs(op, args, kwargs, name_of, results))
-    outputs = tuple(values_of("output", tensor) for tensor in bad[:4])
-    wide = _in_fp64(op, args, kwargs)
+    at = [i for i, tensor in enumerate(made) if not is_finite(tensor)]
+    outputs = tuple(values_of("output", made[i]) for i in at[:4])
+    wide = _in_fp64(op, args, kwargs) or []
     needed = None
-    if wide is not None and all(map(is_finite, wide)):
-        needed = max((float(plain(t).abs().max()) for t in wide if t.numel()), default=0.0)
+    if len(wide) == len(made) and all(is_finite(wide[i]) for i in at[:1]):
+        needed = max((float(plain(wide[i]).abs().max()) for i in at[:1] if wide[i].numel()), default=0.0)
     kind, sentence = _kind(place.operator, place.phase == "backward", inputs, outputs, needed, args)
     return Why(kind, sentence, inputs, outputs, needed)
+
+
+def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Floating tensors, each once."""
+    return list({id(tensor): tensor for tensor in tensors if is_floating(tensor)}.values())
+
+
+def written(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The floating tensors that an operator writes to."""
+    places = _torch.written_arguments(op)
+    given = [args[at] if 0 <= at < len(args) else kwargs.get(name) for at, name in places]
+    return distinct(tensors_in(given))
 
 
 def _inputs(
@@ -151,7 +165,7 @@ def _in_fp64(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     """The floating results of an operator on the same inputs in fp64, None where it cannot run so."""
     if torch.Tag.nondeterministic_seeded in op.tags:  # it would draw
         return None
-    low = {dtype: torch.float64 for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    low = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.dtype):
@@ -167,8 +181,7 @@ def _in_fp64(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         with torch.no_grad():
             wide = map_tensors(copy, (tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}))
             out = op(*wide[0], **wide[1])
-            found = [t for t in tensors_in(out) if is_floating(t)]
-            return found or [t for t in tensors_in(wide) if is_floating(t)]
+            return distinct([*tensors_in(out), *written(op, *wide)])
     except Exception:  # whatever an operator says that has no kernel for fp64
         return None
 
@@ -185,6 +198,8 @@ def _kind(
     if not given and needed is not None:
         return _overflow(name, inputs, outputs, needed)
     first = inputs[0] if inputs else None
+    if first is not None and not math.prod(first.shape):
+        return "nothing to reduce", "the input has no elements, of which there is no mean"
     if given:
         if name in _SOFTMAXES:
             return (

@@ -70,6 +70,8 @@ def try_cures(
         scale = plan.loss_scale.init
         for _ in range(_RESCALES):
             scale *= _RESCALE
+            if scale < 1.0:  # which makes gradients smaller than they are
+                break
             if run(f"a loss scale of {scale:g}", with_scale(plan, scale)):
                 return trials
     if plan.formats.isdisjoint(LOW):

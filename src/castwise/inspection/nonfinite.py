@@ -10,6 +10,8 @@ is told.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from castwise.errors import PlanError
 from castwise.inspection.causes import ADVICE
 from castwise.inspection.cures import Trial, try_cures, with_scale
 from castwise.inspection.origins import Kind, Origin, OriginTrace
@@ -173,9 +176,14 @@ class _Seen:
     scale: float = 1.0
     operators: int = 0
 
-    def suspects(self) -> list[Origin]:
-        """What reaches the loss, a gradient or a buffer; what the program means only where there is nothing else."""
-        found = dict.fromkeys(origin for origins in self.reached.values() for origin in origins)
+    def is_finite(self, in_loss: bool) -> bool:
+        """Whether everything is finite, or the loss, where it alone is asked about."""
+        return "loss" not in self.reached if in_loss else not self.reached
+
+    def suspects(self, in_loss: bool) -> list[Origin]:
+        """What reaches the loss, or all there is; what the program means only where there is nothing else."""
+        of_loss = self.reached.get("loss", ())
+        found = of_loss if in_loss else dict.fromkeys(itertools.chain.from_iterable(self.reached.values()))
         return [origin for origin in found if not origin.given] or list(found)
 
 
@@ -217,8 +225,6 @@ def first_nonfinite(
         PlanError: A plan that does not fit the model, or a loss scale for a plan without one.
         DeviceError: The device cannot run the plan.
     """
-    from castwise.errors import PlanError
-
     chosen = as_plan(plan)
     if loss_scale is not None:
         if chosen.loss_scale is None or not (math.isfinite(loss_scale) and loss_scale > 0):
@@ -232,8 +238,6 @@ def first_nonfinite(
     found = ranks.every(lambda: _find(passes, chosen, cures))
     if ranks.size == 1:
         return found[0]
-    import dataclasses
-
     bad = tuple(rank for rank, finding in enumerate(found) if finding)
     return dataclasses.replace(found[bad[0] if bad else 0], ranks=bad)
 
@@ -328,28 +332,32 @@ def _not_finite(ran: Pass, before: dict[str, bool]) -> Iterator[tuple[str, Tenso
 
 
 def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, bool, Sequence[Origin]]:
-    """The first origin without which the pass would be finite, whether that was seen, and others that it takes too."""
+    """The first origin without which the pass would be finite, whether that was seen, and others that it takes too.
+
+    Where the loss is not finite it is asked about the loss alone: what backward makes comes later.
+    """
     known: dict[int | str, Origin] = {}
     seen, finite = first, False
+    in_loss = "loss" in first.reached
     for _ in range(MOST_SUSPECTS):
-        fresh = {origin.key: origin for origin in seen.suspects() if origin.key not in known}
+        fresh = {origin.key: origin for origin in seen.suspects(in_loss) if origin.key not in known}
         if not fresh:
             break
         known |= fresh
         seen = _look(passes, plan, frozenset(known))
-        if not seen.reached:
-            finite = True
+        if finite := seen.is_finite(in_loss):
             break
     if not known:
         return None, False, ()
     ordered = sorted(known.values(), key=lambda o: -1 if o.place is None else o.place.index)
     if not finite or len(ordered) == 1:
         return ordered[0], finite, ordered[1:]
-    needed = []
-    for origin in ordered[:MOST_SUSPECTS]:
-        if _look(passes, plan, frozenset(known) - {origin.key}).reached:
-            needed.append(origin)
-    chosen = needed or ordered
+    needed = [
+        origin
+        for origin in ordered[:MOST_SUSPECTS]
+        if not _look(passes, plan, frozenset(known) - {origin.key}).is_finite(in_loss)
+    ]
+    chosen = needed or ordered  # of infinities that go away beside one another none is needed by itself
     return chosen[0], True, chosen[1:]
 
 
@@ -368,11 +376,11 @@ def _cause(origin: Origin) -> tuple[str, str]:
 
 def _with_trials(kind: str, why: str, trials: Sequence[Trial], scale: float) -> tuple[str, str]:
     """What the trials say of the cause beside what the operator's inputs do."""
-    good = [trial.what for trial in trials if trial.finite]
-    if good and good[0].startswith("a loss scale"):
-        return "loss scale", f"{why}; at {good[0]} in the place of {scale:g} all gradients are finite"
+    good = next((trial.what for trial in trials if trial.finite), "")
+    if good.startswith("a loss scale"):
+        return "loss scale", f"{why}; at {good} in the place of {scale:g} all gradients are finite"
     if good and kind in ("0/0", "division by zero", "log of zero"):
-        return "underflow", f"{why}, which they are by underflow: in {good[0].split()[-1]} they are not"
+        return "underflow", f"{why}, by underflow: in {good} they are not"
     return kind, why
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.casting.trees import map_tensors, tensors_in
-from castwise.inspection.causes import Why, explain
+from castwise.inspection.causes import Why, distinct, explain
+from castwise.inspection.causes import written as written_by
 from castwise.inspection.trace import Place, Trace
 from castwise.inspection.values import has_nan, is_finite, is_floating, mend_, plain
 
@@ -122,13 +123,13 @@ class OriginTrace(Trace):
 
     def see(self, place: Place, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and look at what it made."""
-        written = _written(op, args, kwargs)
+        written = written_by(op, args, kwargs)
         overwrites = place.operator in _OVERWRITES or _torch.overload_kind(op) == "out"
         # what an operator writes to it has to be asked about before
         before = {} if overwrites else {id(t): self._state(t, place) for t in written if not is_finite(t)}
         copies = {} if overwrites else {id(t): t.detach().clone() for t in written}
         out = op(*args, **kwargs)
-        made = _floating([*tensors_in(out), *written])
+        made = distinct([*tensors_in(out), *written])
         bad = [tensor for tensor in made if not is_finite(tensor)]
         if self._from or bad:
             for tensor in made:
@@ -147,7 +148,7 @@ class OriginTrace(Trace):
             if overwrites:
                 copies = {id(t): torch.zeros_like(t) for t in written}
             given = map_tensors(lambda t: copies.get(id(t), t), (args, kwargs))
-            why = explain(op, place, *given, bad, self.name_of, overwrites=overwrites)
+            why = explain(op, place, *given, made, self.name_of, overwrites=overwrites)
             for origin in origins:
                 origin.why = why if origin.place is place else origin.why
         return out
@@ -178,7 +179,7 @@ class OriginTrace(Trace):
         before: dict[int, tuple[bool, tuple[Origin, ...]]],
         bad: list[Tensor],
     ) -> tuple[Origin, ...]:
-        inputs = [t for t in _floating(tensors_in((args, kwargs))) if all(t is not w for w in written)]
+        inputs = [t for t in distinct(tensors_in((args, kwargs))) if all(t is not w for w in written)]
         came = [self._state(t, place) for t in inputs if not is_finite(t)] + list(before.values())
         nan = any(has_nan(tensor) for tensor in bad)
         nan_before = any(had_nan for had_nan, _ in came)
@@ -254,20 +255,6 @@ def is_mask(tensor: Tensor) -> bool:
         if bool((torch.isnan(values) | torch.isposinf(values)).any()):
             return False
         return torch.unique(values[torch.isfinite(values)]).numel() <= 2
-
-
-def _floating(tensors: Iterable[Tensor]) -> list[Tensor]:
-    seen: dict[int, Tensor] = {}
-    for tensor in tensors:
-        if is_floating(tensor):
-            seen.setdefault(id(tensor), tensor)
-    return list(seen.values())
-
-
-def _written(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    places = _torch.written_arguments(op)
-    given = [args[at] if 0 <= at < len(args) else kwargs.get(name) for at, name in places]
-    return _floating(tensors_in(given))
 
 
 def _together(many: Iterable[tuple[Origin, ...]]) -> tuple[Origin, ...]:
