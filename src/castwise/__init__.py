@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from castwise.errors import CastwiseError
     from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
+    from castwise.inspection.operators import OperatorTable, operator_table
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
@@ -33,6 +34,7 @@ __all__ = [
     "FirstNonfinite",
     "GradScaler",
     "LossScale",
+    "OperatorTable",
     "ParityResult",
     "Plan",
     "Region",
@@ -46,6 +48,7 @@ __all__ = [
     "first_nonfinite",
     "fp32_function",
     "lower_function",
+    "operator_table",
     "parity",
     "tune",
     "widest_function",
@@ -57,6 +60,7 @@ _HOME = {
         "casting": "autocast custom_bwd custom_fwd fp32_function lower_function widest_function",
         "errors": "CastwiseError",
         "inspection.nonfinite": "FirstNonfinite first_nonfinite",
+        "inspection.operators": "OperatorTable operator_table",
         "jobs.bench": "bench",
         "jobs.tune": "tune",
         "jobs.tune_result": "TuneResult",

@@ -1275,6 +1275,13 @@ def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 @functools.cache
+def is_view(op: OpOverload) -> bool:
+    """Whether what an operator returns is memory of its arguments, which it does not write to."""
+    aliases = [result.alias_info for result in op._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@functools.cache
 def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an operator writes to; -1 for those that are given by keyword alone."""
     return tuple(

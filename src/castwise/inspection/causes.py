@@ -201,7 +201,7 @@ def _kind(
     if first is not None and not math.prod(first.shape):
         return "nothing to reduce", "the input has no elements, of which there is no mean"
     if given:
-        if name in _SOFTMAXES:
+        if name in _SOFTMAXES and all(v.inf == v.negative_inf for v in inputs):
             return (
                 "a row of nothing but -inf",
                 "every value of a row is -inf, so that its sum is 0 and each share 0/0",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from castwise.inspection.causes import ADVICE
 from castwise.inspection.cures import Trial, try_cures, with_scale
 from castwise.inspection.origins import Kind, Origin, OriginTrace
 from castwise.inspection.passes import Pass, Passes
+from castwise.inspection.saving import save
 from castwise.inspection.trace import Place
 from castwise.inspection.values import Values, is_finite, is_floating
 from castwise.plans.plan import Plan, as_plan
@@ -74,6 +74,8 @@ class FirstNonfinite:
         loss_scale: That gradients were taken with, 1 without one.
         operators: How many ran.
         harmless: How many of them made something that is not finite and that went away again.
+        workload: The model's class.
+        device: That it ran on.
         ranks: Those on which something is not finite, of a group; empty without one.
         note: What else to know, in a sentence.
     """
@@ -106,6 +108,8 @@ class FirstNonfinite:
     loss_scale: float = 1.0
     operators: int = 0
     harmless: int = 0
+    workload: str = ""
+    device: str = "cpu"
     ranks: tuple[int, ...] = ()
     note: str = ""
 
@@ -149,20 +153,12 @@ class FirstNonfinite:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder, which is made; returns the page's path."""
-        from castwise.report.show import page
-
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        record = self.to_dict()
-        (target / "nonfinite.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-        path = target / "nonfinite.html"
-        path.write_text(page(record), encoding="utf-8", errors="backslashreplace")
-        return path
+        return save(self.to_dict(), self.device, folder)
 
 
 _PLAIN = (
     "name", "operator", "module", "in_model", "call", "phase", "source", "code", "node", "forward", "nan", "cause", "why", "became_nan",
-    "confirmed", "advice", "loss", "loss_scale", "operators", "harmless", "note",
+    "confirmed", "advice", "loss", "loss_scale", "operators", "harmless", "workload", "device", "note",
 )  # fmt: skip
 
 
@@ -179,6 +175,10 @@ class _Seen:
     def is_finite(self, in_loss: bool) -> bool:
         """Whether everything is finite, or the loss, where it alone is asked about."""
         return "loss" not in self.reached if in_loss else not self.reached
+
+    def keys(self, in_loss: bool) -> frozenset[int | str]:
+        """What stands for the suspects in other passes."""
+        return frozenset(origin.key for origin in self.suspects(in_loss))
 
     def suspects(self, in_loss: bool) -> list[Origin]:
         """What reaches the loss, or all there is; what the program means only where there is nothing else."""
@@ -250,6 +250,8 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         "loss": seen.loss,
         "loss_scale": seen.scale,
         "operators": seen.operators,
+        "workload": type(passes.model).__name__,
+        "device": str(passes.device),
         "harmless": len({origin.place for origin in seen.origins if origin.kind == "operator"}),
     }
     if not seen.reached:
@@ -336,39 +338,35 @@ def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, b
 
     Where the loss is not finite it is asked about the loss alone: what backward makes comes later.
     """
-    known: dict[int | str, Origin] = {}
-    seen, finite = first, False
     in_loss = "loss" in first.reached
-    for _ in range(MOST_SUSPECTS):
-        fresh = {origin.key: origin for origin in seen.suspects(in_loss) if origin.key not in known}
-        if not fresh:
-            break
-        known |= fresh
-        seen = _look(passes, plan, frozenset(known))
-        if finite := seen.is_finite(in_loss):
-            break
-    if not known:
+    suspects = sorted(first.suspects(in_loss), key=lambda o: -1 if o.place is None else o.place.index)
+    if not suspects:
         return None, False, ()
-    ordered = sorted(known.values(), key=lambda o: -1 if o.place is None else o.place.index)
-    if not finite or len(ordered) == 1:
-        return ordered[0], finite, ordered[1:]
-    needed = [
-        origin
-        for origin in ordered[:MOST_SUSPECTS]
-        if not _look(passes, plan, frozenset(known) - {origin.key}).is_finite(in_loss)
-    ]
-    chosen = needed or ordered  # of infinities that go away beside one another none is needed by itself
-    return chosen[0], True, chosen[1:]
+    keys = first.keys(in_loss)
+    mended, seen = keys, first
+    for _ in range(MOST_SUSPECTS):  # what was hidden behind them may come up then
+        seen = _look(passes, plan, mended)
+        fresh = seen.keys(in_loss)
+        if seen.is_finite(in_loss) or fresh <= mended:
+            break
+        mended |= fresh
+    chosen = suspects
+    if len(suspects) > 1:
+        needed = [
+            o for o in suspects[:MOST_SUSPECTS] if o.key in _look(passes, plan, keys - {o.key}).keys(in_loss)
+        ]
+        chosen = needed or suspects  # of infinities that go away beside one another none is needed by itself
+    return chosen[0], seen.is_finite(in_loss), chosen[1:]
 
 
 def _cause(origin: Origin) -> tuple[str, str]:
-    if origin.why is not None:
+    if origin.kind == "operator" and origin.why is not None:
         return origin.why.kind, origin.why.sentence
     if origin.kind in ("data", "parameter", "buffer"):
         what = "NaN" if origin.nan else "infinities"
         return origin.kind, f"{origin.name} holds {what} before the pass"
     return origin.kind if origin.kind in ADVICE else "unknown", {
-        "constant": "the program writes the value down itself",
+        "constant": "the program writes the value down itself, as a number or a tensor made in Python",
         "memory": "memory is read that nobody has written to",
         "unseen": "it was there when an operator was first given it",
     }.get(origin.kind, "")

@@ -214,7 +214,7 @@ class OriginTrace(Trace):
         if found is None:
             constant = place.operator == "lift_fresh"
             kind: Kind = "constant" if constant else "unseen"
-            origin = Origin(kind, place=place, nan=nan, given=constant and not nan)
+            origin = Origin(kind, place=place, nan=nan, given=constant and is_mask(tensor))
             self.origins.append(origin)
             found = self._from[memory] = (origin,)
         return nan, found
