@@ -45,14 +45,17 @@ class Net(nn.Module):
 
 
 def op(function: Callable[[Tensor], Tensor], tame: bool = True) -> Callable[[], nn.Module]:
+    """A model with a function as its place."""
     return lambda: Net(Op(function), tame)
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:
+    """The mean square of what the model answers."""
     return model(batch).float().square().mean()
 
 
 def noise() -> Tensor:
+    """A batch ``[8, WIDTH]``."""
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
@@ -194,10 +197,12 @@ class Attention(nn.Module):
 
 
 def causal(size: int) -> Tensor:
+    """What attention may not look at: the future."""
     return torch.ones(size, size, dtype=torch.bool).triu(1)
 
 
 def strictly(size: int) -> Tensor:
+    """The future and oneself: the first row has nothing left."""
     return torch.ones(size, size, dtype=torch.bool).triu(0)
 
 
@@ -257,10 +262,12 @@ class Cell(nn.Module):
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], reentrant: bool) -> Callable[[], nn.Module]:
+    """A model whose place is computed again in backward."""
     return lambda: Net(Checkpointed(Cell(function), reentrant))
 
 
 def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A model whose place is compiled."""
     def make() -> nn.Module:
         cell = Cell(function)
         cell.compile(backend="eager")

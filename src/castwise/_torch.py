@@ -1271,7 +1271,7 @@ def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
     """What stands for a tensor's memory in dictionaries: equal for views, and never that of memory allocated later."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 @functools.cache

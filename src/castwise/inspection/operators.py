@@ -204,7 +204,7 @@ class _Uses(Trace):
         self.calls: list[_Call] = []
         self._waits = device.type != "cpu"
         self._cast: dict[tuple[Any, ...], str] = {}
-        self._made: dict[Any, tuple[int, str]] = {}
+        self._cast_from: dict[Any, tuple[int, str, str]] = {}
 
     def see(self, place: Place, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and note it."""
@@ -236,16 +236,15 @@ class _Uses(Trace):
         call.format = call.before
         call.bytes = source.numel() * (source.element_size() + target.element_size())
         place = call.place
-        made = self._made.get(_torch.memory_of(source))
-        if made is not None and made == (_torch.version(source), call.after):
-            call.avoidable = "round trip"
-            call.first = place.module
+        version, before, first = self._cast_from.get(_torch.memory_of(source), (-1, "", ""))
+        if (version, before) == (_torch.version(source), call.after):
+            call.avoidable, call.first = "round trip", first
         known = (*key, call.after, place.phase)
         if known in self._cast:
             call.avoidable, call.first = "repeated", self._cast[known]
         else:
             self._cast[known] = place.module
-        self._made[_torch.memory_of(target)] = _torch.version(target), call.before
+        self._cast_from[_torch.memory_of(target)] = _torch.version(target), call.before, place.module
 
 
 def operator_table(

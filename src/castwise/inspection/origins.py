@@ -147,8 +147,8 @@ class OriginTrace(Trace):
             self._explained += 1
             if overwrites:
                 copies = {id(t): torch.zeros_like(t) for t in written}
-            given = map_tensors(lambda t: copies.get(id(t), t), (args, kwargs))
-            why = explain(op, place, *given, made, self.name_of, overwrites=overwrites)
+            before_args, before_kwargs = map_tensors(lambda t: copies.get(id(t), t), (args, kwargs))
+            why = explain(op, place, before_args, before_kwargs, made, self.name_of, overwrites=overwrites)
             for origin in origins:
                 origin.why = why if origin.place is place else origin.why
         return out
@@ -254,7 +254,7 @@ def is_mask(tensor: Tensor) -> bool:
         values = plain(tensor)
         if bool((torch.isnan(values) | torch.isposinf(values)).any()):
             return False
-        return torch.unique(values[torch.isfinite(values)]).numel() <= 2
+        return int(torch.unique(values[torch.isfinite(values)]).numel()) <= 2
 
 
 def _together(many: Iterable[tuple[Origin, ...]]) -> tuple[Origin, ...]:
