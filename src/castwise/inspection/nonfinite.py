@@ -30,6 +30,7 @@ from castwise.inspection.trace import Place
 from castwise.inspection.values import Values, is_finite, is_floating
 from castwise.plans.plan import Plan, as_plan
 from castwise.ranks import Ranks
+from castwise.schemas import RECORD_VERSION
 
 if TYPE_CHECKING:
     import os
@@ -132,6 +133,7 @@ class FirstNonfinite:
         cure = self.cure
         record |= {
             "kind": "nonfinite",
+            "version": RECORD_VERSION,
             "plan": str(self.plan),
             "found": bool(self),
             "origin": self.kind,

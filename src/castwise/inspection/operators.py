@@ -25,6 +25,7 @@ from castwise.inspection.saving import save
 from castwise.inspection.trace import Phase, Place, Trace
 from castwise.plans.formats import get_format
 from castwise.plans.plan import Plan, as_plan
+from castwise.schemas import RECORD_VERSION
 
 if TYPE_CHECKING:
     import os
@@ -153,6 +154,7 @@ class OperatorTable:
 
         record: dict[str, Any] = {
             "kind": "operators",
+            "version": RECORD_VERSION,
             "plan": str(self.plan),
             "operators": [dataclasses.asdict(use) for use in self.operators],
             "regions": [dataclasses.asdict(use) for use in self.regions],
