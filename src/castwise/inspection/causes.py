@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from castwise import _torch
 from castwise.casting.trees import map_tensors, tensors_in
@@ -130,8 +130,12 @@ def explain(
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Floating tensors, each once."""
-    return list({id(tensor): tensor for tensor in tensors if is_floating(tensor)}.values())
+    """Floating tensors, each once; without those that run operators by code of their own, but for DTensors."""
+    return list({id(t): t for t in tensors if is_floating(t) and _is_plain(t)}.values())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) or hasattr(tensor, "device_mesh") or not _torch.dispatches_itself(tensor)
 
 
 def written(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

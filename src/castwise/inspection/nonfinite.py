@@ -49,7 +49,7 @@ class FirstNonfinite:
         plan: What the model ran by.
         reached: What is not finite: ``loss``, ``gradient of PATH``, ``buffer PATH``; empty where all is finite.
         kind: What it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that held it before; a ``constant``
-            of the program; ``memory`` that nobody has written to; ``unseen`` code; ``compiled`` code alone; empty for nothing.
+            of the program; ``memory`` that nobody has written to; ``unseen`` code; empty for nothing.
         name: Of the data, the parameter or the buffer.
         operator: Base name of the ATen operator, such as ``exp``; of the first reader where no operator made it.
         module: Path of the module that it belongs to; "" is the model itself, or the loss.
@@ -237,7 +237,8 @@ def first_nonfinite(
         chosen = with_scale(chosen, float(loss_scale))
     passes = Passes("first_nonfinite", model, loss, batch, device, seed)
     ranks = Ranks(group)
-    found = ranks.every(lambda: _find(passes, chosen, cures))
+    with passes.kept():
+        found = ranks.every(lambda: _find(passes, chosen, cures))
     if ranks.size == 1:
         return found[0]
     bad = tuple(rank for rank, finding in enumerate(found) if finding)
@@ -257,7 +258,8 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         "harmless": len({origin.place for origin in seen.origins if origin.kind == "operator"}),
     }
     if not seen.reached:
-        return FirstNonfinite(**common)
+        note = "What is compiled ran as it is written: where the compiled run alone is not finite, the compiler's code makes it."
+        return FirstNonfinite(**common, note=note if passes.compiled else "")
     culprit, confirmed, others = _culprit(passes, plan, seen)
     if culprit is None:
         return FirstNonfinite(
@@ -286,7 +288,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
         cause=kind,
         why=why,
         confirmed=confirmed,
-        others=tuple(map(where, others)),
+        others=tuple(map(_where, others)),
         trials=tuple(trials),
         advice=ADVICE.get(kind, ADVICE["overflow"]),
     )
@@ -411,7 +413,7 @@ def _said(origin: Origin) -> dict[str, Any]:
     }
 
 
-def where(origin: Origin) -> str:
+def _where(origin: Origin) -> str:
     """An origin in a few words."""
     return origin.name if origin.place is None else _at(origin.place)
 

@@ -284,7 +284,8 @@ def operator_table(
     check_count("operator_table", "repeats", repeats, 1)
     chosen = as_plan(plan)
     passes = Passes("operator_table", model, loss, batch, device, seed)
-    runs = [_run(passes, chosen) for _ in range(repeats + 1)]
+    with passes.kept():
+        runs = [_run(passes, chosen) for _ in range(repeats + 1)]
     calls = runs[-1]
     for run in runs[1:-1]:
         if len(run) == len(calls):
@@ -373,8 +374,8 @@ def _casts(calls: Iterable[_Call]) -> list[CastUse]:
 def _notes(passes: Passes, plan: Plan) -> Iterator[str]:
     if passes.device.type == "cpu" and "fp16" in plan.formats:
         yield "fp16 matrix products were emulated, as on every CPU here, and so are their times."
-    if plan.compile != "as_given":
-        yield "The plan compiles the model, which fuses operators and casts; this table is of the code as it is written."
+    if plan.compile != "as_given" or passes.compiled:
+        yield "A compiler fuses operators and casts; this table is of the code as it is written."
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from castwise.arrival import widen_for
 from castwise.casting.trees import map_tensors, to_device
 from castwise.errors import WorkloadError
 from castwise.numerics.emulation import EmulatedProducts
-from castwise.numerics.isolation import copied, seed_all, undisturbed
+from castwise.numerics.isolation import copied, seed_all, undisturbed, unspoilt
 from castwise.numerics.parity import device_of
 from castwise.parallel.wrappers import unwrap
 from castwise.plans.plan import Plan
@@ -76,16 +76,27 @@ class Passes:
         if not isinstance(model, nn.Module):
             raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")
         self.call, self.loss, self.batch, self.seed = call, loss, batch, seed
-        self.model = unwrap(model)
+        self.given, self.model = model, unwrap(model)
         self.device = find_device(call, device, str(device_of(self.model)))
 
-    def run(self, plan: Plan, watch: Watch | None = None, *, eager: bool = True) -> Pass:
+    def kept(self) -> AbstractContextManager[None]:
+        """A block that gives the model back as it was, should a loss call it in the place of the copy; around all passes.
+
+        A backward to its parameters is refused.
+        """
+        return unspoilt(self.model, self.call)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a part of the model is compiled, which runs as it is written here."""
+        return any(_torch.is_compiled(module) for module in self.given.modules())
+
+    def run(self, plan: Plan, watch: Watch | None = None) -> Pass:
         """One forward and backward.
 
         Args:
             plan: What the copy runs by; what it says of compiling is left out.
             watch: Around the loss and its backward.
-            eager: Whether what is compiled runs as it is.
 
         Raises:
             WorkloadError: The model cannot be copied, or the loss fails or is none.
@@ -94,7 +105,7 @@ class Passes:
         plan = dataclasses.replace(plan, compile="as_given")
         failed = f"{self.call}: the model or its loss failed under {plan}"
         with users_code(failed), undisturbed(), contextlib.ExitStack() as stack:
-            if eager and _torch.dynamo_loaded():
+            if _torch.dynamo_loaded():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             model = copied(self.model, self.call).to(self.device)
             amp = stack.enter_context(_prepared(model, plan, self.device))
@@ -109,6 +120,11 @@ class Passes:
             check_no_backward(model, self.call)
             loss = check_loss(loss, self.call)
             amp.backward(loss)
+            if all(parameter.grad is None for parameter in model.parameters()):
+                raise WorkloadError(
+                    f"{self.call}: after loss(model, batch) and backward no parameter of the model has a gradient; the loss must "
+                    "call the model that it is given, since this runs on copies"
+                )
             return Pass(model, loss.detach(), amp.get_scale())
 
 

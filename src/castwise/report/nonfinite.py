@@ -28,8 +28,6 @@ def headline(record: Record) -> str:
     made = "NaN" if record["nan"] else "infinities"
     if record["origin"] in ("data", "parameter", "buffer"):
         return f"{record['why'][:1].upper()}{record['why'][1:]}."
-    if record["origin"] == "compiled":
-        return f"The compiled code alone makes it: {record['why']}."
     if not record["operator"]:
         return f"Something is not finite: {record['why']}."
     what = f"{record['operator']} in {place(record)} made {made}"
@@ -109,7 +107,7 @@ def lines(record: Record) -> list[Grid | Line]:
     """The finding for the terminal."""
     shown: list[Grid | Line] = [Line(headline(record), "bold")]
     if not record["found"]:
-        return shown
+        return shown + [Line(record["note"], "yellow")] * bool(record["note"])
     shown += [Line(cure(record), "green" if record["cure"] is not None else "yellow"), Line()]
     shown += [Line(f"{name}: {text}") for name, text in facts(record).items()]
     for grid in grids(record):
