@@ -105,7 +105,9 @@ def _row(case: Case) -> dict[str, Any]:
         "right": all(right[key] for key in ("found", "operator", "module", "phase", "kind")),
         "cure_right": right["cure"] and (cured or not maker.cured),
         "wrong": [key for key, value in right.items() if not value],
-        "said": f"{found.kind} {found.operator} in {found.module!r} {found.phase}: {found.cause}" if found else "all is finite",
+        "said": f"{found.kind} {found.operator} in {found.module!r} {found.phase}: {found.cause}"
+        if found
+        else "all is finite",
         "cure": None if found.cure is None else str(found.cure),
         "seconds": round(seconds, 3),
     }

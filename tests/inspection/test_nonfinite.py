@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.report.pages import read
-from tests.soak import some
 from torch import Tensor, nn
 
 from castwise import Amp, CastwiseError, Plan, first_nonfinite
 from castwise.errors import PlanError, WorkloadError
 from castwise.inspection.causes import ADVICE
 from castwise.report.show import page
+from tests.report.pages import read
+from tests.soak import some
 
 from .makers import corpus
 
@@ -121,7 +121,11 @@ def test_in_backward_the_line_is_that_of_the_forward_operator() -> None:
 
 
 def test_of_two_faults_the_first_is_told_and_the_other_named() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), corpus.Op(lambda x: x.relu().log().exp() + x.relu().log().clamp(max=0)), nn.Linear(16, 16))
+    model = nn.Sequential(
+        nn.Linear(16, 16),
+        corpus.Op(lambda x: x.relu().log().exp() + x.relu().log().clamp(max=0)),
+        nn.Linear(16, 16),
+    )
     model.append(corpus.Op(lambda x: x.detach().relu().log()))
     model.append(nn.Linear(16, 16))
     found = first_nonfinite(model, _loss, corpus.noise())

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.report.pages import read
 from torch import Tensor, nn
 
 from castwise import OperatorTable, operator_table
 from castwise.errors import PlanError
 from castwise.report.show import page
+from tests.report.pages import read
 
 BATCH, WIDTH = 4, 8
 
@@ -46,7 +46,9 @@ def test_counts_operators_by_format_and_phase() -> None:
 
 def test_counts_casts_and_the_bytes_that_they_move() -> None:
     table = _table(nn.Linear(WIDTH, WIDTH, bias=False))
-    into = [cast for cast in table.casts if (cast.before, cast.after, cast.phase) == ("fp32", "bf16", "forward")]
+    into = [
+        cast for cast in table.casts if (cast.before, cast.after, cast.phase) == ("fp32", "bf16", "forward")
+    ]
     assert sum(cast.calls for cast in into) == 2  # weight and input
     assert sum(cast.bytes for cast in into) == (WIDTH * WIDTH + BATCH * WIDTH) * (4 + 2)
     assert table.avoidable == ()

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_workloads import mlp, replace
 from typer.testing import CliRunner
 
 from castwise.cli import app
 from castwise.errors import PlanError, WorkloadError
 from castwise.jobs.inspect import inspect
 
-from tiny_workloads import mlp, replace
-
 TINY = str(Path(__file__).with_name("tiny_workloads.py"))
 
 
 def test_each_tool_writes_its_record_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["inspect", f"{TINY}:mlp", "--only", "operators, nonfinite", "--plan", "fp16-mixed"])
+    done = CliRunner().invoke(
+        app, ["inspect", f"{TINY}:mlp", "--only", "operators, nonfinite", "--plan", "fp16-mixed"]
+    )
     assert done.exit_code == 0, done.stderr
     folder = Path("runs/inspect-mlp")
     for name in ("nonfinite", "operators"):

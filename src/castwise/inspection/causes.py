@@ -135,7 +135,11 @@ def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) or hasattr(tensor, "device_mesh") or not _torch.dispatches_itself(tensor)
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        or hasattr(tensor, "device_mesh")
+        or not _torch.dispatches_itself(tensor)
+    )
 
 
 def written(op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

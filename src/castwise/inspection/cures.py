@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,9 +20,9 @@ _CALLED: Mapping[str, tuple[str, ...]] = {
     "mm": ("mm", "matmul", "linear"), "addmm": ("addmm", "linear"), "bmm": ("bmm", "matmul"),
     "_softmax": ("softmax",), "_log_softmax": ("log_softmax",), "native_layer_norm": ("layer_norm",),
     "native_group_norm": ("group_norm",), "convolution": ("conv1d", "conv2d", "conv3d"),
-    "linalg_vector_norm": ("norm", "linalg_vector_norm"),
+    "linalg_vector_norm": ("norm", "linalg_vector_norm"), "_to_copy": (), "copy_": (), "lift_fresh": (),
 }  # fmt: skip
-"""What operators below autograd are called above it, where a plan's rules see them."""
+"""What operators below autograd are called above it, where a plan's rules see them; none where there is nothing to rule."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,11 @@ class Trial:
 
 
 def try_cures(
-    plan: Plan, place: Place | None, model: nn.Module, finite: Callable[[Plan], bool], scaled: bool
+    plan: Plan,
+    place: Place | None,
+    model: nn.Module,
+    reached: Callable[[Plan], Collection[str]],
+    scaled: bool,
 ) -> list[Trial]:
     """Try plans, from the one that changes least, until one makes the pass finite and it is known what kind of cure there is.
 
@@ -51,7 +55,7 @@ def try_cures(
         plan: Under which it is not.
         place: Of the operator; None where the cause is none.
         model: To name regions of.
-        finite: Runs a plan.
+        reached: Runs a plan, and says what is not finite under it.
         scaled: Whether gradients alone are not finite, so that a smaller loss scale may do.
 
     Returns:
@@ -61,19 +65,16 @@ def try_cures(
 
     def run(what: str, candidate: Plan) -> bool:
         try:
-            trials.append(Trial(what, candidate, finite(candidate)))
+            finite, candidate = _finite(candidate, reached)
+            if finite and candidate.loss_scale != plan.loss_scale and candidate.loss_scale is not None:
+                what = f"{what}{', at ' if what else ''}a loss scale of {candidate.loss_scale.init:g}"
+            trials.append(Trial(what or "a smaller loss scale", candidate, finite))
         except CastwiseError as error:  # a rule or region that the plan or the device does not take
             trials.append(Trial(what, candidate, False, sentence(error)))
         return trials[-1].finite
 
-    if scaled and plan.loss_scale is not None:
-        scale = plan.loss_scale.init
-        for _ in range(_RESCALES):
-            scale *= _RESCALE
-            if scale < 1.0:  # which makes gradients smaller than they are
-                break
-            if run(f"a loss scale of {scale:g}", with_scale(plan, scale)):
-                return trials
+    if scaled and plan.loss_scale is not None and run("", plan):
+        return trials
     if plan.formats.isdisjoint(LOW):
         run("fp64", dataclasses.replace(plan, regions=(Region("**", compute="fp64"),)))
         return trials
@@ -94,6 +95,19 @@ def try_cures(
         )
         run("bf16 in the place of fp16", swapped)
     return trials
+
+
+def _finite(plan: Plan, reached: Callable[[Plan], Collection[str]]) -> tuple[bool, Plan]:
+    """Whether a pass is finite, and under which plan: a loss scale is lowered where gradients overflow, as training would."""
+    for _ in range(_RESCALES + 1):
+        bad = reached(plan)
+        scale = plan.loss_scale
+        if not bad or scale is None or not all(name.startswith("gradient") for name in bad):
+            return not bad, plan
+        if scale.init * _RESCALE < 1.0:  # which makes gradients smaller than they are
+            break
+        plan = with_scale(plan, scale.init * _RESCALE)
+    return False, plan
 
 
 def with_scale(plan: Plan, scale: float) -> Plan:

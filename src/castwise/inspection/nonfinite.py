@@ -125,6 +125,11 @@ class FirstNonfinite:
         narrow = [trial for trial in good if trial.what not in ("fp32", "fp64")]
         return next((trial.plan for trial in (*narrow, *good)), None)
 
+    @property
+    def answer(self) -> str:
+        """The finding in a sentence or two."""
+        return str(self.to_dict()["answer"])
+
     def to_dict(self) -> dict[str, Any]:
         """The finding as plain JSON values."""
         from castwise.report.nonfinite import headline
@@ -278,9 +283,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
     place = culprit.place
     if cures and culprit.kind in ("operator", "constant", "unseen"):
         scaled = place is not None and place.phase == "backward" and "loss" not in seen.reached
-        trials = try_cures(
-            plan, place, passes.model, lambda p: not _look(passes, p, watch=False).reached, scaled
-        )
+        trials = try_cures(plan, place, passes.model, lambda p: _look(passes, p, watch=False).reached, scaled)
     kind, why = _with_trials(kind, why, trials, seen.scale)
     return FirstNonfinite(
         **common,

@@ -148,6 +148,11 @@ class OperatorTable:
         """Casts that need not be."""
         return tuple(cast for cast in self.casts if cast.avoidable)
 
+    @property
+    def answer(self) -> str:
+        """How much runs in which format, and what casts take, in a sentence."""
+        return str(self.to_dict()["answer"])
+
     def to_dict(self) -> dict[str, Any]:
         """The table as plain JSON values."""
         from castwise.report.operators import headline
@@ -354,19 +359,22 @@ def _casts(calls: Iterable[_Call]) -> list[CastUse]:
     for call in calls:
         if call.is_cast:
             place = call.place
-            key = (
-                place.module,
-                str(place.line or ""),
-                place.phase,
-                call.before,
-                call.after,
-                call.avoidable,
-                call.first,
-            )
+            key = (place.module, place.line, place.phase, call.before, call.after, call.avoidable, call.first)
             found.setdefault(key, []).append(call)
     uses = [
-        CastUse(*key[:5], len(many), sum(c.bytes for c in many), sum(c.time_s for c in many), *key[5:])
-        for key, many in found.items()
+        CastUse(
+            module=many[0].place.module,
+            source=str(many[0].place.line or ""),
+            phase=many[0].place.phase,
+            before=many[0].before,
+            after=many[0].after,
+            calls=len(many),
+            bytes=sum(c.bytes for c in many),
+            time_s=sum(c.time_s for c in many),
+            avoidable=many[0].avoidable,
+            first=many[0].first,
+        )
+        for many in found.values()
     ]
     return sorted(uses, key=lambda use: (not use.avoidable, -use.bytes))
 

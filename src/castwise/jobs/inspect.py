@@ -126,7 +126,9 @@ def inspect(
     chosen, other = as_plan(plan), as_plan(against)
     for name in only:
         if name not in TOOLS:
-            raise PlanError(f"inspect(only={name!r}): no such tool{close_matches(name, TOOLS)}. Allowed: {', '.join(TOOLS)}.")
+            raise PlanError(
+                f"inspect(only={name!r}): no such tool{close_matches(name, TOOLS)}. Allowed: {', '.join(TOOLS)}."
+            )
     if not only:
         raise PlanError(f"inspect(only=()): no tool is named. Allowed: {', '.join(TOOLS)}.")
     found = find_workload(workload) if isinstance(workload, str) else workload
