@@ -34,7 +34,9 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "In a training loop": ("Amp", "AveragedModel", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
     "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
-    "Seeing the numerics": ("forecast", "Forecast", "compare", "Comparison", "mismatch", "Mismatch"),
+    "Seeing the numerics": (
+        "forecast", "Forecast", "compare", "Comparison", "mismatch", "Mismatch", "first_nonfinite", "FirstNonfinite", "operator_table", "OperatorTable",
+    ),
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
     ),

@@ -51,6 +51,7 @@ for _ in range(4000):
 WORKS = {
     "bench": ("prints.py:job", "--plans", "fp32", "--steps", "5", "--rounds", "2", "--starts", "1", "--no-memory", "--no-inference"),
     "doctor": (),
+    "inspect": ("prints.py:job", "--only", "nonfinite,operators"),
     "migrate": ("old.py",),
     "schema": ("plan",),
     "train": ("prints.py:job", "--steps", "3"),
@@ -60,6 +61,7 @@ WORKS = {
 FAILS = {
     "bench": (("prints.py:bad",), "WorkloadError", "KeyError: 'target'"),
     "doctor": (("nowhere",), "WorkloadError", "workload 'nowhere' not found"),
+    "inspect": (("prints.py:bad", "--only", "operators"), "WorkloadError", "KeyError: 'target'"),
     "migrate": (("gone.py",), "MigrateError", "there is no file or folder"),
     "schema": (("plans",), "UnknownNameError", "Allowed: plan, evidence"),
     "train": (("prints.py:bad",), "WorkloadError", "KeyError: 'target'"),
@@ -115,7 +117,7 @@ def test_the_answer_is_one_object(command: str) -> None:
         return
     assert (found["kind"], found["version"]) == (command, 1)
     assert all(Path(path).exists() for path in found.get("wrote", []))
-    assert bool(found.get("wrote")) is (command in ("bench", "train", "tune"))
+    assert bool(found.get("wrote")) is (command in ("bench", "inspect", "train", "tune"))
     record = next((path for path in found.get("wrote", []) if path.endswith((f"{command}.json", "result.json", "evidence.json"))), None)  # fmt: skip
     if record is not None:
         assert {**json.loads(Path(record).read_text()), "wrote": found["wrote"]} == found

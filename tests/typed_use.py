@@ -50,6 +50,21 @@ def plans(folder: Path) -> None:
     plan.compute = "fp32"  # type: ignore[misc]
 
 
+def numerics(folder: Path, batch: Batch) -> None:
+    """Tools that look at a model."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    found = castwise.first_nonfinite(Net(), loss, batch, "fp16-mixed", loss_scale=1024.0)
+    assert_type(found, castwise.FirstNonfinite)
+    assert_type(found.cure, castwise.Plan | None)
+    assert_type(found.save(folder), Path)
+    table = castwise.operator_table(Net(), loss, batch)
+    assert_type(table, castwise.OperatorTable)
+    assert_type(table.cast_bytes, int)
+
+
 def train(batches: Iterable[Batch]) -> None:
     """The README's loop, with an optimizer of a type of its own."""
     with castwise.Amp("bf16-mixed", device="cpu") as amp:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from castwise.inspection.comparison import Comparison
     from castwise.inspection.mismatch import Mismatch, mismatch
     from castwise.inspection.forecast import Forecast, forecast
+    from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
+    from castwise.inspection.operators import OperatorTable, operator_table
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
@@ -38,6 +40,8 @@ __all__ = [
     "GradScaler",
     "LossScale",
     "Mismatch",
+    "FirstNonfinite",
+    "OperatorTable",
     "ParityResult",
     "Plan",
     "Region",
@@ -53,6 +57,8 @@ __all__ = [
     "fp32_function",
     "lower_function",
     "mismatch",
+    "first_nonfinite",
+    "operator_table",
     "parity",
     "tune",
     "widest_function",
@@ -67,6 +73,8 @@ _HOME = {
         "inspection.comparison": "Comparison",
         "inspection.mismatch": "Mismatch mismatch",
         "inspection.forecast": "Forecast forecast",
+        "inspection.nonfinite": "FirstNonfinite first_nonfinite",
+        "inspection.operators": "OperatorTable operator_table",
         "jobs.bench": "bench",
         "jobs.tune": "tune",
         "jobs.tune_result": "TuneResult",

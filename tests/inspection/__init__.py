@@ -1,1 +1,1 @@
-"""Tools that look at a model."""
+"""Tools that look at a model's numerics."""

@@ -382,6 +382,51 @@ def doctor(
 
 
 @app.command()
+def inspect(
+    workload: WorkloadName,
+    only: Annotated[
+        str, typer.Option(help="Between commas: nonfinite, operators, compare, forecast.")
+    ] = "nonfinite,operators,compare,forecast",
+    plan: Annotated[str, typer.Option(help="A preset, a plan line or a plan file.")] = "bf16-mixed",
+    against: Annotated[str, typer.Option(help="The plan that compare compares it with.")] = "fp32",
+    formats: Annotated[
+        str,
+        typer.Option(
+            help="Between commas, what forecast is asked about: fp16, bf16, fp8_e4m3, fp8_e5m2.",
+            show_default="all of them",
+        ),
+    ] = "",
+    device: Device = None,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the pages and the records.",
+            parser=_path,
+            metavar="PATH",
+            show_default="runs/inspect-WORKLOAD",
+        ),
+    ] = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Look at a workload's numerics: what is not finite and why, operators and casts, errors by module, other formats."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.jobs import inspect as job
+
+        with folder_for(out, "inspect", workload) as folder:
+            result = job.inspect(
+                workload, only=_listed(only), plan=plan, against=against, formats=_listed(formats), device=device, seed=seed,
+                progress=True,
+            )  # fmt: skip
+            answer(result, lambda: result.save(folder))
+
+
+def _listed(given: str) -> list[str]:
+    return [part for part in (word.strip() for word in given.split(",")) if part]
+
+
+@app.command()
 def migrate(
     path: Annotated[
         Path,

@@ -1,0 +1,1 @@
+"""Makers of NaN and infinities with the truth about each, and twins in which infinities are meant."""

@@ -1,0 +1,129 @@
+"""Where the first value came up that is not finite, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from castwise.report.grids import Columns, Grid, Line
+from castwise.report.plots import Picture
+
+Record = Mapping[str, Any]
+
+PICTURES: Mapping[str, Picture] = {}
+
+
+def headline(record: Record) -> str:
+    """The finding in a sentence or two."""
+    if not record["found"]:
+        gone = (
+            f"; {record['harmless']} of them made NaN or infinities that went away again"
+            if record["harmless"]
+            else ""
+        )
+        return (
+            f"All is finite under {record['plan']}: the loss is {record['loss']}, and so are gradients and buffers. "
+            f"{record['operators']:,} operators ran{gone}."
+        )
+    made = "NaN" if record["nan"] else "infinities"
+    if record["origin"] in ("data", "parameter", "buffer"):
+        return f"{record['why'][:1].upper()}{record['why'][1:]}."
+    if not record["operator"]:
+        return f"Something is not finite: {record['why']}."
+    what = f"{record['operator']} in {place(record)} made {made}"
+    if record["origin"] != "operator":
+        what = f"{record['operator']} in {place(record)} was the first to see {made}"
+    return f"{what}: {record['why']}."
+
+
+def place(record: Record) -> str:
+    """The module, call and phase of an operator in words."""
+    module = record["module"] or ("the model itself" if record["in_model"] else "the loss")
+    call = f", call {record['call']}" if record["call"] else ""
+    if record["phase"] == "backward":
+        of = f"of {record['forward']} " if record["forward"] else ""
+        return f"the backward {of}in {module}{call}"
+    again = ", computed again in backward" if record["phase"] == "recomputation" else ""
+    return f"{module}{call}{again}"
+
+
+def cure(record: Record) -> str:
+    """What cures it, or what to do, in a sentence."""
+    if not record["found"]:
+        return ""
+    if record["cure"] is not None:
+        return f"Tried, and finite: {record['cure']}"
+    tried = ", ".join(trial["what"] for trial in record["trials"])
+    return (f"No format cures it ({tried} tried). " if tried else "") + f"What to do: {record['advice']}."
+
+
+def facts(record: Record) -> dict[str, str]:
+    """What else is known, by what it is called."""
+    reached = record["reached"]
+    said = {
+        "plan": record["plan"],
+        "not finite": ", ".join(reached[:4]) + (f" and {len(reached) - 4} more" if len(reached) > 4 else ""),
+        "line": record["source"],
+        "code": record["code"],
+        "autograd node": record["node"],
+        "became NaN": record["became_nan"],
+        "passed through": ", ".join(filter(None, record["through"])),
+        "others": ", ".join(record["others"][:6]),
+        "loss scale": f"{record['loss_scale']:g}" if record["loss_scale"] != 1 else "",
+        "proof": "with finite values in its place the pass is finite" if record["confirmed"] else "",
+        "ranks": ", ".join(map(str, record["ranks"])),
+        "note": record["note"],
+    }
+    return {name: text for name, text in said.items() if text}
+
+
+def grids(record: Record) -> list[Grid]:
+    """What the operator was given and made, and the plans that were tried."""
+    out = []
+    tensors = [*record["inputs"], *record["outputs"]]
+    if tensors:
+        columns: Columns = {
+            "operator": "name",
+            "format": "dtype",
+            "shape": lambda v: " x ".join(map(str, v["shape"])) or "scalar",
+            "lowest": lambda v: _number(v["low"]),
+            "highest": lambda v: _number(v["high"]),
+            "smallest": lambda v: _number(v["smallest"]),
+            "zeros": lambda v: f"{v['zeros']:,}",
+            "NaN": lambda v: f"{v['nan']:,}",
+            "infinite": lambda v: f"{v['inf']:,}",
+        }
+        out.append(Grid.of(f"What {record['operator']} was given, and made of it", tensors, columns))
+    if record["trials"]:
+        tried: Columns = {
+            "plan": "what",
+            "verdict": lambda t: t["error"] or ("finite" if t["finite"] else "not finite"),
+        }
+        out.append(Grid.of("Tried", record["trials"], tried, lambda t: "fast" if t["finite"] else ""))
+    return out
+
+
+def lines(record: Record) -> list[Grid | Line]:
+    """The finding for the terminal."""
+    shown: list[Grid | Line] = [Line(headline(record), "bold")]
+    if not record["found"]:
+        return shown + [Line(record["note"], "yellow")] * bool(record["note"])
+    shown += [Line(cure(record), "green" if record["cure"] is not None else "yellow"), Line()]
+    shown += [Line(f"{name}: {text}") for name, text in facts(record).items()]
+    for grid in grids(record):
+        shown += [Line(), grid]
+    return shown
+
+
+def values(record: Record) -> dict[str, Any]:
+    """For the page."""
+    return {
+        "answer": headline(record),
+        "cure": cure(record),
+        "facts": facts(record),
+        "grids": grids(record),
+    }
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
