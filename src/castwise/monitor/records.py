@@ -158,6 +158,7 @@ class MonitorReport:
         samples: The last of them, 512 at most.
         alarms: All that were raised.
         audits: All that were made.
+        open_alarms: Those of the alarms that were not cleared.
         unseen: What could not be looked at, and why, in sentences.
     """
 
@@ -169,6 +170,7 @@ class MonitorReport:
     alarms: tuple[Alarm, ...] = ()
     audits: tuple[Audit, ...] = ()
     unseen: tuple[str, ...] = ()
+    open_alarms: tuple[Alarm, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record that reports are made from: JSON's own types, with numbers that are not finite as None."""
@@ -177,6 +179,8 @@ class MonitorReport:
             "version": RECORD_VERSION,
             **dataclasses.asdict(self),
         })
+        for alarm in out["alarms"]:
+            alarm["open"] = alarm in out["open_alarms"]
         return out
 
     def table(self) -> RenderableType:
@@ -192,7 +196,9 @@ class MonitorReport:
         home = Path(folder)
         home.mkdir(parents=True, exist_ok=True)
         record = self.to_dict()
-        (home / "monitor.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (home / "monitor.json").write_text(
+            json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
         with left_out("monitor.html"):
             write(record, home / "monitor.html")
         return home
