@@ -7,6 +7,7 @@ live plans that want different values are an error and not a race.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import weakref

@@ -29,7 +29,7 @@ from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment
 from castwise.plans.plan import Plan, as_plan
-from castwise.process import find_device
+from castwise.process import find_device, interrupts_wait
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss, find_workload, next_batch, non_finite_parts

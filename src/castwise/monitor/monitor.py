@@ -262,10 +262,9 @@ class Monitor:
             region_of(self._session.members.models),
             lambda p: pieces.count(p) / world if world > 1 else 1.0,
         )
-        with aside(self._amp.device_type):
-            if not turn.closure:
-                update.see_gradients()
-            update.see_weights()
+        if not turn.closure:
+            aside(self._amp.device_type, update.see_gradients)
+        aside(self._amp.device_type, update.see_weights)
         # fused kernels unscale by themselves
         update.scaled = getattr(optimizer, "grad_scale", None) is not None
         turn.update = update
@@ -284,10 +283,9 @@ class Monitor:
             self._ended(optimizer, session.window.skips > turn.skips)
 
     def _look_again(self, turn: Turn, update: Update) -> None:
-        with aside(self._amp.device_type):
-            if turn.closure:
-                update.see_gradients()
-            update.see_update()
+        if turn.closure:
+            aside(self._amp.device_type, update.see_gradients)
+        aside(self._amp.device_type, update.see_update)
 
     def _stepped(self, optimizers: Sequence[Optimizer], result: StepResult) -> None:
         """Behind a step of the session."""
@@ -301,7 +299,7 @@ class Monitor:
         turn.count(skipped)
         if skipped:
             self._note_skip(optimizer, turn)
-        elif self._crossed.open:
+        elif self._crossed.open and turn.streak == 0:
             self._see("skipped_in_a_row", {"": float(turn.streak)}, turn)
         if due:
             self._sample(turn, update, skipped)
@@ -311,7 +309,8 @@ class Monitor:
             and (turn.steps % self._audit_every == 0 or turn.steps == 1)
         ):
             self._audit_at_its_time()
-        self._arm()
+        if self._outputs.armed or turn.due:
+            self._arm()
         while self._to_tell:
             alarm = self._to_tell.pop(0)
             if self._on_alarm is not None:
@@ -349,8 +348,7 @@ class Monitor:
         if scales:
             found.append(Number("", "max_scale", scaler.scale_tensor()))
         mine = self._try("figures", read, found) or {}
-        for parameter, path in self._lost(mine):
-            self._dropped[parameter] = path
+        self._add_lost(mine)
         ranks = self._ranks
         numbers = join(ranks.duplicate().gather(mine)) if ranks.size > 1 else mine
         if self._outputs.failed:
@@ -378,8 +376,8 @@ class Monitor:
         self._write(sample)
         self._judge(turn, sample)
 
-    def _lost(self, numbers: dict[tuple[str, str], float]) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Add what rounding dropped since the last sample; returns the counts that were added up to, by parameter."""
+    def _add_lost(self, numbers: dict[tuple[str, str], float]) -> None:
+        """Add what rounding dropped since the last sample."""
         counts = list(self._session.dropped.by_parameter.items())
         regions = region_of(self._session.members.models) if counts else {}
         for parameter, (moved, lost) in counts:
@@ -388,7 +386,7 @@ class Monitor:
             for name, count in (("moved", moved - before[0]), ("lost", lost - before[1])):
                 if moved > before[0]:
                     numbers[path, name] = numbers.get((path, name), 0.0) + count
-        return counts
+            self._dropped[parameter] = moved, lost
 
     def _judge(self, turn: Turn, sample: Sample) -> None:
         regions = sample.regions

@@ -5,11 +5,10 @@ Nothing here is recorded by autograd, draws random numbers or writes to what tra
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ ELEMENTS = 2**14
 CALLS = 4
 """Calls of one module that are looked at in one step, of those that gradients may flow through."""
 _FP16 = FORMATS["fp16"]
+_T = TypeVar("_T")
 NEAR = _FP16.max / 8
 _ROUNDING = _FP16.smallest_subnormal**2 / 12
 """Expected square of what rounding to a multiple of the smallest subnormal number adds, to numbers that go on below it."""
@@ -84,11 +84,16 @@ def _put(out: Numbers, key: tuple[str, str], value: float) -> None:
         out[key] = value
 
 
-@contextlib.contextmanager
-def aside(device_type: str) -> Iterator[None]:
-    """Without autograd, and without a plan's casting."""
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
-        yield
+def aside(device_type: str, call: Callable[..., _T], *args: Any) -> _T:
+    """Call something without autograd, and without a plan's casting."""
+    casts = torch.is_autocast_enabled(device_type)
+    if casts:
+        torch.set_autocast_enabled(device_type, False)
+    try:
+        return _torch.without_grad(call, *args)  # type: ignore[no-any-return]
+    finally:
+        if casts:
+            torch.set_autocast_enabled(device_type, True)
 
 
 # --- outputs ------------------------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ def owners(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 def region_of(models: Iterable[nn.Module]) -> dict[int, str]:
     """Module paths by ``id`` of parameters and of their masters."""
-    out = {}
+    out: dict[int, str] = {}
     for path, module in owners(models):
         for parameter in module.parameters(recurse=False):
             for tensor in (parameter, masters.master_of(parameter)):
@@ -159,20 +164,22 @@ class Outputs:
         calls = self._calls[path] = self._calls.get(path, 0) + 1
         if calls > CALLS:
             return
-        with aside(self._device_type):
-            for tensor in tensors_in(output):
-                if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-                    continue
-                values = masters.local(tensor)
-                if not values.numel():
-                    continue
-                self.numbers.append(Number(path, "max_output", _largest(values)))
-                if values.dtype is torch.float16:
-                    some = _some(values).abs()
-                    self.numbers.append(Number(path, "outputs", _count(some.numel(), some)))
-                    self.numbers.append(Number(path, "near", (some > NEAR).sum()))
-                    if tensor.grad_fn is not None:  # a leaf would keep the hook
-                        tensor.register_hook(_GradientEar(self, path))
+        aside(self._device_type, self._measure, path, output)
+
+    def _measure(self, path: str, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+                continue
+            values = masters.local(tensor)
+            if not values.numel():
+                continue
+            self.numbers.append(Number(path, "max_output", _largest(values)))
+            if values.dtype is torch.float16:
+                some = _some(values).abs()
+                self.numbers.append(Number(path, "outputs", _count(some.numel(), some)))
+                self.numbers.append(Number(path, "near", (some > NEAR).sum()))
+                if tensor.grad_fn is not None:  # a leaf would keep the hook
+                    tensor.register_hook(_GradientEar(self, path))
 
     def see_gradient(self, path: str, gradient: Tensor) -> None:
         """Look at the gradient of an output; as :meth:`see`."""
@@ -184,17 +191,19 @@ class Outputs:
     def _see_gradient(self, path: str, gradient: Tensor) -> None:
         if gradient.dtype is not torch.float16 or gradient.layout is not torch.strided:
             return
-        with aside(self._device_type):
-            values = masters.local(gradient)
-            if not values.numel():
-                return
-            some = _some(values).abs().float()
-            zero, small = some == 0, some < _FP16.smallest_normal
-            add = self.numbers.append
-            add(Number(path, "gradients", _count(some.numel(), some)))
-            add(Number(path, "zero", zero.sum()))
-            add(Number(path, "small", small.sum()))
-            add(Number(path, "energy", some.square().sum()))
+        aside(self._device_type, self._measure_gradient, path, gradient)
+
+    def _measure_gradient(self, path: str, gradient: Tensor) -> None:
+        values = masters.local(gradient)
+        if not values.numel():
+            return
+        some = _some(values).abs().float()
+        zero, small = some == 0, some < _FP16.smallest_normal
+        add = self.numbers.append
+        add(Number(path, "gradients", _count(some.numel(), some)))
+        add(Number(path, "zero", zero.sum()))
+        add(Number(path, "small", small.sum()))
+        add(Number(path, "energy", some.square().sum()))
 
 
 class _Ear:
@@ -241,6 +250,10 @@ def _some(values: Tensor) -> Tensor:
     """Elements evenly spread over a tensor, as they lie in memory where they lie without gaps."""
     flat = _flat(values)
     return flat[:: -(-flat.numel() // ELEMENTS)] if flat.numel() > ELEMENTS else flat
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def _flat(values: Tensor) -> Tensor:
@@ -298,7 +311,11 @@ class Update:
         kept = [(p, then, _some(masters.local(p))) for p, then in before]
         kept = [(p, then, now) for p, then, now in kept if then.shape == now.shape]
         self._norms("sampled", [p for p, _, _ in kept], [then for _, then, _ in kept])
-        moved = [now.float() - then.float() for _, then, now in kept]
+        moved = (
+            _torch.each_sub([_wide(now) for *_, now in kept], [_wide(then) for _, then, _ in kept])
+            if kept
+            else []
+        )
         self._norms("update", [p for p, _, _ in kept], moved)
 
     def _norms(self, name: str, params: list[Tensor], values: list[Tensor]) -> None:

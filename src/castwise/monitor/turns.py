@@ -26,6 +26,7 @@ class Turn:
         steps: So far, skipped ones too.
         streak: Skipped in a row.
         made: Whether any was made.
+        due: Whether the next step is a sample.
         update: What is being looked at.
         closure: Whether that step computes its gradients itself.
         skips: Skipped steps of the session when it began.
@@ -36,21 +37,25 @@ class Turn:
     steps: int = 0
     streak: int = 0
     made: bool = False
+    due: bool = False
     update: Update | None = None
     closure: bool = False
     skips: int = 0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_OF))
 
-    @property
-    def due(self) -> bool:
-        """Whether the next step is a sample."""
+    def __post_init__(self) -> None:
+        """Say whether the first step is a sample."""
+        self._plan()
+
+    def _plan(self) -> None:
         step = self.steps + 1
-        return step % self.every == 0 or (step < self.every and step & (step - 1) == 0)
+        self.due = step % self.every == 0 or (step < self.every and step & (step - 1) == 0)
 
     def count(self, skipped: bool | None) -> None:
         """Take note of a step; None where only the device knows whether it was skipped."""
         self.steps += 1
+        self._plan()
         if skipped is None:
             return
         self.recent.append(skipped)
