@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -996,6 +996,25 @@ def ran_compiled(module: torch.nn.Module) -> bool:
         type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
         for thing in gc.get_objects()
     )
+
+
+def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Of some models those modules that are, or are inside of, one that ``torch.compile`` or ``module.compile()`` was called on.
+
+    Hooks put on these are ignored, or have them compiled anew. What was given to ``torch.compile`` in a function is not known.
+    """
+    if not dynamo_loaded():
+        return set()
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    wrapped = {id(thing._modules["_orig_mod"]) for thing in gc.get_objects() if type(thing) is OptimizedModule}
+    return {
+        inner
+        for model in models
+        for module in model.modules()
+        if id(module) in wrapped or is_compiled(module)
+        for inner in module.modules()
+    }
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from castwise import _torch
-from castwise.errors import CheckpointError, PlanError, check_count
+from castwise.errors import CheckpointError, NonFiniteError, PlanError, check_count
 from castwise.monitor.alarms import Alarms, Line, lines_of
 from castwise.monitor.audit import Auditor, badness, failed
 from castwise.monitor.records import Alarm, Audit, MonitorReport, RegionSample, Sample
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EVERY = 64
 """Steps between two samples by default: bench/bench_monitor.py has what that costs."""
-AUDIT_EVERY = 2000
+AUDIT_EVERY = 5000
 """Steps between two audits by default: they then cost less than 1 % of the training's time."""
 
 
@@ -127,6 +127,7 @@ class Monitor:
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
         self._outputs = Outputs(amp.device_type)
         self._blind = 0
+        self._compiled: weakref.WeakSet[nn.Module] | None = None
         self._unseen: dict[str, None] = {}
         self._turns: dict[int, Turn] = {}
         self._turn_by_id: dict[int, tuple[weakref.ref[Optimizer], Turn]] = {}
@@ -148,7 +149,6 @@ class Monitor:
         self._end = weakref.finalize(self, _end, _hooks(alive), self._outputs)
         self._end.atexit = False
         self._session.listeners.append(self._stepped)
-        self._arm()
 
     # --- what there is to see -----------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Monitor:
             and turn.number == 0
             and (turn.steps % self._audit_every == 0 or turn.steps == 1)
         ):
-            self._audit_at_its_time()
+            self._note_audit(self._ranks.every(self._audit_or_say))
         if self._outputs.armed or turn.due:
             self._arm()
         while self._to_tell:
@@ -317,31 +317,37 @@ class Monitor:
                 self._on_alarm(alarm)
 
     def _arm(self) -> None:
-        """Watch outputs of the next step if it is a sample."""
+        """Watch outputs of the next step if it is a sample.
+
+        Not of the first: code that is compiled with hooks on its modules is compiled anew when they go.
+        """
         session = self._session
         held = len(session.members.optimizers)
         turns = [turn for number, turn in self._turns.items() if number < held]
-        due = any(turn.due for turn in turns) or (not turns and bool(session.members.models))
-        if due == self._outputs.armed or (due and (self._blind > 1 or self._amp.plan.compile != "as_given")):
+        due = self._blind < 2 and any(turn.due and turn.steps for turn in turns)
+        if due == self._outputs.armed:
             return
         if not due:
             self._outputs.disarm()
             return
+        models = session.members.models
+        if self._compiled is None:
+            self._compiled = weakref.WeakSet(_torch.inside_compiled(models))
         if not self._logged:
             self._logged = True
             alive = weakref.ref(self)
             session.undo.callback(lambda: _put_down(alive))
-        self._outputs.arm(session.members.models)
+        self._outputs.arm(models, self._compiled)
 
     def _put_down(self) -> None:
         """The session is closed: nothing stays on its models."""
-        self._logged = False
+        self._logged, self._compiled, self._blind = False, None, 0
         self._outputs.disarm()
 
     # --- samples ------------------------------------------------------------------------------------------
 
     def _sample(self, turn: Turn, update: Update | None, skipped: bool | None) -> None:
-        outputs, armed = self._outputs.take(), self._outputs.armed
+        outputs = self._outputs.take()
         found = [*outputs, *([] if update is None else update.numbers)]
         scaler = self._amp.scaler
         scales = self._session.window.scales
@@ -353,11 +359,11 @@ class Monitor:
         numbers = join(ranks.duplicate().gather(mine)) if ranks.size > 1 else mine
         if self._outputs.failed:
             self._note_unseen(self._outputs.failed)
-        self._blind = self._blind + 1 if armed and not outputs else 0
-        if self._blind > 1 or self._amp.plan.compile != "as_given":
-            self._note_unseen(
-                "outputs of modules and their gradients: the model's modules are not called one by one, as under torch.compile"
-            )
+        if turn.steps > 1 and self._blind < 2:
+            self._blind = 0 if outputs else self._blind + 1
+        if self._compiled or self._blind > 1:
+            which = "compiled modules" if self._compiled and outputs else "modules"
+            self._note_unseen(f"outputs of {which}, and their gradients: under torch.compile modules are not called one by one")
         scale = numbers.pop(("", "max_scale"), None)
         unscaled = 1.0 if update is None or not update.scaled or not scale else scale
         regions = []
@@ -399,6 +405,7 @@ class Monitor:
             for r in regions
             if r.near_overflow is not None and r.output is not None
         }
+        self._see("near_overflow", low, turn)
         if sample.skipped is not True:
             if sample.skipped is False:
                 bad = {
@@ -408,7 +415,6 @@ class Monitor:
                     for r in regions
                 }
                 self._see("nonfinite", bad, turn)
-                self._see("near_overflow", low, turn)
             self._see("underflow", by_region("underflow"), turn)
             self._see("update_ratio", by_region("update_ratio"), turn)
             over = turn.over_median(sample.grad_norm)
@@ -452,6 +458,17 @@ class Monitor:
 
     # --- audits -------------------------------------------------------------------------------------------
 
+    def _audit_or_say(self) -> Audit:
+        """An audit; where fp32 itself is not finite, or after the first, what keeps it from being made."""
+        try:
+            return self._audit()
+        except Exception as error:
+            if not (self.audits or isinstance(error, NonFiniteError)):
+                raise  # what is wrong with loss or batches is an error, at once
+            mine = failed(error)
+            self._note_unseen(mine.reason)
+            return mine
+
     def _audit(self) -> Audit:
         members, auditor = self._session.members, self._auditor
         assert auditor is not None
@@ -464,19 +481,6 @@ class Monitor:
         return auditor.audit(
             self._amp.plan, self._amp.get_scale(), model, members.arrived.get(model, {}), optimizer
         )
-
-    def _audit_at_its_time(self) -> None:
-        ranks = self._ranks
-        if not self.audits:
-            found = ranks.every(self._audit)  # what is wrong with loss or batches is an error, at once
-        else:
-            try:
-                mine = self._audit()
-            except Exception as error:
-                mine = failed(error)
-                self._note_unseen(mine.reason)
-            found = ranks.gather(mine)
-        self._note_audit(found)
 
     def _note_audit(self, found: Sequence[Audit]) -> Audit:
         """Keep the worst of all ranks' findings."""

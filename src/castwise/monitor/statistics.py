@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -133,10 +133,12 @@ class Outputs:
         """Whether modules have hooks."""
         return bool(self._handles)
 
-    def arm(self, models: Iterable[nn.Module]) -> None:
-        """Put hooks on."""
+    def arm(self, models: Iterable[nn.Module], compiled: Container[nn.Module]) -> None:
+        """Put hooks on all modules but those that are compiled."""
         self.disarm()
         for path, module in owners(models):
+            if module in compiled:
+                continue
             # first of all hooks of the module: before its border casts what comes out
             self._handles.append(module.register_forward_hook(_Ear(self, path), prepend=True))
 
@@ -318,7 +320,7 @@ class Update:
         )
         self._norms("update", [p for p, _, _ in kept], moved)
 
-    def _norms(self, name: str, params: list[Tensor], values: list[Tensor]) -> None:
+    def _norms(self, name: str, params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         kinds: dict[Any, list[int]] = defaultdict(list)
         for index, tensor in enumerate(values):
             kinds[tensor.device, tensor.dtype].append(index)
