@@ -32,7 +32,7 @@ from castwise.session.amp import Amp, inside
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-EVERY = 64
+EVERY = 128
 """Steps between two samples by default: bench/bench_monitor.py has what that costs."""
 AUDIT_EVERY = 5000
 """Steps between two audits by default: they then cost less than 1 % of the training's time."""
