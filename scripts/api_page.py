@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise
+import castwise.monitor
 import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
 from castwise.numerics import damage, parity
@@ -32,6 +33,7 @@ What `import castwise` offers, with one line each; `help(castwise.Amp)` has argu
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "In a training loop": ("Amp", "AveragedModel", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
+    "While a training runs": ("Monitor",),
     "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
@@ -50,6 +52,11 @@ FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
+    (
+        "castwise.monitor",
+        castwise.monitor,
+        ("Line", "Alarm", "Sample", "RegionSample", "Audit", "MonitorReport"),
+    ),
     ("castwise.numerics.damage", damage, ("Estimate",)),
     ("castwise.numerics.parity", parity, ("RegionParity",)),
     ("castwise.parallel", parallel, ("init_process_group", "compress_to_bf16", "compress_to_fp16")),

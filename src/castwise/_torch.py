@@ -1007,7 +1007,9 @@ def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
         return set()
     from torch._dynamo.eval_frame import OptimizedModule
 
-    wrapped = {id(thing._modules["_orig_mod"]) for thing in gc.get_objects() if type(thing) is OptimizedModule}
+    wrapped = {
+        id(thing._modules["_orig_mod"]) for thing in gc.get_objects() if type(thing) is OptimizedModule
+    }
     return {
         inner
         for model in models

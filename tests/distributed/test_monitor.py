@@ -34,7 +34,9 @@ def figures(rank: int, size: int, layout: str, plan: str, folder: str, watched: 
     path = Path(folder) / f"{layout}-{rank}.jsonl"
     monitor = Monitor(run.amp, every=1, jsonl=path) if watched else None
     train(run)
-    weights = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in run.model.parameters()]
+    weights = [
+        p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in run.model.parameters()
+    ]
     out = [w.clone() for w in weights], None if monitor is None else [*monitor.samples], path.exists()
     if monitor is not None:
         assert monitor.report().unseen == ()
@@ -45,7 +47,9 @@ def figures(rank: int, size: int, layout: str, plan: str, folder: str, watched: 
     return out
 
 
-@pytest.mark.parametrize(("layout", "plan"), [("ddp", "fp16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-master")])
+@pytest.mark.parametrize(
+    ("layout", "plan"), [("ddp", "fp16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-master")]
+)
 def test_figures_are_those_of_the_whole_and_equal_on_all_ranks(
     two: World, layout: str, plan: str, tmp_path: Path
 ) -> None:
@@ -102,7 +106,9 @@ def one_rank_alone(rank: int, size: int) -> Any:
         amp.step(made)
         broken = step >= 4
     amp.close()
-    return [(a.kind, a.step) for a in seen], [(a.step, a.verdict, a.rank, a.microbatches) for a in monitor.audits]
+    return [(a.kind, a.step) for a in seen], [
+        (a.step, a.verdict, a.rank, a.microbatches) for a in monitor.audits
+    ]
 
 
 def test_what_one_rank_sees_all_ranks_hear(two: World) -> None:

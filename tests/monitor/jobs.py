@@ -58,7 +58,9 @@ def _bits(tensor: Tensor) -> Tensor:
 def same(one: Any, other: Any) -> bool:
     """Whether two trees of tensors and plain values are the same to the last bit."""
     if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(*map(_bits, (one, other)))
+        return (
+            isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(*map(_bits, (one, other)))
+        )
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)):

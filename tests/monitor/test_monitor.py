@@ -110,7 +110,9 @@ def test_a_model_is_copied_and_pickled_without_the_ears() -> None:
     twin = copy.deepcopy(net)
     again = pickle.loads(pickle.dumps(net))
     for one in (twin, again):
-        assert not [h for m in one.modules() for h in vars(m)["_forward_hooks"].values() if isinstance(h, _Ear)]
+        assert not [
+            h for m in one.modules() for h in vars(m)["_forward_hooks"].values() if isinstance(h, _Ear)
+        ]
         one(batches()[0][0])
     train(amp, net, made, 1)
     assert monitor.samples[-1].regions[0].output is not None
@@ -445,7 +447,10 @@ def test_what_on_alarm_raises_ends_the_loop_and_the_session_is_whole(plan: str, 
     amp = castwise.Amp(plan)
     amp.prepare(net, made)
     lines = {"skipped_in_a_row": Line(0.5, 0.25)}
-    with pytest.raises(Stop, match="skipped_in_a_row"), Monitor(amp, every=1, lines=lines, on_alarm=stop) as monitor:
+    with (
+        pytest.raises(Stop, match="skipped_in_a_row"),
+        Monitor(amp, every=1, lines=lines, on_alarm=stop) as monitor,
+    ):
         train(amp, net, made, 9, poison=[3], by_hand=by_hand)
     assert monitor.step == 3
     train(amp, net, made, 3)  # goes on as if nothing had been
@@ -569,9 +574,7 @@ def test_a_scale_that_is_sought_at_the_start_is_no_alarm() -> None:
 def test_a_scale_that_falls_is_an_alarm_at_the_step() -> None:
     net = model()
     made = torch.optim.SGD(net.parameters(), 1e-2)
-    amp = castwise.Amp(
-        castwise.Plan(compute="fp16", loss_scale=castwise.LossScale(init=8.0)), patience=50
-    )
+    amp = castwise.Amp(castwise.Plan(compute="fp16", loss_scale=castwise.LossScale(init=8.0)), patience=50)
     amp.prepare(net, made)
     seen: list[Alarm] = []
     Monitor(amp, every=1000, on_alarm=seen.append)
@@ -685,3 +688,47 @@ def test_arguments_that_cannot_be(how: dict[str, Any], error: type[Exception], w
 def test_it_takes_a_session() -> None:
     with pytest.raises(PlanError, match=r"Monitor\(Linear\): needs the session, a castwise.Amp"):
         Monitor(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+# --- the report -----------------------------------------------------------------------------------------------
+
+
+def test_the_report_as_table_json_and_page(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    net = model()
+    made = torch.optim.SGD(net.parameters(), 1e-2)
+    amp = castwise.Amp("fp16-mixed+loss_scale.init=1024", patience=50)
+    amp.prepare(net, made)
+    with Monitor(amp, every=2, loss=loss, batches=batches(), audit_every=50) as monitor:
+        train(amp, net, made, 20, poison=range(10, 16))
+        train(amp, net, made, 8, poison=range(3, 9))
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(monitor.table())
+    said = console.export_text()
+    assert "fp16-mixed+loss_scale.init=1024: 28 steps, 12 skipped" in said
+    assert "ALARM skipped_in_a_row at step 27" in said
+    assert "Audit at step 1: pass" in said
+    record = monitor.to_dict()
+    assert json.loads(json.dumps(record)) == record
+    assert [a["open"] for a in record["alarms"] if a["kind"] == "skipped_in_a_row"] == [False, True]
+    home = monitor.save(tmp_path / "out")
+    saved = json.loads((home / "monitor.json").read_text())
+    assert saved["samples"] == record["samples"]
+    page = (home / "monitor.html").read_text()
+    for part in (
+        "skipped_in_a_row",
+        "Gradient norm",
+        "Loss scale",
+        'type="search"',
+        "not to be told from",
+        "was cleared",
+    ):
+        assert part in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_an_empty_report_says_so(tmp_path: Path) -> None:
+    monitor = Monitor(castwise.Amp("fp32"))
+    assert monitor.to_dict()["steps"] == 0
+    assert (monitor.save(tmp_path) / "monitor.html").exists()

@@ -81,7 +81,10 @@ def test_a_full_disk_leaves_whole_lines_and_the_training_goes_on(tmp_path: Path)
     amp, net, made, monitor = watched(jsonl=path)
     train(amp, net, made, 4)
     size = path.stat().st_size
-    with at_most(size + 100), pytest.warns(UserWarning, match="writing to jsonl= failed .OSError.*training goes on"):
+    with (
+        at_most(size + 100),
+        pytest.warns(UserWarning, match="writing to jsonl= failed .OSError.*training goes on"),
+    ):
         train(amp, net, made, 8)
     assert path.stat().st_size == size
     train(amp, net, made, 2)  # there is room again
@@ -130,7 +133,9 @@ def test_a_logger_gets_names_and_numbers_with_the_step() -> None:
     amp, net, made, _ = watched(log=lambda values, step: seen.append((step, values)))
     train(amp, net, made, 4)
     assert [step for step, _ in seen] == [1, 2, 4]
-    assert {"grad_norm", "update_ratio", "loss_scale", "skipped_steps", "0/grad_norm", "6/output"} <= set(seen[-1][1])
+    assert {"grad_norm", "update_ratio", "loss_scale", "skipped_steps", "0/grad_norm", "6/output"} <= set(
+        seen[-1][1]
+    )
     assert all(isinstance(value, float) for _, values in seen for value in values.values())
 
 

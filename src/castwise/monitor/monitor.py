@@ -165,7 +165,7 @@ class Monitor:
     def report(self) -> MonitorReport:
         """What was seen so far. Waits for the device where a fused optimizer on it decided about skipping."""
         return MonitorReport(
-            str(self._amp.plan), self.step, self._session.window.skipped_steps, self._every,
+            str(self._amp.plan), self._amp.device_type, self.step, self._session.window.skipped_steps, self._every,
             tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._unseen), self.open_alarms,
         )  # fmt: skip
 
@@ -363,7 +363,9 @@ class Monitor:
             self._blind = 0 if outputs else self._blind + 1
         if self._compiled or self._blind > 1:
             which = "compiled modules" if self._compiled and outputs else "modules"
-            self._note_unseen(f"outputs of {which}, and their gradients: under torch.compile modules are not called one by one")
+            self._note_unseen(
+                f"outputs of {which}, and their gradients: under torch.compile modules are not called one by one"
+            )
         scale = numbers.pop(("", "max_scale"), None)
         unscaled = 1.0 if update is None or not update.scaled or not scale else scale
         regions = []

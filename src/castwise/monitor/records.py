@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from castwise.extras import left_out
+from castwise.measure.environment import environment
 from castwise.schemas import RECORD_VERSION
 
 if TYPE_CHECKING:
@@ -152,6 +155,7 @@ class MonitorReport:
 
     Attributes:
         plan: The session's plan, as text.
+        device: The type of device that it runs on.
         steps: Of the optimizer that made most.
         skipped_steps: Skipped among them.
         every: Steps between two samples.
@@ -163,6 +167,7 @@ class MonitorReport:
     """
 
     plan: str
+    device: str
     steps: int
     skipped_steps: int
     every: int
@@ -195,7 +200,12 @@ class MonitorReport:
 
         home = Path(folder)
         home.mkdir(parents=True, exist_ok=True)
-        record = self.to_dict()
+        about = {"workload": "", "description": self.plan}
+        record = (
+            self.to_dict()
+            | about
+            | {"environment": dataclasses.asdict(environment(torch.device(self.device)))}
+        )
         (home / "monitor.json").write_text(
             json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from castwise.report import words
 from castwise.report.grids import Columns, Grid, Line, Row
+from castwise.report.plots import COLOURS, Picture, Record, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROWS = 12
 """Regions in the terminal: those with the largest updates."""
@@ -99,3 +104,46 @@ def audit_grid(record: Mapping[str, Any]) -> Grid:
         "in Adam's steps": lambda a: number(a["adam"]), "microbatches": "microbatches", "why": "reason",
     }  # fmt: skip
     return Grid.of("Audits", record["audits"], columns)
+
+
+def values(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for the page, and all that was seen before."""
+    return {
+        "answer": answer(record), "regions": region_grid(record), "alarms": alarm_grid(record),
+        "audits": audit_grid(record), "remarks": [f"Not seen: {what}" for what in record["unseen"]],
+        "meaning": words.MEANING,
+    }  # fmt: skip
+
+
+def _curve(field: str, title: str, colour: str, base: int = 10) -> Callable[[Record], Figure | None]:
+    def draw(record: Record) -> Figure | None:
+        seen = [(s["step"], s[field]) for s in record["samples"] if s["optimizer"] == 0 and s[field]]
+        if len(seen) < 2:
+            return None
+        figure = new_figure(2.4)
+        axes = figure.subplots()
+        axes.plot(*zip(*seen, strict=True), color=colour, lw=1.8, marker="." if len(seen) < 40 else "")
+        for alarm in record["alarms"]:
+            axes.axvline(alarm["step"], color=COLOURS[6], lw=1.0, ls=":")
+        axes.set_yscale("log", base=base)
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.grid(visible=True)
+        return figure
+
+    return draw
+
+
+PICTURES = {
+    "gradient": Picture(
+        _curve("grad_norm", "Gradient norm", COLOURS[0]), "The norm of all gradients by step",
+        "The norm of all gradients, unscaled. Dotted: alarms.",
+    ),
+    "update": Picture(
+        _curve("update_ratio", "Update", COLOURS[1]), "The size of updates over that of weights by step",
+        "The update's norm over that of the weights.",
+    ),
+    "scale": Picture(
+        _curve("loss_scale", "Loss scale", COLOURS[2], 2), "The loss scale by step", "The loss scale.",
+    ),
+}  # fmt: skip

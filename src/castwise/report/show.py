@@ -13,7 +13,15 @@ from castwise.report.grids import terminal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "train": train, "try": tried, "monitor": monitor}
+_KINDS = {
+    "bench": bench,
+    "tune": tune,
+    "doctor": doctor,
+    "parity": parity,
+    "train": train,
+    "try": tried,
+    "monitor": monitor,
+}
 """By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
 
 
