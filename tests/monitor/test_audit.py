@@ -120,7 +120,7 @@ def test_a_loss_that_calls_the_model_itself_is_refused_and_its_gradients_stay() 
     def own(_: nn.Module, batch: Any) -> Tensor:
         return loss(net, batch)
 
-    amp, net, made, monitor = watched("bf16-mixed", net, loss=own, audit_every=1000)
+    amp, net, _, monitor = watched("bf16-mixed", net, loss=own, audit_every=1000)
     amp.backward(loss(net, batches()[0]))
     before = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     with pytest.raises(WorkloadError, match="call the model that it is given"):
@@ -177,4 +177,4 @@ def test_an_audit_needs_one_model_and_a_loss() -> None:
 def test_findings_are_ordered() -> None:
     order = [Audit(1, "sound", "", 0.01), Audit(1, "pass", "", 0.001), Audit(1, "undecided", ""),
              Audit(1, "fail", "", 0.2), Audit(1, "fail", "", 0.3)]  # fmt: skip
-    assert sorted(order[::-1], key=badness) == order
+    assert sorted(reversed(order), key=badness) == order

@@ -69,31 +69,30 @@ def test_a_monitor_that_draws_random_numbers_would_be_caught() -> None:
     assert not same(before, generators())
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.reentrant = model(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     ends = []
     for watched in (False, True):
-        net = model()
-        whole = nn.ModuleList([net])
-
-        class Outer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.parts = whole
-
-            def forward(self, x: Tensor) -> Tensor:
-                return checkpoint(self.parts[0], x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
-
-        outer = Outer()
-        made = torch.optim.AdamW(outer.parameters(), 1e-2)
+        net = Checkpointed(reentrant)
+        made = torch.optim.AdamW(net.parameters(), 1e-2)
         torch.manual_seed(7)
         amp = castwise.Amp("fp16-mixed")
-        amp.prepare(outer, made)
+        amp.prepare(net, made)
         monitor = Monitor(amp, every=1) if watched else None
-        train(amp, outer, made, 4)
-        ends.append((outer.state_dict(), made.state_dict(), generators()))
+        train(amp, net, made, 4)
+        ends.append((net.state_dict(), made.state_dict(), generators()))
         if monitor is not None:
-            region = next(r for r in monitor.samples[-1].regions if r.path == "parts.0.0")
+            region = next(r for r in monitor.samples[-1].regions if r.path == "part.0")
             assert region.output is not None
             assert region.zero is not None
     assert same(*ends)
@@ -175,12 +174,13 @@ def test_large_parameters_are_sampled_and_scaled_up() -> None:
     assert monitor.samples[-1].update_ratio == pytest.approx(exact, rel=0.05)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master", "bf16-master"])
-def test_gradients_and_updates_are_those_of_the_masters_unscaled(plan: str) -> None:
+def test_gradients_and_updates_are_those_of_the_masters_unscaled(plan: str, fused: bool) -> None:
     figures = {}
     for name in ("fp32", plan):
         net = model(dropout=0.0)
-        made = torch.optim.SGD(net.parameters(), 0.01)
+        made = torch.optim.SGD(net.parameters(), 0.01, fused=fused)
         amp = castwise.Amp(castwise.Plan.parse(name + ("+loss_scale.init=1024" if "fp16" in name else "")))
         amp.prepare(net, made)
         monitor = Monitor(amp, every=1)
@@ -509,8 +509,8 @@ def test_what_a_logger_raises_is_a_warning_once() -> None:
     def log(values: dict[str, float], step: int) -> None:
         raise Stop("no network")
 
+    monitor = Monitor(amp, every=1, log=log)
     with pytest.warns(UserWarning, match="log= failed .Stop: no network.; training goes on"):
-        monitor = Monitor(amp, every=1, log=log)
         train(amp, net, made, 3)
     assert len(monitor.samples) == 3
 

@@ -220,7 +220,6 @@ class Monitor:
             ) from error
         self._turns = {turn.number: turn for turn in turns}
         self._turn_by_id.clear()
-        self._arm()
 
     def close(self) -> None:
         """End watching and close files; what was seen stays to be read."""

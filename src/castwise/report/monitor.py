@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
     ]
     regions = region_grid(record, ROWS)
     if regions.rows:
-        out += [Line(), regions]
+        out += [Line(), Line(last(record), "bold"), dataclasses.replace(regions, title="")]
     if record["audits"]:
         last = record["audits"][-1]
         out += [Line(), Line(f"Audit at step {last['step']}: {last['verdict']}; {last['reason']}")]
@@ -41,18 +42,19 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
 
 def answer(record: Mapping[str, Any]) -> str:
     """The run in a sentence."""
-    said = f"{record['plan']}: {record['steps']} steps, {record['skipped_steps']} skipped"
-    sample = record["samples"][-1] if record["samples"] else None
-    if sample is not None:
-        for name, what in (
-            ("grad_norm", "gradient norm"),
-            ("update_ratio", "update"),
-            ("loss_scale", "loss scale"),
-        ):
-            if sample[name] is not None:
-                said += f", {what} {number(sample[name])}"
     count = sum(alarm["open"] for alarm in record["alarms"])
-    return said + (f"; {count} alarm{'s' if count > 1 else ''} open" if count else "; no alarm open")
+    alarms = "no alarm open" if not count else f"{count} alarm{'s' if count > 1 else ''} open"
+    return f"{record['plan']}: {record['steps']} steps, {record['skipped_steps']} skipped, {alarms}"
+
+
+def last(record: Mapping[str, Any]) -> str:
+    """The last sample in a line; empty before there is one."""
+    if not record["samples"]:
+        return ""
+    sample = record["samples"][-1]
+    names = {"grad_norm": "gradient norm", "update_ratio": "update", "loss_scale": "loss scale"}
+    known = [f"{what} {number(sample[name])}" for name, what in names.items() if sample[name] is not None]
+    return f"Step {sample['step']}" + (f": {', '.join(known)}" if known else "")
 
 
 def number(value: float | None) -> str:
@@ -80,7 +82,7 @@ def region_grid(record: Mapping[str, Any], most: int | None = None) -> Grid:
         name: _cell(field) for name, field in _COLUMNS.items() if any(r[field] is not None for r in rows)
     }
     columns: Columns = {"module": lambda r: r["path"] or "(model)"} | known
-    grid = Grid.of(f"Step {sample['step']}", rows[:most], columns)
+    grid = Grid.of(last(record), rows[:most], columns)
     if left:
         more = Row((f"and {left} more", *("" for _ in known)))
         grid = Grid(grid.title, grid.header, (*grid.rows, more))
