@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import castwise
+import castwise.monitor
 import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
 from castwise.inspection import forecast as forecasts
@@ -33,6 +34,7 @@ What `import castwise` offers, with one line each; `help(castwise.Amp)` has argu
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "In a training loop": ("Amp", "AveragedModel", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
+    "While a training runs": ("Monitor",),
     "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
     "Seeing the numerics": (
         "forecast", "Forecast", "compare", "Comparison", "mismatch", "Mismatch", "first_nonfinite", "FirstNonfinite", "operator_table", "OperatorTable",
@@ -55,6 +57,11 @@ FURTHER = (
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
     ("castwise.inspection.forecast", forecasts, ("RegionForecast", "TensorForecast")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
+    (
+        "castwise.monitor",
+        castwise.monitor,
+        ("Line", "Alarm", "Sample", "RegionSample", "Audit", "MonitorReport"),
+    ),
     ("castwise.numerics.damage", damage, ("Estimate",)),
     ("castwise.numerics.parity", parity, ("RegionParity",)),
     ("castwise.parallel", parallel, ("init_process_group", "compress_to_bf16", "compress_to_fp16")),

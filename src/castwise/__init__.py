@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
+    from castwise.monitor import Monitor
     from castwise.numerics.parity import ParityResult, parity
     from castwise.plans.plan import LossScale, Plan, Region
     from castwise.scaler import GradScaler, StepResult
@@ -42,6 +43,7 @@ __all__ = [
     "Mismatch",
     "FirstNonfinite",
     "OperatorTable",
+    "Monitor",
     "ParityResult",
     "Plan",
     "Region",
@@ -79,6 +81,7 @@ _HOME = {
         "jobs.tune": "tune",
         "jobs.tune_result": "TuneResult",
         "masters": "AveragedModel",
+        "monitor": "Monitor",
         "numerics.parity": "ParityResult parity",
         "plans.plan": "LossScale Plan Region",
         "scaler": "GradScaler StepResult",

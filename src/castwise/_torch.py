@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -898,6 +898,56 @@ def forget_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
         _step_watchers = tuple(other for other in _step_watchers if other != look)
 
 
+_Around: TypeAlias = tuple[
+    Callable[[torch.optim.Optimizer, bool], object], Callable[[torch.optim.Optimizer], object]
+]
+_around_steps: tuple[_Around, ...] = ()
+
+
+def around_every_step(
+    before: Callable[[torch.optim.Optimizer, bool], object], after: Callable[[torch.optim.Optimizer], object]
+) -> Callable[[], None]:
+    """Have ``before`` called before, and ``after`` after, each step of any optimizer, outside of the optimizer's own hooks.
+
+    ``before`` is told, too, whether the step evaluates a closure. As with :func:`watch_every_step` torch's own hooks stay.
+
+    Returns:
+        What undoes it.
+    """
+    global _around_steps
+    _begin_telling_around()
+    pair = before, after
+    with _step_watchers_lock:
+        _around_steps = (*_around_steps, pair)
+
+    def undo() -> None:
+        global _around_steps
+        with _step_watchers_lock:
+            _around_steps = tuple(other for other in _around_steps if other is not pair)
+
+    return undo
+
+
+def _tell_before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for before, _ in _around_steps:
+        before(optimizer, callable(args[1] if len(args) > 1 else kwargs.get("closure")))
+
+
+def _tell_after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for _, after in _around_steps:
+        after(optimizer)
+
+
+@functools.cache
+def _begin_telling_around() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    never_trace(_tell_before, "castwise looks at steps between graphs")
+    never_trace(_tell_after, "castwise looks at steps between graphs")
+    register_optimizer_step_pre_hook(_tell_before)
+    register_optimizer_step_post_hook(_tell_after)
+
+
 def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
     """``module.register_forward_pre_hook(hook, prepend=True)``, which torch 2.11 can compile.
 
@@ -960,6 +1010,27 @@ def ran_compiled(module: torch.nn.Module) -> bool:
         type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
         for thing in gc.get_objects()
     )
+
+
+def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Of some models those modules that are, or are inside of, one that ``torch.compile`` or ``module.compile()`` was called on.
+
+    Hooks put on these are ignored, or have them compiled anew. What was given to ``torch.compile`` in a function is not known.
+    """
+    if not dynamo_loaded():
+        return set()
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    wrapped = {
+        id(thing._modules["_orig_mod"]) for thing in gc.get_objects() if type(thing) is OptimizedModule
+    }
+    return {
+        inner
+        for model in models
+        for module in model.modules()
+        if id(module) in wrapped or is_compiled(module)
+        for inner in module.modules()
+    }
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -1219,6 +1290,7 @@ each_div_ = torch._foreach_div_
 each_mul_ = torch._foreach_mul_
 each_norm = torch._foreach_norm
 each_sqrt_ = torch._foreach_sqrt_
+each_sub = torch._foreach_sub
 
 
 _version_of = operator.attrgetter("_version")

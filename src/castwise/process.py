@@ -7,6 +7,7 @@ live plans that want different values are an error and not a race.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import weakref
@@ -200,6 +201,45 @@ class Claim:
                     backend.fp32_precision = setting.before
                     del _claimed[name]
             self._held.clear()
+
+
+@contextlib.contextmanager
+def claims_aside() -> Iterator[None]:
+    """Let experiments put other settings in force meanwhile, as if no plan were live; what was in force is again in the end."""
+    with _lock:
+        claimed = dict(_claimed)
+        _claimed.clear()
+    before = settings()
+    try:
+        yield
+    finally:
+        with _lock:
+            _claimed.clear()
+            _claimed.update(claimed)
+        put_settings(before)
+
+
+# --- signals --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is left.
+
+    One that falls into a queue of TensorBoard's leaves its lock taken or its reader asleep, for two minutes or for ever.
+    """
+    came: list[Any] = []
+    handler = signal.getsignal(signal.SIGINT)
+    holds = callable(handler) and threading.current_thread() is threading.main_thread()
+    if holds:
+        signal.signal(signal.SIGINT, lambda *call: came.append(call))
+    try:
+        yield
+    finally:
+        if holds:
+            signal.signal(signal.SIGINT, handler)
+            if came and callable(handler):
+                handler(*came[0])
 
 
 # --- all settings ---------------------------------------------------------------------------------------------

@@ -367,4 +367,4 @@ def test_gradients_that_are_rounding_alone_are_recognised() -> None:
     data = [(torch.randn(8, 4, 10), torch.randint(8, (8,))) for _ in range(4)]
     test = ParityTest(Prober(Attention(), _loss, iter(data), CPU), 1, True)
     test.reference(4)
-    assert test._dead == {"conv.bias", "key.bias"}
+    assert test.dead == {"conv.bias", "key.bias"}

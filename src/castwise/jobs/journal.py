@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from castwise.extras import left_out
+from castwise.process import interrupts_wait
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-
-@contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left.
-
-    One that falls into a queue of TensorBoard's leaves its lock taken or its reader asleep, for two minutes or for ever.
-    """
-    came: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)
-    holds = callable(handler) and threading.current_thread() is threading.main_thread()
-    if holds:
-        signal.signal(signal.SIGINT, lambda *call: came.append(call))
-    try:
-        yield
-    finally:
-        if holds:
-            signal.signal(signal.SIGINT, handler)
-            if came and callable(handler):
-                handler(*came[0])
 
 
 class Journal:

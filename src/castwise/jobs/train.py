@@ -20,7 +20,7 @@ from castwise.errors import NonFiniteError, PlanError, check_count, sentence
 from castwise.extras import left_out
 from castwise.jobs import Event, Progress, heard
 from castwise.jobs.faults import calls, remedy
-from castwise.jobs.journal import Journal, interrupts_wait
+from castwise.jobs.journal import Journal
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
 from castwise.jobs.processes import TrainingRanks, first_fault, join, started
@@ -28,7 +28,7 @@ from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment
 from castwise.plans.plan import Plan, as_plan
-from castwise.process import find_device
+from castwise.process import find_device, interrupts_wait
 from castwise.result import finite
 from castwise.scaler import StepResult
 from castwise.session import Amp

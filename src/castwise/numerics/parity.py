@@ -178,6 +178,7 @@ class ParityTest:
         range: What was seen of the reference's gradients.
         floor: Damage of fp32 against itself, rounding differently.
         repeat: Damage of fp32 against itself, repeated exactly.
+        dead: Parameters whose fp32 gradient is nothing but rounding.
     """
 
     prober: Prober
@@ -187,7 +188,7 @@ class ParityTest:
     range: GradientRange = field(default_factory=GradientRange)
     floor: float = 0.0
     repeat: float = 0.0
-    _dead: frozenset[str] = frozenset()
+    dead: frozenset[str] = frozenset()
     _weights: tuple[int, list[Tensor]] = (0, [])  # of so many microbatches
     _whole: tuple[int, tuple[float, float | None]] | None = None
     _count: int = 0
@@ -215,7 +216,7 @@ class ParityTest:
         self._count = len(self.prober.micros)
         grams = self.prober.grams(self.prober.floor(range(min(FLOOR, count))))
         whole = Grams.total(grams.values())
-        self._dead = frozenset(
+        self.dead = frozenset(
             name
             for name, g in grams.items()
             if g.error.trace() > DEAD * g.signal.trace() or not g.signal.trace() > 0.0
@@ -246,7 +247,7 @@ class ParityTest:
         ):  # from few of them, what is 0 in those by chance would outweigh the rest
             self._weights = drawn, self.prober.preconditioner()
         grams = self.prober.grams(probe, self._weights[1])
-        return {name: g for name, g in grams.items() if name not in self._dead}
+        return {name: g for name, g in grams.items() if name not in self.dead}
 
     def _denominators(self) -> tuple[float, float | None]:
         """Expected square of an update, plain and in the units of Adam's steps, from the first reference."""
@@ -299,6 +300,25 @@ class ParityTest:
             per_update=self.per_update, passes=self.prober.passes, strayed=probe.strayed, more=more,
             note=self.prober.positions.note,
         )  # fmt: skip
+
+    def decide(self, plan: Plan, first: int, most: int, least: int | None = None) -> ParityResult:
+        """Judge a plan by so many microbatches at first, and by more as long as they may change the verdict.
+
+        Args:
+            plan: To be judged.
+            first: Microbatches at first, and for each further look.
+            most: Microbatches in all, at most.
+            least: As for :meth:`judge`.
+        """
+        probe = self.prober.probe(plan, range(first))
+        result = self.judge(probe, least=least)
+        while goes_on(result.verdict, result.more, len(probe.indices), first, most):
+            drawn = len(probe.indices)
+            fresh = range(drawn, min(drawn + first, most))
+            self.prober.extend(max(0, fresh.stop - len(self.prober.micros)))
+            probe = self.prober.probe(plan, fresh, onto=probe)
+            result = self.judge(probe, least=least)
+        return result
 
     def with_state(self, result: ParityResult) -> ParityResult:
         """A finding that does not fail, after a look at what the model keeps beside its weights."""
@@ -462,15 +482,7 @@ def parity(
         test = ParityTest(prober, accumulate * world_size, adam, optimizer)
         test.reference(microbatches, observed=2 if chosen.loss_scale is not None else 0)
         chosen = with_measured_scale(chosen, test.range)
-        most = max(MOST * microbatches, LEAST)
-        probe = prober.probe(chosen, range(microbatches))
-        result = test.judge(probe)
-        while goes_on(result.verdict, result.more, len(probe.indices), microbatches, most):
-            drawn = len(probe.indices)
-            fresh = range(drawn, min(drawn + microbatches, most))
-            prober.extend(fresh.stop - len(prober.micros))
-            probe = prober.probe(chosen, fresh, onto=probe)
-            result = test.judge(probe)
+        result = test.decide(chosen, microbatches, max(MOST * microbatches, LEAST))
         result, lost = test.with_state(result), None
         if optimizer is not None:
             lost = lost_updates(model, loss, make(seed), optimizer, chosen, where, seed)

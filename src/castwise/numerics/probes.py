@@ -172,6 +172,11 @@ class Prober:
         generator = torch.Generator().manual_seed(self._seed + index)
         return torch.randint(numel, (most,), generator=generator).sort().values.to(self.device)
 
+    def picked(self, name: str, values: Tensor) -> Tensor:
+        """Of a trained parameter's values, such as an optimizer's state, those elements that stand for it, fp32 and flat."""
+        flat, pick = as_real(values.detach()).reshape(-1), self._picks[name]
+        return (flat if pick is None else flat[pick]).to(self.device, torch.float32)
+
     # --- passes -------------------------------------------------------------------------------------------
 
     def extend(self, count: int, observe: Callable[[nn.Module], Any] | None = None) -> None:

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, NamedTuple, NoReturn, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -110,6 +110,7 @@ class Amp:
         self._claim = process.Claim(self.plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
         self._dropped = DroppedUpdates()
+        self._listeners: list[Callable[[Sequence[Optimizer], StepResult], object]] = []
         self._block: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
@@ -477,6 +478,8 @@ class Amp:
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
             frames.clear_weight_cache()
+            for listener in self._listeners:
+                listener(optimizers, result)
             return result
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
             raise StateError(
@@ -499,7 +502,10 @@ class Amp:
             if attachment is not None:
                 attachment.copy_to_model()  # a step taken back restores the masters alone
         frames.clear_weight_cache()
-        return StepResult.join(results, norm)
+        result = StepResult.join(results, norm)
+        for listener in self._listeners:
+            listener(optimizers, result)
+        return result
 
     @property
     def skipped_steps(self) -> int:
@@ -668,6 +674,31 @@ class Amp:
 
     def __repr__(self) -> str:
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
+
+
+class Inside(NamedTuple):
+    """What tools that watch a training see of a session.
+
+    Attributes:
+        members: Models and optimizers.
+        window: Of the loss scale.
+        agreement: Of ranks.
+        dropped: Updates that rounding dropped.
+        undo: What ``close`` replays.
+        listeners: Called behind each :meth:`Amp.step` with the optimizers and what became of it, when all is done.
+    """
+
+    members: Members
+    window: Window
+    agreement: Agreement
+    dropped: DroppedUpdates
+    undo: UndoLog
+    listeners: list[Callable[[Sequence[Optimizer], StepResult], object]]
+
+
+def inside(amp: Amp) -> Inside:
+    """A session's parts, for tools of castwise."""
+    return Inside(amp._members, amp._window, amp._agreement, amp._dropped, amp._undo, amp._listeners)
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:

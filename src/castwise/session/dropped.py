@@ -53,6 +53,7 @@ class DroppedUpdates:
         looks: At how many of them updates were looked at.
         moved: Updates seen that are not zero in fp32.
         lost: Those of them that left the stored value as it was.
+        by_parameter: Of each parameter what was seen of it, moved and lost.
         unmeasured: Optimizers whose updates cannot be made again beside them, by class name, and why.
     """
 
@@ -60,6 +61,7 @@ class DroppedUpdates:
     looks: int = 0
     moved: int = 0
     lost: int = 0
+    by_parameter: Any = field(default_factory=WeakIdKeyDictionary)
     unmeasured: dict[str, str] = field(default_factory=dict)
     _made: Any = field(default_factory=WeakIdKeyDictionary)
     _pieces: list[_Piece] = field(default_factory=list)
@@ -112,8 +114,11 @@ class DroppedUpdates:
         for piece in pieces:
             moved = piece.wide.detach() != piece.before.float()
             stays = masters.local(piece.parameter)[piece.rows] == piece.before
-            self.moved += int(moved.sum())
-            self.lost += int((moved & stays).sum())
+            count, lost = int(moved.sum()), int((moved & stays).sum())
+            before = self.by_parameter.get(piece.parameter, (0, 0))
+            self.by_parameter[piece.parameter] = before[0] + count, before[1] + lost
+            self.moved += count
+            self.lost += lost
         self.looks += bool(pieces)
 
 

@@ -1,0 +1,119 @@
+"""What a Monitor costs while it watches a training.
+
+On the dispatch-bound MLP of bench_overhead (6 layers of width 32, batch 8, SGD), where every microsecond of Python shows, and on the
+built-in 4-layer GPT, one thread each. Blocks of as many steps as lie between two samples are interleaved with and without a
+monitor at its defaults, so that each block holds one sample; ratios are formed within rounds, and the loop without one runs twice. What
+one sample costs by itself is seen with ``every=1``. An audit is timed by itself, behind a first one that makes the whole parity
+test, and spread over the steps between two.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import castwise
+from bench_overhead import build
+from castwise.monitor.monitor import AUDIT_EVERY, EVERY
+from castwise.workload import find_workload
+from common import Results, arguments, compare
+from loops import Loop, readme_loop, start
+
+AUDITS = 5
+PLANS = ("bf16-mixed", "fp16-mixed")
+
+
+def mlp(device: torch.device, plan: str) -> tuple[castwise.Amp, Any, Callable[[], torch.Tensor], Any, Any]:
+    """Session, optimizer, the step's loss; loss and batches for audits."""
+    model, optimizer, x, y = build(device)
+    amp = castwise.Amp(plan, device=device)
+    amp.prepare(model, optimizer)
+    loss_fn = nn.MSELoss()
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_fn(net(batch[0]), batch[1])
+
+    return amp, optimizer, partial(loss, model, (x, y)), loss, [(x, y)]
+
+
+def gpt(device: torch.device, plan: str) -> tuple[castwise.Amp, Any, Callable[[], torch.Tensor], Any, Any]:
+    """The same of the built-in GPT."""
+    workload = find_workload("gpt")
+    model, optimizer, batch = start(workload, device, None)
+    amp = castwise.Amp(plan, device=device)
+    amp.prepare(model, optimizer)
+    return amp, optimizer, lambda: workload.loss(model, batch), workload.loss, workload.batches
+
+
+def watched(make: Callable[..., Any], device: torch.device, plan: str, every: int | None) -> Loop:
+    """The loop of the README, with a monitor if ``every`` says so."""
+    amp, optimizer, loss_of, _, _ = make(device, plan)
+    if every is not None:
+        castwise.Monitor(amp, every=every)
+    return readme_loop(amp, optimizer, loss_of)
+
+
+def audits(make: Callable[..., Any], device: torch.device, plan: str) -> tuple[float, list[float]]:
+    """Seconds of the first audit, and of those after it."""
+    amp, optimizer, loss_of, loss, batches = make(device, plan)
+    with castwise.Monitor(amp, loss=loss, batches=batches) as monitor:
+        loop = readme_loop(amp, optimizer, loss_of)
+        for _ in range(3):
+            loop.step()
+        for _ in range(AUDITS):
+            monitor.audit()
+    first, *others = [audit.time_s for audit in monitor.audits]
+    assert {audit.verdict for audit in list(monitor.audits)[1:]} == {"sound"}, monitor.audits
+    return first, others
+
+
+def main() -> None:
+    """Measure and write ``results/monitor-<device>.json``."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=54)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.set_num_threads(1)
+    jobs = [("MLP", mlp, "us"), ("GPT", gpt, "ms")]
+    parts = [(job, plan, kind) for job in jobs for plan in PLANS for kind in ("default", "sample", "audit")]
+    step_s: dict[tuple[str, str], float] = {}
+    with Results("monitor", device, __doc__, options.budget) as results:
+        for number, ((name, make, unit), plan, kind) in enumerate(parts):
+            if name == "GPT" and plan == "fp16-mixed" and device.type == "cpu":
+                continue  # a CPU computes fp16 products tens of times slower: nobody trains so
+            with results.part(f"{name}, {plan}, {kind}"):
+                share = results.share(len(parts) - number)
+                if kind == "audit":
+                    first, others = audits(make, device, plan)
+                    each, step = statistics.median(others), step_s[name, plan]
+                    results.add({
+                        "job": name, "plan": plan, "audit_s": each, "first_audit_s": first, "in_steps": each / step,
+                        "every": AUDIT_EVERY, "share": each / (AUDIT_EVERY * step),
+                    })  # fmt: skip
+                    continue
+                every = EVERY if kind == "default" else 1
+                off = partial(watched, make, device, plan, None)
+                rows = compare(
+                    [
+                        ("without", off),
+                        ("without, again", off),
+                        (f"every={every}", partial(watched, make, device, plan, every)),
+                    ],
+                    rounds=options.rounds,
+                    steps=EVERY if kind == "default" else (EVERY if name == "MLP" else 2),
+                    device=device,
+                    unit=unit,
+                    seconds=share if share is not None else 25,
+                    relative=0.0,
+                )
+                step_s[name, plan] = rows[0][f"step_{unit}"] / {"us": 1e6, "ms": 1e3}[unit]
+                results.add(*({"job": name, "plan": plan} | row for row in rows))
+
+
+if __name__ == "__main__":
+    main()

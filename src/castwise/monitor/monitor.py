@@ -1,0 +1,550 @@
+"""``Monitor``: numerics of a running training, sampled, with alarms and audits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from castwise import _torch
+from castwise.errors import CheckpointError, NonFiniteError, PlanError, check_count
+from castwise.monitor.alarms import Alarms, Line, lines_of
+from castwise.monitor.audit import Auditor, badness, failed
+from castwise.monitor.records import Alarm, Audit, MonitorReport, RegionSample, Sample
+from castwise.monitor.sinks import Board, JsonLines, Log, Screen, Sinks
+from castwise.monitor.statistics import Number, Outputs, Update, aside, join, read, region_of, shares
+from castwise.monitor.turns import RECENT, Turn
+from castwise.plans.formats import FORMATS
+from castwise.plans.text import some
+from castwise.ranks.group import Ranks
+from castwise.scaler import StepResult
+from castwise.session.amp import Amp, inside
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EVERY = 128
+"""Steps between two samples by default: bench/bench_monitor.py has what that costs."""
+AUDIT_EVERY = 5000
+"""Steps between two audits by default: they then cost less than 1 % of the training's time."""
+
+
+KEPT = 512
+"""Samples, alarms and audits that are kept."""
+SEEKS = 16
+"""Steps in a row that may be skipped while the loss scale is sought, before the first that is made."""
+_T = TypeVar("_T")
+
+
+class Monitor:
+    """Watches the trainings of a session: cheap enough to be always on, and nothing of the training notices.
+
+    ::
+
+        amp = castwise.Amp("fp16-mixed")
+        model, optimizer = amp.prepare(model, optimizer)
+        with castwise.Monitor(amp, jsonl="monitor.jsonl") as monitor:
+            ...  # the loop as it is
+        rich.print(monitor.table())
+
+    Steps count themselves, whoever makes them: ``amp.step``, ``optimizer.step()``, Lightning, the Trainer of transformers. The monitor may be
+    made before ``prepare`` or after it. At every ``every``-th step of an optimizer it looks at gradients, weights, the update and
+    the outputs of modules that have parameters of their own; skipped steps and the loss scale it follows at every step.
+    Weights, gradients, random numbers and modes are bit for bit those of a run without it.
+
+    Args:
+        amp: The session.
+        every: Steps between two samples, by each optimizer's own count.
+        jsonl: A file to which each sample, alarm and audit is appended as a line of JSON.
+        tensorboard: A folder for event files, or a ``SummaryWriter``.
+        log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. What it raises is
+            a warning, once, and the training goes on.
+        live: Show the last sample and the open alarms in the terminal, where there is one.
+        on_alarm: ``on_alarm(alarm)``, called with each :class:`Alarm` when it is raised, behind the step that raised it, on
+            every rank with the same. What it raises goes through that step, which has been made or skipped whole: a way to end a run.
+        lines: By kind of alarm another :class:`~castwise.monitor.alarms.Line`, or None to leave it out; see
+            :data:`castwise.monitor.alarms.LINES`.
+        loss: ``loss(model, batch)`` -> scalar tensor; with ``batches`` the plan is audited: held against fp32 as in :func:`castwise.parity`, on
+            copies of the model as trained so far, which for that time take about five times the memory of fp32 weights.
+        batches: For audits: a sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
+        audit_every: Steps between two audits; the first is made behind the first step.
+        accumulate: Microbatches that one update of the training averages, on all ranks together.
+
+    Where torch.distributed is in use, every rank makes the same monitor; samples are joined over the session's ranks, and the
+    first of them writes.
+
+    Attributes:
+        samples: The last ones, 512 at most.
+        alarms: All that were raised.
+        audits: All that were made.
+
+    Raises:
+        PlanError: A number, line or kind that cannot be; it names the argument.
+    """
+
+    def __init__(
+        self,
+        amp: Amp,
+        *,
+        every: int = EVERY,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: Any = None,
+        log: Callable[[dict[str, float], int], object] | None = None,
+        live: bool = False,
+        on_alarm: Callable[[Alarm], object] | None = None,
+        lines: Mapping[str, Line | None] | None = None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        batches: Any = None,
+        audit_every: int = AUDIT_EVERY,
+        accumulate: int = 1,
+    ) -> None:
+        if not isinstance(amp, Amp):
+            raise PlanError(f"Monitor({type(amp).__name__}): needs the session, a castwise.Amp")
+        for name, value in (("every", every), ("audit_every", audit_every), ("accumulate", accumulate)):
+            check_count("Monitor", name, value, 1)
+        if on_alarm is not None and not callable(on_alarm):
+            raise PlanError(f"Monitor(on_alarm={on_alarm!r}): needs a function of an Alarm")
+        if (loss is None) != (batches is None):
+            given, lacks = ("batches", "loss") if loss is None else ("loss", "batches")
+            raise PlanError(
+                f"Monitor({given}=...): an audit needs {lacks}= too; give both, or neither for no audits"
+            )
+        self.samples: deque[Sample] = deque(maxlen=KEPT)
+        self.alarms: deque[Alarm] = deque(maxlen=KEPT)
+        self.audits: deque[Audit] = deque(maxlen=KEPT)
+        self._amp, self._session = amp, inside(amp)
+        self._every, self._audit_every, self._on_alarm = every, audit_every, on_alarm
+        self._crossed = Alarms(lines_of(lines))
+        self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
+        self._outputs = Outputs(amp.device_type)
+        self._blind = 0
+        self._compiled: weakref.WeakSet[nn.Module] | None = None
+        self._unseen: dict[str, None] = {}
+        self._turns: dict[int, Turn] = {}
+        self._turn_by_id: dict[int, tuple[weakref.ref[Optimizer], Turn]] = {}
+        self._dropped: Any = WeakIdKeyDictionary()
+        self._logged = False
+        self._to_tell: list[Alarm] = []
+        self._sinks = Sinks(
+            [
+                *([] if jsonl is None else [JsonLines(jsonl)]),
+                *([] if tensorboard is None else [Board(tensorboard)]),
+                *([] if log is None else [Log(log)]),
+                *([Screen()] if live else []),
+            ]
+            if self._ranks.rank == 0
+            else []
+        )
+        # the hooks of all optimizers do not hold the monitor; the session does, so that it lives as long
+        alive = weakref.ref(self)
+        self._end = weakref.finalize(self, _end, _hooks(alive), self._outputs)
+        self._end.atexit = False
+        self._session.listeners.append(self._stepped)
+
+    # --- what there is to see -----------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps so far, of the optimizer that made most; skipped ones count."""
+        return max((turn.steps for turn in self._turns.values()), default=0)
+
+    @property
+    def open_alarms(self) -> tuple[Alarm, ...]:
+        """Alarms that were raised and not cleared since."""
+        return tuple(self._crossed.open.values())
+
+    def report(self) -> MonitorReport:
+        """What was seen so far. Waits for the device where a fused optimizer on it decided about skipping."""
+        return MonitorReport(
+            str(self._amp.plan), self._amp.device_type, self.step, self._session.window.skipped_steps, self._every,
+            tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._unseen), self.open_alarms,
+        )  # fmt: skip
+
+    def table(self) -> RenderableType:
+        """The report, for ``rich.print``."""
+        return self.report().table()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return self.report().to_dict()
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the report: ``monitor.json`` and the page ``monitor.html``."""
+        return self.report().save(Path(folder))
+
+    def audit(self) -> Audit:
+        """Hold the plan against fp32 now, at the weights as they are; every rank calls it. Waits for the device.
+
+        Raises:
+            PlanError: The monitor has no loss and batches, or the session not one model.
+            CastwiseError: The model, the loss or the batches cannot be used.
+        """
+        if self._auditor is None:
+            raise PlanError("Monitor.audit(): needs Monitor(amp, loss=..., batches=...)")
+        found = self._ranks.every(self._audit)
+        return self._note_audit(found)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from: counts and open alarms, plain values. The session's state is saved apart."""
+        turns = [
+            {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
+            for t in self._turns.values()
+        ]
+        return {"version": 1, "turns": turns, "open_alarms": self._crossed.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            CheckpointError: Not a state of a monitor.
+        """
+        try:
+            if state["version"] != 1:
+                raise ValueError(f"version {state['version']!r}")
+            turns = [Turn(every=self._every, **values) for values in state["turns"]]
+            self._crossed.load(state["open_alarms"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"Monitor.load_state_dict: not the state_dict() of a Monitor ({type(error).__name__}: {error})"
+            ) from error
+        self._turns = {turn.number: turn for turn in turns}
+        self._turn_by_id.clear()
+
+    def close(self) -> None:
+        """End watching and close files; what was seen stays to be read."""
+        if self._stepped in self._session.listeners:
+            self._session.listeners.remove(self._stepped)
+        self._end()
+        self._sinks.close()
+
+    # --- around steps -------------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._session.agreement.ranks
+
+    def _turn(self, optimizer: Optimizer) -> Turn:
+        known = self._turn_by_id.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        places = [id(one) for one in self._session.members.optimizers]
+        number = places.index(id(optimizer))
+        turn = self._turns.setdefault(number, Turn(number, self._every))
+        self._turn_by_id[id(optimizer)] = weakref.ref(optimizer), turn
+        return turn
+
+    def _before(self, optimizer: Optimizer, closure: bool) -> None:
+        """Before the step of any optimizer."""
+        session = self._session
+        if not session.members.holds(optimizer):
+            return
+        turn = self._turn(optimizer)
+        turn.closure, turn.skips, turn.update = closure, session.window.skips, None
+        if turn.due and not _torch.dynamo_callback():
+            self._try("gradients and weights", self._look, optimizer, turn)
+
+    def _look(self, optimizer: Optimizer, turn: Turn) -> None:
+        pieces, world = self._session.agreement.pieces, self._ranks.size
+        update = Update(
+            optimizer,
+            region_of(self._session.members.models),
+            lambda p: pieces.count(p) / world if world > 1 else 1.0,
+        )
+        if not turn.closure:
+            aside(self._amp.device_type, update.see_gradients)
+        aside(self._amp.device_type, update.see_weights)
+        # fused kernels unscale by themselves
+        update.scaled = getattr(optimizer, "grad_scale", None) is not None
+        turn.update = update
+
+    def _after(self, optimizer: Optimizer) -> None:
+        """Behind the step of any optimizer."""
+        session = self._session
+        if not session.members.holds(optimizer):
+            return
+        turn = self._turn(optimizer)
+        if turn.update is not None:
+            self._try("updates", self._look_again, turn, turn.update)
+        if (
+            id(optimizer) not in session.window.stepping
+        ):  # else the session tells when all of its step is done
+            self._ended(optimizer, session.window.skips > turn.skips)
+
+    def _look_again(self, turn: Turn, update: Update) -> None:
+        if turn.closure:
+            aside(self._amp.device_type, update.see_gradients)
+        aside(self._amp.device_type, update.see_update)
+
+    def _stepped(self, optimizers: Sequence[Optimizer], result: StepResult) -> None:
+        """Behind a step of the session."""
+        skipped = result.skipped if result.known else None
+        for optimizer in optimizers:
+            self._ended(optimizer, skipped)
+
+    def _ended(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        turn = self._turn(optimizer)
+        due, update, turn.update = turn.due, turn.update, None
+        turn.count(skipped)
+        if skipped:
+            self._note_skip(optimizer, turn)
+        elif self._crossed.open and turn.streak == 0:
+            self._see("skipped_in_a_row", {"": float(turn.streak)}, turn)
+        if due:
+            self._sample(turn, update, skipped)
+        if (
+            self._auditor is not None
+            and turn.number == 0
+            and (turn.steps % self._audit_every == 0 or turn.steps == 1)
+        ):
+            self._note_audit(self._ranks.every(self._audit_or_say))
+        if self._outputs.armed or turn.due:
+            self._arm()
+        while self._to_tell:
+            alarm = self._to_tell.pop(0)
+            if self._on_alarm is not None:
+                self._on_alarm(alarm)
+
+    def _arm(self) -> None:
+        """Watch outputs of the next step if it is a sample.
+
+        Not of the first: code that is compiled with hooks on its modules is compiled anew when they go.
+        """
+        session = self._session
+        held = len(session.members.optimizers)
+        turns = [turn for number, turn in self._turns.items() if number < held]
+        due = self._blind < 2 and any(turn.due and turn.steps for turn in turns)
+        if due == self._outputs.armed:
+            return
+        if not due:
+            self._outputs.disarm()
+            return
+        models = session.members.models
+        if self._compiled is None:
+            self._compiled = weakref.WeakSet(_torch.inside_compiled(models))
+        if not self._logged:
+            self._logged = True
+            alive = weakref.ref(self)
+            session.undo.callback(lambda: _put_down(alive))
+        self._outputs.arm(models, self._compiled)
+
+    def _put_down(self) -> None:
+        """The session is closed: nothing stays on its models."""
+        self._logged, self._compiled, self._blind = False, None, 0
+        self._outputs.disarm()
+
+    # --- samples ------------------------------------------------------------------------------------------
+
+    def _sample(self, turn: Turn, update: Update | None, skipped: bool | None) -> None:
+        outputs = self._outputs.take()
+        found = [*outputs, *([] if update is None else update.numbers)]
+        scaler = self._amp.scaler
+        scales = self._session.window.scales
+        if scales:
+            found.append(Number("", "max_scale", scaler.scale_tensor()))
+        mine = self._try("figures", read, found) or {}
+        self._add_lost(mine)
+        ranks = self._ranks
+        numbers = join(ranks.duplicate().gather(mine)) if ranks.size > 1 else mine
+        if self._outputs.failed:
+            self._note_unseen(self._outputs.failed)
+        if turn.steps > 1 and self._blind < 2:
+            self._blind = 0 if outputs else self._blind + 1
+        if self._compiled or self._blind > 1:
+            which = "compiled modules" if self._compiled and outputs else "modules"
+            self._note_unseen(
+                f"outputs of {which}, and their gradients: under torch.compile modules are not called one by one"
+            )
+        scale = numbers.pop(("", "max_scale"), None)
+        unscaled = 1.0 if update is None or not update.scaled or not scale else scale
+        regions = []
+        for path in dict.fromkeys(region for region, _ in numbers):
+            said = shares(numbers, path)
+            if unscaled != 1.0 and said["grad_norm"] is not None:
+                said["grad_norm"] /= unscaled
+            regions.append(RegionSample(path, **said))
+        whole = shares(_whole(numbers), "")
+        sample = Sample(
+            turn.steps, turn.number, skipped, self._session.window.skips, scale,
+            None if whole["grad_norm"] is None else whole["grad_norm"] / unscaled,
+            whole["update_ratio"], whole["lost_updates"], tuple(regions),
+        )  # fmt: skip
+        self.samples.append(sample)
+        self._write(sample)
+        self._judge(turn, sample)
+
+    def _add_lost(self, numbers: dict[tuple[str, str], float]) -> None:
+        """Add what rounding dropped since the last sample."""
+        counts = list(self._session.dropped.by_parameter.items())
+        regions = region_of(self._session.members.models) if counts else {}
+        for parameter, (moved, lost) in counts:
+            before = self._dropped.get(parameter, (0, 0))
+            path = regions.get(id(parameter), "")
+            for name, count in (("moved", moved - before[0]), ("lost", lost - before[1])):
+                if moved > before[0]:
+                    numbers[path, name] = numbers.get((path, name), 0.0) + count
+            self._dropped[parameter] = moved, lost
+
+    def _judge(self, turn: Turn, sample: Sample) -> None:
+        regions = sample.regions
+
+        def by_region(name: str) -> dict[str, float]:
+            return {r.path: value for r in regions if (value := getattr(r, name)) is not None}
+
+        low = {
+            r.path: r.output / FORMATS["fp16"].max
+            for r in regions
+            if r.near_overflow is not None and r.output is not None
+        }
+        self._see("near_overflow", low, turn)
+        if sample.skipped is not True:
+            if sample.skipped is False:
+                bad = {
+                    r.path: float(
+                        any(v is not None and not math.isfinite(v) for v in (r.grad_norm, r.output))
+                    )
+                    for r in regions
+                }
+                self._see("nonfinite", bad, turn)
+            self._see("underflow", by_region("underflow"), turn)
+            self._see("update_ratio", by_region("update_ratio"), turn)
+            over = turn.over_median(sample.grad_norm)
+            self._see("grad_norm", {} if over is None else {"": over}, turn)
+        self._see("lost_updates", {} if sample.lost_updates is None else {"": sample.lost_updates}, turn)
+        self._see_scale(turn, sample.loss_scale)
+        self._see_share(turn)
+
+    def _note_skip(self, optimizer: Optimizer, turn: Turn) -> None:
+        if turn.made or turn.streak > SEEKS:
+            self._see("skipped_in_a_row", {"": float(turn.streak)}, turn, lambda: self._blame(optimizer))
+        if self._session.window.scales:
+            self._see_scale(turn, self._amp.get_scale(), lambda: self._blame(optimizer))
+        self._see_share(turn, lambda: self._blame(optimizer))
+
+    def _see_scale(self, turn: Turn, scale: float | None, detail: Callable[[], str] = str) -> None:
+        moves = self._amp.plan.loss_scale is not None and self._amp.plan.loss_scale.dynamic
+        self._see("loss_scale", {"": scale} if moves and scale is not None else {}, turn, detail)
+
+    def _see_share(self, turn: Turn, detail: Callable[[], str] = str) -> None:
+        if len(turn.recent) == RECENT:
+            self._see("skipped_share", {"": sum(turn.recent) / RECENT}, turn, detail)
+
+    def _blame(self, optimizer: Optimizer) -> str:
+        """Where gradients are not finite, in words."""
+        paths = dict.fromkeys(
+            name.rpartition(".")[0] or "the model" for name in self._amp.scaler.non_finite_params(optimizer)
+        )
+        return f" in {some([*paths], 3)}" if paths else ""
+
+    def _see(
+        self, kind: str, values: Mapping[str, float], turn: Turn, detail: Callable[[], str] = str
+    ) -> None:
+        alarm = self._crossed.see(kind, values, turn.steps, turn.number, detail)
+        if alarm is None:
+            return
+        if alarm.cleared is None:
+            self.alarms.append(alarm)
+            self._to_tell.append(alarm)
+        self._write(alarm)
+
+    # --- audits -------------------------------------------------------------------------------------------
+
+    def _audit_or_say(self) -> Audit:
+        """An audit; where fp32 itself is not finite, or after the first, what keeps it from being made."""
+        try:
+            return self._audit()
+        except Exception as error:
+            if not (self.audits or isinstance(error, NonFiniteError)):
+                raise  # what is wrong with loss or batches is an error, at once
+            mine = failed(error)
+            self._note_unseen(mine.reason)
+            return mine
+
+    def _audit(self) -> Audit:
+        members, auditor = self._session.members, self._auditor
+        assert auditor is not None
+        if len(members.models) != 1:
+            raise PlanError(
+                f"Monitor(loss=...): an audit takes one model, and the session has {len(members.models)}; leave loss= and batches= out"
+            )
+        (model,) = members.models
+        optimizer = next(iter(members.optimizers), None)
+        return auditor.audit(
+            self._amp.plan, self._amp.get_scale(), model, members.arrived.get(model, {}), optimizer
+        )
+
+    def _note_audit(self, found: Sequence[Audit]) -> Audit:
+        """Keep the worst of all ranks' findings."""
+        worst = max(range(len(found)), key=lambda rank: badness(found[rank]))
+        count = sum(audit.microbatches for audit in found)
+        audit = dataclasses.replace(found[worst], step=self.step, rank=worst, microbatches=count)
+        self.audits.append(audit)
+        self._write(audit)
+        if audit.verdict != "undecided" and self._turns:
+            value = float(audit.verdict == "fail")
+            self._see("audit", {"": value}, self._turns[min(self._turns)], lambda: audit.reason)
+        return audit
+
+    # --- giving out ---------------------------------------------------------------------------------------
+
+    def _write(self, event: Sample | Alarm | Audit) -> None:
+        if self._ranks.rank == 0:
+            self._sinks.write(event, self.report)
+
+    def _try(self, what: str, call: Callable[..., _T], *args: Any) -> _T | None:
+        """Look at something; what fails is noted, and the training goes on."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self._note_unseen(f"{what}: {type(error).__name__}: {error}")
+            return None
+
+    def _note_unseen(self, what: str) -> None:
+        self._unseen.setdefault(what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _whole(numbers: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    return join({("", name): value} for (_, name), value in numbers.items())
+
+
+def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
+    """Call a monitor around every step as long as there is one; returns what ends it."""
+
+    def before(optimizer: Optimizer, closure: bool) -> None:
+        monitor = alive()
+        if monitor is not None:
+            monitor._before(optimizer, closure)
+
+    def after(optimizer: Optimizer) -> None:
+        monitor = alive()
+        if monitor is not None:
+            monitor._after(optimizer)
+
+    return _torch.around_every_step(before, after)
+
+
+def _end(unhook: Callable[[], None], outputs: Outputs) -> None:
+    unhook()
+    outputs.disarm()
+
+
+def _put_down(alive: weakref.ref[Monitor]) -> None:
+    monitor = alive()
+    if monitor is not None:
+        monitor._put_down()

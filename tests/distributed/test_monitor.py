@@ -1,0 +1,166 @@
+"""A monitor on several ranks: figures are those of the whole, there is one report, and the training does not notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import castwise
+from castwise.monitor import Alarm, Line, Monitor
+from tests.monitor.jobs import batches, loss, same
+
+from . import model
+from .model import LOSS, Options
+from .world import World
+
+
+def train(run: model.Run, steps: int = 4) -> None:
+    for step in range(steps):
+        inputs, targets = map(run.mine, model.batch(step))
+        run.optimizer.zero_grad()
+        run.amp.backward(LOSS(run.call(inputs), targets))
+        run.amp.step(run.optimizer)
+
+
+def figures(rank: int, size: int, layout: str, plan: str, folder: str, watched: bool) -> Any:
+    run = model.make(layout, plan, Options())
+    path = Path(folder) / f"{layout}-{rank}.jsonl"
+    monitor = Monitor(run.amp, every=1, jsonl=path) if watched else None
+    train(run)
+    weights = [
+        p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in run.model.parameters()
+    ]
+    out = [w.clone() for w in weights], None if monitor is None else [*monitor.samples], path.exists()
+    if monitor is not None:
+        assert monitor.report().unseen == ()
+        monitor.close()
+        lines = path.read_text().splitlines() if path.exists() else []
+        assert [json.loads(line)["step"] for line in lines] == ([1, 2, 3, 4] if rank == 0 else [])
+    run.amp.close()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("layout", "plan"), [("ddp", "fp16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-master")]
+)
+def test_figures_are_those_of_the_whole_and_equal_on_all_ranks(
+    two: World, layout: str, plan: str, tmp_path: Path
+) -> None:
+    watched = two.run(figures, layout, plan, str(tmp_path), True)
+    plain = two.run(figures, layout, plan, str(tmp_path), False)
+    for (mine, *_), (theirs, *_) in zip(watched, plain, strict=True):
+        assert same(mine, theirs)
+    assert watched[0][1] == watched[1][1]
+    assert (watched[0][2], watched[1][2]) == (True, False)
+    alone = World(1)
+    try:
+        (single,) = alone.run(figures, "single", plan, str(tmp_path), True)
+    finally:
+        alone.close()
+    for one, whole in zip(watched[0][1], single[1], strict=True):
+        assert one.grad_norm == pytest.approx(whole.grad_norm, rel=0.02)
+        assert one.update_ratio == pytest.approx(whole.update_ratio, rel=0.05)
+        ours, theirs = ({r.path: r for r in s.regions} for s in (one, whole))
+        assert ours.keys() == theirs.keys()
+        for path, region in ours.items():
+            assert region.weight_norm == pytest.approx(theirs[path].weight_norm, rel=0.01)
+            assert region.grad_norm == pytest.approx(theirs[path].grad_norm, rel=0.1, abs=2e-3)
+            if theirs[path].output is not None:
+                assert region.output == pytest.approx(theirs[path].output, rel=0.05)
+
+
+def one_rank_alone(rank: int, size: int) -> Any:
+    """A skipped step, and an audit that fails, by what one rank sees."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    made = torch.optim.AdamW(net.parameters(), 1e-3)
+    amp = castwise.Amp("bf16-mixed")
+    amp.prepare(net, made)
+    ddp = DistributedDataParallel(net)
+    seen: list[Alarm] = []
+
+    def job(module: nn.Module, batch: Any) -> torch.Tensor:
+        value = loss(module, batch)
+        if broken and rank == 1:  # a large constant, whose rounding in bf16 swallows the rest
+            value = value + (loss(module, batch).bfloat16() + 3000).float() * 0.5
+        return value
+
+    broken = False
+    monitor = Monitor(
+        amp, every=1, loss=job, batches=batches(12, seed=rank), audit_every=3, accumulate=2, on_alarm=seen.append,
+        lines={"skipped_in_a_row": Line(0.5, 0.25)},
+    )  # fmt: skip
+    for step, batch in enumerate(batches(6, seed=10 + rank), start=1):
+        made.zero_grad()
+        value = loss(ddp, batch)
+        if step == 2 and rank == 1:
+            value = value * float("inf")
+        amp.backward(value)
+        amp.step(made)
+        broken = step >= 4
+    amp.close()
+    return [(a.kind, a.step) for a in seen], [
+        (a.step, a.verdict, a.rank, a.microbatches) for a in monitor.audits
+    ]
+
+
+def test_what_one_rank_sees_all_ranks_hear(two: World) -> None:
+    one, other = two.run(one_rank_alone)
+    assert one == other
+    alarms, audits = one
+    assert alarms[0] == ("skipped_in_a_row", 2)
+    assert [step for step, *_ in audits] == [1, 3, 6]
+    assert audits[0][3] == 16
+    assert audits[1][3] == 4
+
+
+def sharded(rank: int, size: int) -> str:
+    run = model.make("fsdp", "bf16-mixed", Options())
+    monitor = Monitor(run.amp, loss=loss, batches=batches())
+    try:
+        monitor.audit()
+    except castwise.errors.PlanError as error:
+        return str(error)
+    finally:
+        run.amp.close()
+    return ""
+
+
+def test_an_audit_of_a_sharded_model_is_refused(two: World) -> None:
+    for said in two.run(sharded):
+        assert "the model is sharded into DTensors" in said
+
+
+def fails_on_one(rank: int, size: int) -> str:
+    """The first audit's loss is wrong on one rank: both hear of it, and neither waits for ever."""
+    net = nn.Linear(16, 4)
+    made = torch.optim.SGD(net.parameters(), 1e-3)
+    amp = castwise.Amp("bf16-mixed")
+    amp.prepare(net, made)
+    ddp = DistributedDataParallel(net)
+
+    def job(module: nn.Module, batch: Any) -> Any:
+        return loss(module, batch) if rank == 0 else "nothing"
+
+    Monitor(amp, loss=job, batches=batches())
+    amp.backward(loss(ddp, batches()[0]))
+    try:
+        amp.step(made)
+    except castwise.CastwiseError as error:
+        return type(error).__name__ + ": " + str(error)
+    finally:
+        amp.close()
+        dist.barrier()
+    return ""
+
+
+def test_a_first_audit_that_fails_on_one_rank_is_an_error_on_all(two: World) -> None:
+    for said in two.run(fails_on_one):
+        assert said.startswith("RankError: on rank 1: WorkloadError")

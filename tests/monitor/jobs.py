@@ -1,0 +1,105 @@
+"""Small trainings with everything that a monitor might disturb: dropout, BatchNorm, momentum."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import castwise
+
+Batch = tuple[Tensor, Tensor]
+
+
+def model(seed: int = 0, dropout: float = 0.1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 32), nn.LayerNorm(32),
+        nn.Linear(32, 4),
+    )  # fmt: skip
+
+
+def batches(count: int = 6, seed: int = 1) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for _ in range(count):
+        inputs = torch.randn(16, 16, generator=generator)
+        out.append((inputs, inputs[:, :4] * 2 + inputs[:, 4:8]))
+    return out
+
+
+def loss(net: nn.Module, batch: Batch) -> Tensor:
+    return functional.mse_loss(net(batch[0]), batch[1])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, 1e-2),
+    "fused adamw": lambda params: torch.optim.AdamW(params, 1e-2, fused=True),
+    "for loop": lambda params: torch.optim.RMSprop(params, 1e-3, foreach=False),
+    "lbfgs": lambda params: torch.optim.LBFGS(params, 1e-1, max_iter=3),
+}
+
+
+def generators() -> tuple[Any, ...]:
+    return torch.get_rng_state().clone(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """So that NaN equals NaN, and 0 is not -0."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees of tensors and plain values are the same to the last bit."""
+    if isinstance(one, Tensor):
+        return (
+            isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(*map(_bits, (one, other)))
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def train(
+    amp: castwise.Amp,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    *,
+    accumulate: int = 1,
+    poison: Any = (),
+    by_hand: bool = False,
+    after: Callable[[int], object] = lambda step: None,
+) -> None:
+    """``poison`` has the steps, from 1, whose loss is infinite; ``by_hand`` calls ``optimizer.step()`` itself."""
+    data = batches()
+    for step in range(1, steps + 1):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            value = torch.zeros(())
+            for micro in range(accumulate):
+                value = loss(net, data[(step + micro) % len(data)]) / accumulate
+                if step in poison:
+                    value = value * torch.tensor(float("inf"))
+                amp.backward(value)
+            return value
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            amp.step(optimizer, closure=closure)
+        else:
+            closure()
+            if by_hand:
+                amp.unscale_(optimizer)
+                optimizer.step()
+            else:
+                amp.step(optimizer)
+        after(step)
