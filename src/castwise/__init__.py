@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
+    from castwise.monitor.recorder import Recorder
+    from castwise.monitor.recovery import Recovery
+    from castwise.monitor.replay import Replay, replay
     from castwise.numerics.parity import ParityResult, parity
     from castwise.plans.plan import LossScale, Plan, Region
     from castwise.scaler import GradScaler, StepResult
@@ -33,7 +36,10 @@ __all__ = [
     "LossScale",
     "ParityResult",
     "Plan",
+    "Recorder",
+    "Recovery",
     "Region",
+    "Replay",
     "StepResult",
     "TuneResult",
     "Workload",
@@ -44,6 +50,7 @@ __all__ = [
     "fp32_function",
     "lower_function",
     "parity",
+    "replay",
     "tune",
     "widest_function",
 ]
@@ -57,6 +64,9 @@ _HOME = {
         "jobs.tune": "tune",
         "jobs.tune_result": "TuneResult",
         "masters": "AveragedModel",
+        "monitor.recorder": "Recorder",
+        "monitor.recovery": "Recovery",
+        "monitor.replay": "Replay replay",
         "numerics.parity": "ParityResult parity",
         "plans.plan": "LossScale Plan Region",
         "scaler": "GradScaler StepResult",

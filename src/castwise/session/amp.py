@@ -113,6 +113,8 @@ class Amp:
         self._block: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
+        self._on_loss: list[Callable[[torch.Tensor, str], object]] = []
+        self._on_step: list[Callable[[StepResult], object]] = []
 
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
@@ -306,6 +308,8 @@ class Amp:
             )
         self._window.open(name)
         self._wrapping.narrow()
+        for look in self._on_loss:
+            look(loss, name)
         return self._window.lend(self.scaler.scale(loss, name))
 
     def get_scale(self, name: str = "loss") -> float:
@@ -335,6 +339,8 @@ class Amp:
         scales = window.scales
         if scales or not window.settled:
             window.open(name)
+        for look in self._on_loss:
+            look(loss, name)
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
@@ -477,6 +483,8 @@ class Amp:
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
             frames.clear_weight_cache()
+            for look in self._on_step:
+                look(result)
             return result
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
             raise StateError(
@@ -499,7 +507,38 @@ class Amp:
             if attachment is not None:
                 attachment.copy_to_model()  # a step taken back restores the masters alone
         frames.clear_weight_cache()
-        return StepResult.join(results, norm)
+        joined = StepResult.join(results, norm)
+        for look in self._on_step:
+            look(joined)
+        return joined
+
+    def listen(
+        self,
+        losses: Callable[[torch.Tensor, str], object] | None = None,
+        steps: Callable[[StepResult], object] | None = None,
+    ) -> Callable[[], None]:
+        """Have functions called with every loss before its backward, and with what became of every step of this session.
+
+        Args:
+            losses: Gets each loss, not scaled, and its name, when its window is open.
+            steps: Gets what :meth:`step` is about to return. A step that raises has no result.
+
+        Returns:
+            What ends it.
+        """
+        # wrapped, so that each call has an entry of its own to take out
+        look = None if losses is None else functools.partial(losses)
+        see = None if steps is None else functools.partial(steps)
+        self._on_loss += [look] if look else []
+        self._on_step += [see] if see else []
+
+        def end() -> None:
+            if look in self._on_loss:
+                self._on_loss.remove(look)
+            if see in self._on_step:
+                self._on_step.remove(see)
+
+        return end
 
     @property
     def skipped_steps(self) -> int:
