@@ -12,16 +12,17 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.errors import CheckpointError, PlanError, StateError, check_count
-from castwise.monitor import records
+from castwise.monitor import step_files
 from castwise.monitor.moments import Moment
 from castwise.parallel.wrappers import unwrap
 from castwise.ranks import Ranks
@@ -173,7 +174,7 @@ class Recorder:
             if step.weights is None and self._wants("loss"):
                 step.weights = self._copy_weights()
 
-    def _on_step(self, result: StepResult) -> None:
+    def _on_step(self, _: Sequence[Optimizer], result: StepResult) -> None:
         step = self._step
         if step is None:
             return
@@ -193,23 +194,20 @@ class Recorder:
     # --- records ----------------------------------------------------------------------------------------------
 
     def write(self, alarm: object = "asked for") -> None:
-        """Have a step written: the one on its way, or, where that was made already and no copy was kept, the next.
+        """Have a step written: with ``copies`` the one on its way or just made, else the next.
 
         Args:
             alarm: What for, as text or anything that is shown as text. So it can be given to what calls upon alarms.
         """
         if not self._wants("alarm"):
             return
-        why = "alarm", str(alarm)
-        step = self._step
-        if step is None or (step.over and step.weights is None):
+        why, step = ("alarm", str(alarm)), self._step
+        if step is None or step.weights is None:  # the weights may have moved already
             self._next = why
         elif step.over:
             self._write(step, *why, None, None)
         elif step.why is None:
             step.why = why
-            if step.weights is None:
-                step.weights = self._copy_weights()
 
     def _wants(self, kind: str) -> bool:
         return self._counts.get(kind, 0) < self._most
@@ -258,13 +256,13 @@ class Recorder:
             "plan": str(amp.plan),
             "digest": amp.plan.digest,
         }
-        return records.write(self._folder, self._number, content, weights, about, self._base(weights))
+        return step_files.write(self._folder, self._number, content, weights, about, self._base(weights))
 
-    def _base(self, weights: dict[str, Any]) -> records.Base | None:
+    def _base(self, weights: dict[str, Any]) -> step_files.Base | None:
         size = sum(value.nbytes for value in weights.values() if isinstance(value, Tensor))
         if self._checkpoints is None or size < LARGE:
             return None
-        base = records.Base.newest(self._checkpoints)
+        base = step_files.Base.newest(self._checkpoints)
         same = base is not None and base.path.stat().st_dev == _nearest(self._folder).stat().st_dev
         return base if same else None
 
@@ -302,5 +300,3 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
         )
     return inner
 
-
-Alarm = Callable[[object], None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -19,8 +18,8 @@ from castwise.arrival import widen_for
 from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
 from castwise.checkpoint.folder import candidates, read_manifest
-from castwise.errors import CheckpointError, PlanError, StateError
-from castwise.monitor import records
+from castwise.errors import CheckpointError, StateError
+from castwise.monitor import step_files
 from castwise.monitor.moments import set_generators
 from castwise.monitor.recorder import gradients_not_finite
 from castwise.numerics.isolation import copied, undisturbed, unspoilt
@@ -76,7 +75,7 @@ class Record:
             CheckpointError: There is none, or it is damaged.
         """
         path = _newest(Path(folder))
-        _, content, weights = records.read(path)
+        _, content, weights = step_files.read(path)
         try:
             _check(content)
             plan = Plan.from_json(content["plan"])
@@ -140,21 +139,21 @@ def _check(content: Mapping[str, Any]) -> None:
         "nonfinite": list, "skipped": (bool, type(None)), "grad_norm": (Tensor, type(None)),
     }  # fmt: skip
     for name, kind in kinds.items():
-        records.storage.need(isinstance(content.get(name), kind), f"{name} is not of its kind")
+        step_files.storage.need(isinstance(content.get(name), kind), f"{name} is not of its kind")
     for moment in content["moments"]:
         good = isinstance(moment, dict) and moment.keys() == {"batch", "random", "changed"}
-        records.storage.need(good and isinstance(moment["random"], dict), "a moment is none")
+        step_files.storage.need(good and isinstance(moment["random"], dict), "a moment is none")
     for loss in content["losses"]:
         good = isinstance(loss, dict) and loss.keys() == {"moment", "name", "value"}
-        records.storage.need(
+        step_files.storage.need(
             good and isinstance(loss["value"], Tensor) and loss["value"].numel() == 1, "a loss is none"
         )
-    records.storage.need(
+    step_files.storage.need(
         all(isinstance(scale, Tensor) and scale.numel() == 1 for scale in content["scales"].values()),
         "a loss scale is none",
     )
     for name in ("training", "frozen", "nonfinite"):
-        records.storage.need(all(isinstance(text, str) for text in content[name]), f"{name} are no names")
+        step_files.storage.need(all(isinstance(text, str) for text in content[name]), f"{name} are no names")
 
 
 @dataclass(frozen=True)
@@ -398,9 +397,25 @@ def _set_scales(amp: Amp, scales: Mapping[str, Tensor]) -> None:
 
 
 def _first(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> Any:
-    """Where it began, in the first microbatch that shows it."""
-    raise PlanError("not yet")
+    """Where it began, in the first microbatch that shows it; None where each is finite by itself."""
+    from castwise.inspection.nonfinite import first_nonfinite
+
+    model.to(device)
+    record.load_into(model)
+    record.set_modes(model)
+    scale = float(record.content["scales"]["loss"]) if "loss" in record.content["scales"] else None
+    for moment in record.moments:
+        set_generators(moment["random"])
+        found = first_nonfinite(
+            model, lambda m, b: _sum(loss(m, b)), to_device(moment["batch"], device), plan,
+            device=device, loss_scale=None if plan.loss_scale is None else scale,
+        )  # fmt: skip
+        if found:
+            return found
+    return None
 
 
-__all__ = ["Record", "Replay", "replay"]
-_ = dataclasses
+def _sum(given: Any) -> Tensor:
+    """All losses of a microbatch as one."""
+    total: Tensor = sum((value for _, value in _by_name(given, [])), torch.zeros(()))
+    return total if isinstance(given, (Mapping, tuple, list)) else given

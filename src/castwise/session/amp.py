@@ -110,11 +110,11 @@ class Amp:
         self._claim = process.Claim(self.plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
         self._dropped = DroppedUpdates()
+        self._listeners: list[Callable[[Sequence[Optimizer], StepResult], object]] = []
         self._block: autocast | None = None
         self._root: borders.Border | None = None
         self._undo = UndoLog()
         self._on_loss: list[Callable[[torch.Tensor, str], object]] = []
-        self._on_step: list[Callable[[StepResult], object]] = []
 
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
@@ -483,8 +483,8 @@ class Amp:
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
             frames.clear_weight_cache()
-            for look in self._on_step:
-                look(result)
+            for listener in self._listeners:
+                listener(optimizers, result)
             return result
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
             raise StateError(
@@ -507,36 +507,36 @@ class Amp:
             if attachment is not None:
                 attachment.copy_to_model()  # a step taken back restores the masters alone
         frames.clear_weight_cache()
-        joined = StepResult.join(results, norm)
-        for look in self._on_step:
-            look(joined)
-        return joined
+        result = StepResult.join(results, norm)
+        for listener in self._listeners:
+            listener(optimizers, result)
+        return result
 
     def listen(
         self,
         losses: Callable[[torch.Tensor, str], object] | None = None,
-        steps: Callable[[StepResult], object] | None = None,
+        steps: Callable[[Sequence[Optimizer], StepResult], object] | None = None,
     ) -> Callable[[], None]:
-        """Have functions called with every loss before its backward, and with what became of every step of this session.
+        """Have functions called with every loss before its backward, and with what became of every :meth:`step`.
 
         Args:
             losses: Gets each loss, not scaled, and its name, when its window is open.
-            steps: Gets what :meth:`step` is about to return. A step that raises has no result.
+            steps: Gets the optimizers, and what :meth:`step` is about to return. A step that raises has no result.
 
         Returns:
             What ends it.
         """
         # wrapped, so that each call has an entry of its own to take out
         look = None if losses is None else functools.partial(losses)
-        see = None if steps is None else functools.partial(steps)
+        listener = None if steps is None else functools.partial(steps)
         self._on_loss += [look] if look else []
-        self._on_step += [see] if see else []
+        self._listeners += [listener] if listener else []
 
         def end() -> None:
             if look in self._on_loss:
                 self._on_loss.remove(look)
-            if see in self._on_step:
-                self._on_step.remove(see)
+            if listener in self._listeners:
+                self._listeners.remove(listener)
 
         return end
 
