@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         widest_function,
     )
     from castwise.errors import CastwiseError
+    from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
@@ -32,6 +33,7 @@ __all__ = [
     "Amp",
     "AveragedModel",
     "CastwiseError",
+    "FirstNonfinite",
     "GradScaler",
     "LossScale",
     "ParityResult",
@@ -47,6 +49,7 @@ __all__ = [
     "bench",
     "custom_bwd",
     "custom_fwd",
+    "first_nonfinite",
     "fp32_function",
     "lower_function",
     "parity",
@@ -60,6 +63,7 @@ _HOME = {
     for home, names in {
         "casting": "autocast custom_bwd custom_fwd fp32_function lower_function widest_function",
         "errors": "CastwiseError",
+        "inspection.nonfinite": "FirstNonfinite first_nonfinite",
         "jobs.bench": "bench",
         "jobs.tune": "tune",
         "jobs.tune_result": "TuneResult",

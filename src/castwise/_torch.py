@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch.library import Library, get_kernel
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -232,6 +233,19 @@ def running_node_number() -> int | None:
     """The number of the autograd node that this thread is executing, or None outside of backward."""
     node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
     return None if node is None else int(node._sequence_nr())
+
+
+def running_node() -> tuple[str, int] | None:
+    """Name and number of the autograd node that this thread is executing, or None outside of backward.
+
+    Nodes that add up gradients of leaves have the largest number there is.
+    """
+    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    return None if node is None else (node.name(), int(node._sequence_nr()))
+
+
+ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+"""Of the Python function that every backward pass is called by."""
 
 
 def backward_of_scalar(loss: torch.Tensor) -> None:
@@ -1253,6 +1267,21 @@ def never_trace(function: Any, why: str = "castwise's GradScaler runs between gr
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
     """Softmax whose rows of nothing but ``-inf`` are 0 instead of NaN, as masked attention has it."""
     return torch._safe_softmax(scores, dim)
+
+
+def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """What stands for a tensor's memory in dictionaries: equal for views, and never that of memory allocated later."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operator writes to; -1 for those that are given by keyword alone."""
+    return tuple(
+        (-1 if argument.kwarg_only else at, argument.name)
+        for at, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 class OperatorMode(TorchDispatchMode):

@@ -1,0 +1,122 @@
+"""Which plans make a pass finite that is not: each is tried before it is recommended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from castwise.errors import CastwiseError, sentence
+from castwise.inspection.trace import Place
+from castwise.plans.formats import LOW
+from castwise.plans.plan import PRESETS, Plan, Region
+
+_RESCALES = 4
+_RESCALE = 2.0**-4
+"""A smaller loss scale that is tried, over the one before."""
+_CALLED: Mapping[str, tuple[str, ...]] = {
+    "mm": ("mm", "matmul", "linear"), "addmm": ("addmm", "linear"), "bmm": ("bmm", "matmul"),
+    "_softmax": ("softmax",), "_log_softmax": ("log_softmax",), "native_layer_norm": ("layer_norm",),
+    "native_group_norm": ("group_norm",), "convolution": ("conv1d", "conv2d", "conv3d"),
+    "linalg_vector_norm": ("norm", "linalg_vector_norm"),
+}  # fmt: skip
+"""What operators below autograd are called above it, where a plan's rules see them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was tried.
+
+    Attributes:
+        what: What of the plan differs, in words.
+        plan: The whole plan.
+        finite: Whether loss, gradients and buffers were finite under it.
+        error: Why it could not run; empty where it did.
+    """
+
+    what: str
+    plan: Plan
+    finite: bool
+    error: str = ""
+
+
+def try_cures(
+    plan: Plan, place: Place | None, model: nn.Module, finite: Callable[[Plan], bool], scaled: bool
+) -> list[Trial]:
+    """Try plans, from the one that changes least, until one makes the pass finite and it is known what kind of cure there is.
+
+    Args:
+        plan: Under which it is not.
+        place: Of the operator; None where the cause is none.
+        model: To name regions of.
+        finite: Runs a plan.
+        scaled: Whether gradients alone are not finite, so that a smaller loss scale may do.
+
+    Returns:
+        All that were tried, in order.
+    """
+    trials: list[Trial] = []
+
+    def run(what: str, candidate: Plan) -> bool:
+        try:
+            trials.append(Trial(what, candidate, finite(candidate)))
+        except CastwiseError as error:  # a rule or region that the plan or the device does not take
+            trials.append(Trial(what, candidate, False, sentence(error)))
+        return trials[-1].finite
+
+    if scaled and plan.loss_scale is not None:
+        scale = plan.loss_scale.init
+        for _ in range(_RESCALES):
+            scale *= _RESCALE
+            if run(f"a loss scale of {scale:g}", with_scale(plan, scale)):
+                return trials
+    if plan.formats.isdisjoint(LOW):
+        run("fp64", dataclasses.replace(plan, regions=(Region("**", compute="fp64"),)))
+        return trials
+    if not run("fp32", PRESETS["fp32"]):
+        return trials  # then no part of it does
+    for what, candidate in _narrow(plan, place, model):
+        if run(what, candidate):
+            break
+    if "fp16" in plan.formats:
+        swapped = dataclasses.replace(
+            plan,
+            compute="bf16" if plan.compute == "fp16" else plan.compute,
+            regions=tuple(
+                dataclasses.replace(region, compute="bf16") if region.compute == "fp16" else region
+                for region in plan.regions
+            ),
+            loss_scale=None,
+        )
+        run("bf16 in the place of fp16", swapped)
+    return trials
+
+
+def with_scale(plan: Plan, scale: float) -> Plan:
+    """A plan whose loss scale begins at a value, whatever its floor and ceiling."""
+    assert plan.loss_scale is not None
+    return dataclasses.replace(
+        plan, loss_scale=dataclasses.replace(plan.loss_scale, init=scale, floor=None, ceiling=None)
+    )
+
+
+def _narrow(plan: Plan, place: Place | None, model: nn.Module) -> Iterator[tuple[str, Plan]]:
+    """Plans in which one operator, or one region, from the inside out, is kept in fp32."""
+    if place is None:
+        return
+    name = place.forward or place.operator
+    for called in _CALLED.get(name, (name.strip("_"),)):
+        if plan.autocasts:
+            rules = {**dict(plan.ops), called: "fp32"}
+            yield f"the rule ops.{called}=fp32", dataclasses.replace(plan, ops=tuple(rules.items()))
+    path = place.module
+    modules = dict(model.named_modules())
+    while path:
+        if not isinstance(modules.get(path), (nn.ModuleList, nn.ModuleDict)):
+            yield (
+                f"the region {path} in fp32",
+                dataclasses.replace(plan, regions=(*plan.regions, Region(path, compute="fp32"))),
+            )
+        path = path.rpartition(".")[0]

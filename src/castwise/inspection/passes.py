@@ -1,0 +1,128 @@
+"""One forward and backward of a copy of a model under a plan, as often as wanted from the same start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise import _torch
+from castwise.arrival import widen_for
+from castwise.casting.trees import map_tensors, to_device
+from castwise.errors import WorkloadError
+from castwise.numerics.emulation import EmulatedProducts
+from castwise.numerics.isolation import copied, seed_all, undisturbed
+from castwise.numerics.parity import device_of
+from castwise.parallel.wrappers import unwrap
+from castwise.plans.plan import Plan
+from castwise.process import find_device
+from castwise.ranks import ALONE
+from castwise.session import Amp
+from castwise.workload import check_loss, check_no_backward, users_code
+
+Watch = Callable[[nn.Module, Any], AbstractContextManager[Any]]
+"""From the copy of the model and the batch that it gets what the pass runs inside of."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and backward left.
+
+    Attributes:
+        model: The copy, with its gradients, which are still scaled, and its buffers.
+        loss: What the loss returned, detached.
+        scale: The loss scale that gradients were taken with; 1 without one.
+    """
+
+    model: nn.Module
+    loss: Tensor
+    scale: float
+
+
+class Passes:
+    """Runs passes of one model, loss and batch; the model that is handed in is copied for each and never touched.
+
+    Every pass starts from the same weights, buffers and random state. What is compiled runs as it is, so that operators are
+    seen; modules inside DistributedDataParallel run without it, each rank by itself. fp16 products of a CPU are emulated.
+
+    Args:
+        call: The caller, for errors.
+        model: In any state of training.
+        loss: From the model and a batch a scalar.
+        batch: On any device.
+        device: To run on; by default that of the model's parameters.
+        seed: Of random draws; None goes on from where the generators stand.
+
+    Raises:
+        WorkloadError: A model that is none.
+        DeviceError: A device that is not there.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")
+        self.call, self.loss, self.batch, self.seed = call, loss, batch, seed
+        self.model = unwrap(model)
+        self.device = find_device(call, device, str(device_of(self.model)))
+
+    def run(self, plan: Plan, watch: Watch | None = None, *, eager: bool = True) -> Pass:
+        """One forward and backward.
+
+        Args:
+            plan: What the copy runs by; what it says of compiling is left out.
+            watch: Around the loss and its backward.
+            eager: Whether what is compiled runs as it is.
+
+        Raises:
+            WorkloadError: The model cannot be copied, or the loss fails or is none.
+            CastwiseError: The plan does not fit the model or the device.
+        """
+        plan = dataclasses.replace(plan, compile="as_given")
+        failed = f"{self.call}: the model or its loss failed under {plan}"
+        with users_code(failed), undisturbed(), contextlib.ExitStack() as stack:
+            if eager and _torch.dynamo_loaded():
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            model = copied(self.model, self.call).to(self.device)
+            amp = stack.enter_context(_prepared(model, plan, self.device))
+            batch = map_tensors(_own, to_device(self.batch, self.device))
+            if self.seed is not None:
+                seed_all(self.seed)
+            if self.device.type == "cpu" and "fp16" in plan.formats:
+                stack.enter_context(EmulatedProducts())
+            if watch is not None:
+                stack.enter_context(watch(model, batch))
+            loss = self.loss(model, batch)
+            check_no_backward(model, self.call)
+            loss = check_loss(loss, self.call)
+            amp.backward(loss)
+            return Pass(model, loss.detach(), amp.get_scale())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _prepared(model: nn.Module, plan: Plan, device: torch.device) -> Iterator[Amp]:
+    with Amp(plan, device=device, group=ALONE) as amp:
+        widen = widen_for(plan, model)
+        if plan.keeps_masters:  # as training has them, so that gradients are fp32
+            trained = [p for p in model.parameters() if p.requires_grad]
+            amp.prepare(model, torch.optim.SGD(trained, lr=0.0), widen=widen)
+        else:
+            amp.prepare(model, widen=widen)
+        yield amp
