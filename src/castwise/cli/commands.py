@@ -375,6 +375,41 @@ def doctor(
 
 
 @app.command()
+def replay(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A recorded step, or a folder of them, of which the newest is taken.", parser=_path, show_default=False
+        ),
+    ],
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Whose model and loss, named as elsewhere.", show_default="the recorded one"),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="A preset, a plan line or the path of a plan file.", show_default="the recorded one"),
+    ] = None,
+    device: Device = None,
+    find: Annotated[
+        bool, typer.Option(help="Look for the operator that began what is not finite.")
+    ] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the record of it.", parser=_path, metavar="PATH", show_default="none is written"),
+    ] = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Make a step again that a Recorder has written, bit for bit or under another plan, and say what began to fail."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.monitor.replay import replay as make_again
+
+        result = make_again(folder, workload=workload, plan=plan, device=device, find=find)
+        answer(result, lambda: [] if out is None else sorted(result.save(out).iterdir()))
+
+
+@app.command()
 def migrate(
     path: Annotated[
         Path,

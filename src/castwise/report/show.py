@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from castwise.report import bench, doctor, parity, plots, train, tried, tune, words
+from castwise.report import bench, doctor, parity, plots, recovery, replay, train, tried, tune, words
 from castwise.report.grids import terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "train": train, "try": tried}
+_KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "train": train, "try": tried, "replay": replay, "recovery": recovery}
 """By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
 
 
