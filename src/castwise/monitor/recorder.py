@@ -24,10 +24,11 @@ from castwise import _torch
 from castwise.errors import CheckpointError, PlanError, StateError, check_count
 from castwise.monitor import step_files
 from castwise.monitor.moments import Moment
+from castwise.monitor.passes import gradients_not_finite
 from castwise.parallel.wrappers import unwrap
 from castwise.ranks import Ranks
 from castwise.ranks.pieces import is_dtensor
-from castwise.scaler import StepResult, gradients
+from castwise.scaler import StepResult
 from castwise.session import Amp
 
 LARGE = 64 << 20
@@ -270,15 +271,6 @@ class Recorder:
 def _nearest(folder: Path) -> Path:
     """The folder itself, or the nearest around it that there is."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-
-
-def gradients_not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradients hold an infinity or a NaN. The host waits for the device."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(torch.isfinite(gradients.values(parameter.grad)).all())
-    ]
 
 
 def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,27 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from castwise.arrival import widen_for
 from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
 from castwise.checkpoint.folder import candidates, read_manifest
-from castwise.errors import CheckpointError, StateError
+from castwise.errors import CastwiseError, CheckpointError, StateError
+from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
 from castwise.monitor import step_files
 from castwise.monitor.moments import set_generators
-from castwise.monitor.recorder import gradients_not_finite
+from castwise.monitor.passes import Loss, Ran, run_step, threads, total
 from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.parallel.wrappers import unwrap
 from castwise.plans.plan import Plan, as_plan
 from castwise.process import find_device
 from castwise.ranks import ALONE
-from castwise.session import Amp
-from castwise.workload import check_loss, find_workload, users_code
+from castwise.workload import find_workload
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-Losses = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
-Loss = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,7 @@ class Replay:
     nonfinite: tuple[str, ...]
     exact: bool | None
     notes: tuple[str, ...] = ()
-    first: Any = None
+    first: FirstNonfinite | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -286,23 +281,22 @@ def replay(
         loss = found.loss
     where = find_device("replay", device, record.device if record.device == "cpu" else default_device_type())
     inner = unwrap(model)
-    with unspoilt(inner, "replay"), undisturbed(), _threads(record.content["threads"]):
-        losses, gradients, bad = _run(record, copied(inner, "replay"), loss, chosen, where)
+    with unspoilt(inner, "replay"), undisturbed(), threads(record.content["threads"]):
+        ran = _run(record, copied(inner, "replay"), loss, chosen, where)
         same = chosen == record.plan and where.type == record.device
         recorded = [item["value"] for item in record.losses]
         exact = None
         if same:
             alone = record.content["world_size"] > 1  # there gradients were averaged over all
-            exact = _equal(recorded, losses) and (alone or sorted(bad) == sorted(record.nonfinite))
+            exact = _equal(recorded, ran.losses) and (alone or sorted(ran.nonfinite) == sorted(record.nonfinite))
         first = None
-        finite = not bad and all(bool(torch.isfinite(value).all()) for value in losses)
-        if find and not finite:
+        if find and not ran.finite:
             first = _first(record, copied(inner, "replay"), loss, chosen, where)
     return Replay(
         path=record.path, step=record.step, reason=record.reason, recorded_plan=record.plan, plan=chosen,
-        recorded_losses=tuple(map(float, recorded)), losses=tuple(map(float, losses)),
-        recorded_nonfinite=tuple(record.nonfinite), nonfinite=tuple(bad), exact=exact, notes=_notes(record),
-        first=first, gradients=gradients,
+        recorded_losses=tuple(map(float, recorded)), losses=tuple(map(float, ran.losses)),
+        recorded_nonfinite=tuple(record.nonfinite), nonfinite=tuple(ran.nonfinite), exact=exact, notes=_notes(record),
+        first=first, gradients=ran.gradients,
     )  # fmt: skip
 
 
@@ -319,17 +313,6 @@ def _notes(record: Record) -> tuple[str, ...]:
     return tuple(notes)
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """As many threads as then: sums are cut into as many parts."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(count, 1024)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """Whether losses are equal bit for bit; one NaN is as good as another."""
     return len(one) == len(other) and all(
@@ -339,83 +322,34 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     )  # fmt: skip
 
 
-def _run(
-    record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device
-) -> tuple[list[Tensor], dict[str, Tensor], list[str]]:
-    """Forward and backward of the step: losses, gradients with the scale in them, and which are not finite."""
-    model.to(device)
+def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> Ran:
+    """Forward and backward of the step, as recorded."""
     record.set_modes(model)
-    losses: list[Tensor] = []
-    with Amp(plan, device=device, group=ALONE) as amp:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizers = (torch.optim.SGD(trained, lr=0.0),) if plan.keeps_masters else ()
-        amp.prepare(model, *optimizers, widen=widen_for(plan, model))
-        record.load_into(model)
-        _set_scales(amp, record.content["scales"])
-        model.zero_grad(set_to_none=True)
-        for at, moment in enumerate(record.moments):
-            names = [item["name"] for item in record.losses if item["moment"] == at]
-            try:
-                set_generators(moment["random"])
-            except ValueError as error:
-                raise CheckpointError(f"replay({str(record.path)!r}): it is damaged: {error}") from None
-            with users_code("replay: loss(model, batch) failed"):
-                values = _by_name(loss(model, to_device(moment["batch"], device)), names)
-            for name, value in values:
-                losses.append(check_loss(value, "replay").detach().clone())
-                amp.backward(value, name, retain_graph=len(values) > 1)
-        gradients = {
-            name: parameter.grad.detach().clone()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-        return losses, gradients, gradients_not_finite(model)
+    count = len(record.moments)
+    names = [[item["name"] for item in record.losses if item["moment"] == at] for at in range(count)]
+    try:
+        return run_step(
+            "replay", model, loss, plan, device, [(m["batch"], m["random"]) for m in record.moments], record.load_into,
+            names=names, scales={name: float(scale) for name, scale in record.content["scales"].items()},
+        )  # fmt: skip
+    except ValueError as error:
+        if isinstance(error, CastwiseError):
+            raise
+        raise CheckpointError(f"replay({str(record.path)!r}): it is damaged: {error}") from None
 
 
-def _by_name(given: Any, names: list[str]) -> list[tuple[str, Tensor]]:
-    """The losses of a microbatch, with their names."""
-    if isinstance(given, Mapping):
-        return list(given.items())
-    if isinstance(given, (tuple, list)):
-        return [(names[at] if at < len(names) else "loss", value) for at, value in enumerate(given)]
-    return [(names[0] if names else "loss", given)]
-
-
-def _set_scales(amp: Amp, scales: Mapping[str, Tensor]) -> None:
-    """Have losses at the scales that they had."""
-    state = amp.state_dict()
-    if not state["scaler"] or not scales:
-        return
-    first = state["scaler"]
-    of = {name: float(scale) for name, scale in scales.items()}
-    others = {
-        name: {"scale": scale, "_growth_tracker": 0, "hysteresis_tracker": 0}
-        for name, scale in of.items()
-        if name != "loss"
-    }
-    amp.load_state_dict({**state, "scaler": {**first, "scale": of.get("loss", first["scale"]), "losses": others}})
-
-
-def _first(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> Any:
+def _first(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> FirstNonfinite | None:
     """Where it began, in the first microbatch that shows it; None where each is finite by itself."""
-    from castwise.inspection.nonfinite import first_nonfinite
-
     model.to(device)
     record.load_into(model)
     record.set_modes(model)
-    scale = float(record.content["scales"]["loss"]) if "loss" in record.content["scales"] else None
+    scale = record.content["scales"].get("loss")
     for moment in record.moments:
         set_generators(moment["random"])
         found = first_nonfinite(
-            model, lambda m, b: _sum(loss(m, b)), to_device(moment["batch"], device), plan,
-            device=device, loss_scale=None if plan.loss_scale is None else scale,
+            model, lambda m, b: total(loss(m, b)), to_device(moment["batch"], device), plan,
+            device=device, loss_scale=None if plan.loss_scale is None or scale is None else float(scale), group=ALONE,
         )  # fmt: skip
         if found:
             return found
     return None
-
-
-def _sum(given: Any) -> Tensor:
-    """All losses of a microbatch as one."""
-    total: Tensor = sum((value for _, value in _by_name(given, [])), torch.zeros(()))
-    return total if isinstance(given, (Mapping, tuple, list)) else given
