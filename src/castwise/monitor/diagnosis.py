@@ -8,13 +8,14 @@ under the plan was an accident of the weights, which are good again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from castwise.arrival import widen_
 from castwise.casting.trees import to_device
 from castwise.errors import CastwiseError, sentence
 from castwise.inspection.nonfinite import first_nonfinite
@@ -89,19 +90,17 @@ class _Trials:
         for cause, what, plan in self._cures():
             cured, how = self._try(plan)
             if self._is_sound(cured):
-                return Verdict(cause, f"{told}; {what}; tried under {plan}: {how}", _as_compiled(plan, self._plan))
+                return Verdict(cause, f"{told}; {what}; tried under {plan}: {how}", plan)
         return Verdict("batch", f"{told}, and no plan that was tried cures it")
 
-    def _cures(self) -> Any:
+    def _cures(self) -> Iterator[tuple[str, str, Plan]]:
         """Plans that may cure it, from the one that changes least: cause, what points to it, and the plan."""
         scale = self._plan.loss_scale
         for moment in self._moments:
             set_generators(moment.random)
-            model = copied(self._model, "Recovery")
-            widened = _Widened(model, self._weights)
             try:
                 found = first_nonfinite(
-                    widened.model, lambda m, b: total(self._loss(m, b)), to_device(moment.batch, self._device), self._plan,
+                    _fp32_of(self._model, self._weights), lambda m, b: total(self._loss(m, b)), to_device(moment.batch, self._device), self._plan,
                     device=self._device, loss_scale=None if scale is None else self._scale, group=ALONE,
                 )  # fmt: skip
             except CastwiseError:
@@ -141,20 +140,13 @@ class _Trials:
         return ran is not None and not ran.nonfinite and self._is_normal(self._mean(ran))
 
 
-def _as_compiled(plan: Plan, _: Plan) -> Plan:
-    return plan
-
-
-class _Widened:
+def _fp32_of(model: nn.Module, weights: Mapping[str, Any]) -> nn.Module:
     """A copy of a prepared model as the fp32 model that it stands for."""
-
-    def __init__(self, model: nn.Module, weights: dict[str, Any]) -> None:
-        from castwise.arrival import widen_
-
-        widen_(model)
-        _load(model, weights)
-        self.model = model
+    copy = copied(model, "Recovery")
+    widen_(copy)
+    _load(copy, weights)
+    return copy
 
 
-def _load(model: nn.Module, weights: dict[str, Any]) -> None:
-    model.load_state_dict(weights)
+def _load(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    model.load_state_dict(dict(weights))

@@ -257,8 +257,8 @@ class Amp:
     def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
         """Go on under another plan: what was prepared is prepared by it, between two steps of a training.
 
-        Weights, optimizer state and, where both plans have one, the loss scale stay; gradients are better cleared before. The
-        session's ``scaler`` is another one afterwards. Where it fails all is as it was. All ranks call it together.
+        Weights, optimizer state and, where both plans have the same rule for it, the loss scale stay; gradients are better cleared
+        before. The session's ``scaler`` is another one afterwards. Where it fails all is as it was. All ranks call it together.
 
         Args:
             plan: As for the session itself.
@@ -299,7 +299,8 @@ class Amp:
             raise
         finally:
             if self._members.models:
-                self.load_state_dict(state)
+                if self.plan.loss_scale == before.loss_scale:
+                    self.load_state_dict(state)
                 self._window.skips = skips
 
     def _prepare_again(self, plan: Plan, calls: Sequence[_Prepare]) -> None:
