@@ -359,12 +359,32 @@ def doctor(
     workload: Annotated[
         str | None, typer.Argument(metavar="[WORKLOAD]", help="Look at this one too.", show_default=False)
     ] = None,
+    lint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there "
+            "is something.",
+            parser=_path,
+            metavar="PATH",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = None,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Measure what this machine's device makes of each format, and what holds a workload back."""
+    """Measure what this machine's device makes of each format, and what holds a workload back; or read a script."""
     with answering(show_traceback, json=json) as answer:
+        if lint is not None:
+            if workload is not None:
+                raise CastwiseError("doctor takes a workload or --lint PATH, not both: call it twice")
+            from castwise.lint import lint as read
+
+            said = read(lint)
+            answer.give(said.to_dict, said.show)
+            if said.findings or said.problems:
+                raise typer.Exit(1)
+            return
         from castwise.workload import find_workload
 
         found = None if workload is None else find_workload(workload)

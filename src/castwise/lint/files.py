@@ -12,7 +12,7 @@ from castwise.lint.rules import findings
 from castwise.migrate.files import decode, scripts_below
 from castwise.migrate.view import View
 
-_CONCERNS = re.compile(rb"\btorch\b")
+_CONCERNS = re.compile(rb"autocast|GradScaler|\bhalf\b|b?float16")
 """What a file must hold to be parsed at all."""
 
 
