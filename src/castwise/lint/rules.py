@@ -57,13 +57,13 @@ class _Script:
         }
 
     def _scalers(self) -> Mapping[str, cst.Call]:
-        """GradScalers by the name that they are bound to, ``self.scaler`` too."""
-        found: dict[str, cst.Call] = {}
+        """GradScalers by the name that they are bound to, ``self.scaler`` too; a name of several is nobody's."""
+        found: dict[str, list[cst.Call]] = {}
         for call, name in self.named:
             target = self.view.parent(call)
             if name in SCALER and isinstance(target, cst.Assign) and len(target.targets) == 1:
-                found[self.view.code(target.targets[0].target)] = call
-        return found
+                found.setdefault(self.view.code(target.targets[0].target), []).append(call)
+        return {name: calls[0] for name, calls in found.items() if len(calls) == 1}
 
     def methods(self, of: str, method: str) -> list[cst.Call]:
         """Calls of a method of what a name stands for."""
@@ -225,6 +225,8 @@ def step_on_scaled_gradients(script: _Script) -> Iterator[Said]:
         }
         for optimizer in sorted(optimizers):
             for step in script.methods(optimizer, "step"):
+                if script.function(step) not in map(script.function, scales):
+                    continue
                 yield Said(
                     script.line(step),
                     "step-on-scaled-gradients",
@@ -279,7 +281,7 @@ def low_weights_without_masters(script: _Script) -> Iterator[Said]:
     text = script.view.module.code
     if any(_KEEPS_MASTERS.search(line) for line in script.modules) or _NO_TRAINING.search(text):
         return
-    low = {name: found for name, found in _low_models(script)}
+    low = {(name, script.function(node)): (script.line(node), kind) for name, node, kind in _low_models(script)}
     for call, origin in script.named:
         if not origin.startswith("torch.optim.") or origin.startswith(("torch.optim.lr_scheduler", "torch.optim.swa")):
             continue
@@ -295,9 +297,10 @@ def low_weights_without_masters(script: _Script) -> Iterator[Said]:
             if node.func.attr.value not in ("parameters", "named_parameters"):
                 continue
             model = script.view.code(node.func.value)
-            if model not in low or not (steps or any(script.methods(s, "step") for s in script.scalers)):
+            known = low.get((model, script.function(call)))
+            if known is None or not (steps or any(script.methods(s, "step") for s in script.scalers)):
                 continue
-            at, kind = low[model]
+            at, kind = known
             eps = ", and Adam's eps of 1e-8 is zero in fp16" if kind == "fp16" and "Adam" in origin else ""
             yield Said(
                 at,
@@ -311,7 +314,7 @@ def low_weights_without_masters(script: _Script) -> Iterator[Said]:
 
 def loss_in_fp16(script: _Script) -> Iterator[Said]:
     """A loss of the outputs of a model that was made fp16."""
-    low = {name for name, (_, kind) in _low_models(script) if kind == "fp16"}
+    low = {(name, script.function(node)) for name, node, kind in _low_models(script) if kind == "fp16"}
     if not low or script.autocasts or any(_KEEPS_MASTERS.search(line) for line in script.modules):
         return
     for call, origin in script.named:
@@ -319,7 +322,7 @@ def loss_in_fp16(script: _Script) -> Iterator[Said]:
         is_loss = re.match(r"torch\.nn\.functional\.(cross_entropy|nll_loss|mse_loss|kl_div|binary_cross_entropy\w*|l1_loss|smooth_l1_loss)$", origin)
         is_loss = is_loss or re.search(r"(^|[._])(criterion|loss_fn|loss_func)$", name)
         first = call.args[0].value if call.args else None
-        if is_loss and isinstance(first, cst.Call) and script.view.code(first.func) in low:
+        if is_loss and isinstance(first, cst.Call) and (script.view.code(first.func), script.function(call)) in low:
             yield Said(
                 script.line(call),
                 "loss-in-fp16",
@@ -328,8 +331,8 @@ def loss_in_fp16(script: _Script) -> Iterator[Said]:
             )
 
 
-def _low_models(script: _Script) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Variables that hold modules whose weights are made low: name, line and format. One that is made fp32 again is none."""
+def _low_models(script: _Script) -> Iterator[tuple[str, cst.Call, str]]:
+    """Variables that hold modules whose weights are made low: name, place and format. One that is made fp32 again is none."""
     text = script.view.module.code
     optimized = {
         script.view.code(node.func.value)
@@ -351,7 +354,7 @@ def _low_models(script: _Script) -> Iterator[tuple[str, tuple[int, str]]]:
             )
             of = isinstance(node.func, cst.Attribute) and script.view.code(node.func.value) == name
             if assigned or (of and isinstance(target, cst.Expr)):
-                yield name, (script.line(node), kind)
+                yield name, node, kind
 
 
 def _made_low(script: _Script, call: cst.Call) -> str | None:
