@@ -65,7 +65,9 @@ class Run:
         self.seed, self.kind, self.hits = seed, kind, 0
         self.folder = tempfile.TemporaryDirectory()
         self.recovery = (
-            castwise.Recovery(self.amp, self.model, self.optimizer, self.job.loss, self.folder.name) if recovers else None
+            castwise.Recovery(self.amp, self.model, self.optimizer, self.job.loss, self.folder.name)
+            if recovers
+            else None
         )
         self.losses: dict[int, float] = {}
         self.step_s = math.nan
@@ -131,12 +133,18 @@ def main() -> None:
     with Results("recovery", torch.device("cpu"), __doc__, options.budget) as results:
         for name in JOBS:
             with results.part(name):
-                calm = [ran(name, seed, "none", recovers) for seed in range(BAND) for recovers in (True, False)]
+                calm = [
+                    ran(name, seed, "none", recovers) for seed in range(BAND) for recovers in (True, False)
+                ]
                 watched, plain = calm[::2], calm[1::2]
-                assert all(a.losses == b.losses for a, b in zip(watched, plain, strict=True)), "the run noticed"
+                assert all(a.losses == b.losses for a, b in zip(watched, plain, strict=True)), (
+                    "the run noticed"
+                )
                 ends = [run.last for run in watched]
                 mean, spread = statistics.fmean(ends), statistics.stdev(ends)
-                assert all(run.recovery is not None and not run.recovery.returns for run in watched), "a false alarm"
+                assert all(run.recovery is not None and not run.recovery.returns for run in watched), (
+                    "a false alarm"
+                )
                 results.add({
                     "workload": name, "kind": "undisturbed", "seeds": BAND, "returns": 0, "loss": mean, "stdev": spread,
                     "step_ms": 1e3 * statistics.median(run.step_s for run in plain),

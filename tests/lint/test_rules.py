@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.soak import SOAKING, some
 from typer.testing import CliRunner
 
 from castwise.cli import app
@@ -15,7 +16,6 @@ from castwise.errors import MigrateError
 from castwise.lint import lint
 from castwise.lint.rules import RULES, findings
 from castwise.migrate.view import View
-from tests.soak import SOAKING, some
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD = """\
@@ -49,11 +49,16 @@ FAULTS: dict[str, tuple[str, str, int]] = {
         2,
     ),
     "scaler-with-bf16": (HEAD + LOOP.replace("float16", "bfloat16"), "GradScaler", 1),
-    "clip-before-unscale": (HEAD + LOOP.replace("    scaler.unscale_(optimizer)\n", ""), "clip_grad_norm_", 1),
+    "clip-before-unscale": (
+        HEAD + LOOP.replace("    scaler.unscale_(optimizer)\n", ""),
+        "clip_grad_norm_",
+        1,
+    ),
     "scaler-not-updated": (HEAD + LOOP.replace("    scaler.update()\n", ""), "scaler.step", 1),
     "step-on-scaled-gradients": (
         HEAD
-        + LOOP.replace("    scaler.unscale_(optimizer)\n", "")
+        + LOOP
+        .replace("    scaler.unscale_(optimizer)\n", "")
         .replace("    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", "")
         .replace("scaler.step(optimizer)", "optimizer.step()"),
         "optimizer.step",
@@ -68,7 +73,9 @@ FAULTS: dict[str, tuple[str, str, int]] = {
         1,
     ),
     "scaler-not-saved": (
-        HEAD + LOOP + 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")\n',
+        HEAD
+        + LOOP
+        + 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")\n',
         "torch.save",
         1,
     ),
@@ -79,7 +86,9 @@ FAULTS: dict[str, tuple[str, str, int]] = {
         1,
     ),
     "loss-in-fp16": (
-        HEAD.replace("optimizer = torch.optim.AdamW(model.parameters())", "model.half()\nparams = model.parameters()")
+        HEAD.replace(
+            "optimizer = torch.optim.AdamW(model.parameters())", "model.half()\nparams = model.parameters()"
+        )
         + "loss = criterion(model(x), y)\nloss.backward()\n",
         "criterion(model",
         1,
@@ -95,7 +104,8 @@ def said(text: str) -> list[tuple[str, int]]:
 def test_a_fault_is_found_in_its_line(rule: str) -> None:
     text, place, count = FAULTS[rule]
     found = said(text)
-    assert {name for name, _ in found} == {rule} and len(found) == count
+    assert {name for name, _ in found} == {rule}
+    assert len(found) == count
     assert all(place in text.splitlines()[line - 1] for _, line in found)
 
 
@@ -111,15 +121,21 @@ def test_the_right_loop_is_right() -> None:
     "text",
     [
         # switched by a flag, saved with its scaler, chosen device, masters by a library, a frozen base, a base for inference
-        HEAD + LOOP.replace("GradScaler()", "GradScaler(enabled=fp16)").replace("torch.float16", "torch.bfloat16"),
+        HEAD
+        + LOOP.replace("GradScaler()", "GradScaler(enabled=fp16)").replace("torch.float16", "torch.bfloat16"),
         HEAD + LOOP + 'torch.save({"o": optimizer.state_dict(), "s": scaler.state_dict()}, "last.pt")\n',
         HEAD.replace('"cuda"', '"cuda" if torch.cuda.is_available() else "cpu"') + LOOP,
         "import deepspeed\n" + FAULTS["low-weights-without-masters"][0],
-        FAULTS["low-weights-without-masters"][0].replace("optimizer =", "model.requires_grad_(False)\noptimizer ="),
+        FAULTS["low-weights-without-masters"][0].replace(
+            "optimizer =", "model.requires_grad_(False)\noptimizer ="
+        ),
         "import torch\nmodel = torch.nn.Linear(2, 2).half().cuda()\nmodel(x)\n",
         FAULTS["low-weights-without-masters"][0].replace("optimizer =", "model.float()\noptimizer ="),
         HEAD + "def train(scaler, loss):\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n",
-        HEAD.replace("device =", "if torch.cuda.is_available():\n    ctx = torch.autocast('cuda')\nelse:\n    ctx = open('cpu')\ndevice ="),
+        HEAD.replace(
+            "device =",
+            "if torch.cuda.is_available():\n    ctx = torch.autocast('cuda')\nelse:\n    ctx = open('cpu')\ndevice =",
+        ),
         HEAD + "for epoch in range(3):\n    " + LOOP.replace("\n", "\n    "),
         HEAD + LOOP.replace("    scaler.update()\n", "    finish(scaler)\n"),
         # names that functions share
@@ -142,7 +158,9 @@ def test_what_may_be_right_is_let_be(text: str) -> None:
     ],
 )
 def test_ways_to_store_a_model_low(line: str) -> None:
-    text = FAULTS["low-weights-without-masters"][0].replace("model = nn.Linear(4, 4).to(torch.bfloat16)", line)
+    text = FAULTS["low-weights-without-masters"][0].replace(
+        "model = nn.Linear(4, 4).to(torch.bfloat16)", line
+    )
     assert [rule for rule, _ in said(text)] == ["low-weights-without-masters"]
 
 
@@ -157,7 +175,9 @@ def test_no_false_alarm_on_published_scripts() -> None:
     assert len(published) > 25
     alarms = [(path, one) for path in published for one in lint(path).findings]
     # tests run fp16 on a CPU to see that it works
-    others = [(str(path), one) for path, one in alarms if one.rule != "fp16-on-cpu" or "tests" not in path.parts]
+    others = [
+        (str(path), one) for path, one in alarms if one.rule != "fp16-on-cpu" or "tests" not in path.parts
+    ]
     assert others == []
 
 
@@ -175,7 +195,8 @@ def test_the_folder_of_a_project_and_files_that_are_no_python(tmp_path: Path) ->
     (tmp_path / "other.py").write_text("print 'nothing of ours'\n")
     found = lint(tmp_path)
     assert [(one.path.name, one.rule) for one in found.findings] == [("train.py", "clip-before-unscale")]
-    assert [path.name for path, _ in found.problems] == ["old.py"] and found.looked_at == 3
+    assert [path.name for path, _ in found.problems] == ["old.py"]
+    assert found.looked_at == 3
     assert found.to_dict()["findings"][0]["instead"].startswith("scaler.unscale_(optimizer)")
     with pytest.raises(MigrateError, match="there is no file or folder"):
         lint(tmp_path / "none")
@@ -185,10 +206,13 @@ def test_the_command(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAULTS["scaler-with-bf16"][0])
     ran = CliRunner().invoke(app, ["doctor", "--lint", str(script)])
-    assert ran.exit_code == 1 and "scaler-with-bf16" in ran.output and "1 line is" in ran.output
+    assert ran.exit_code == 1
+    assert "scaler-with-bf16" in ran.output
+    assert "1 line is" in ran.output
     script.write_text(HEAD + LOOP)
     ran = CliRunner().invoke(app, ["doctor", "--lint", str(script), "--json"])
-    assert ran.exit_code == 0 and json.loads(ran.stdout)["findings"] == []
+    assert ran.exit_code == 0
+    assert json.loads(ran.stdout)["findings"] == []
 
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:

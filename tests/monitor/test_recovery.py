@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.distributed.world import World
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,10 +24,11 @@ from castwise.errors import CheckpointError, DivergedError, PlanError, StateErro
 from castwise.monitor.losses import LEAST, PERSISTENT, LossLine
 from castwise.monitor.recovery import Recovery
 from castwise.numerics.isolation import seed_all
-from tests.distributed.world import World
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Recovery. step:UserWarning"),  # of each return, which tests read elsewhere
+    pytest.mark.filterwarnings(
+        "ignore:Recovery. step:UserWarning"
+    ),  # of each return, which tests read elsewhere
     # torch takes a first step that is skipped for a wrong order of calls
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning"),
 ]
@@ -86,11 +88,20 @@ class Run:
         self.amp = castwise.Amp(plan, device="cpu")
         self.amp.prepare(self.model, self.optimizer)
         self.recovery = Recovery(
-            self.amp, self.model, self.optimizer, loss, folder, also={"scheduler": self.scheduler}, every=20, **how
+            self.amp,
+            self.model,
+            self.optimizer,
+            loss,
+            folder,
+            also={"scheduler": self.scheduler},
+            every=20,
+            **how,
         )
         self.losses: dict[int, float] = {}
 
-    def train(self, batches: Any, after: Callable[[int], None] = lambda step: None, accumulate: int = 1) -> None:
+    def train(
+        self, batches: Any, after: Callable[[int], None] = lambda step: None, accumulate: int = 1
+    ) -> None:
         for number, batch in enumerate(self.recovery.batches(batches)):
             value = loss(self.model, batch) / accumulate
             self.amp.backward(value)
@@ -189,20 +200,25 @@ def test_a_static_loss_scale_is_lowered(tmp_path: Path) -> None:
     run = Run(tmp_path, plan)
     run.train(data(40))
     assert {one.cause for one in run.recovery.returns} == {"loss scale"}
-    assert run.amp.plan.loss_scale is not None and run.amp.plan.loss_scale.init < 1e9
+    assert run.amp.plan.loss_scale is not None
+    assert run.amp.plan.loss_scale.init < 1e9
     assert run.losses[39] < run.losses[0]
 
 
 def test_skipped_steps_that_seek_a_scale_are_nobodys_fault(tmp_path: Path) -> None:
     run = Run(tmp_path, castwise.Plan.parse("fp16-mixed+loss_scale.init=1.0e9"))
     run.train(data(60))
-    assert run.recovery.returns == () and run.amp.skipped_steps > 5
+    assert run.recovery.returns == ()
+    assert run.amp.skipped_steps > 5
 
 
 def test_divergence_before_any_good_state_but_the_start(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(data(30, spikes=(0, 1), value=float("inf")))
-    assert [(one.step, one.to_step, one.cause) for one in run.recovery.returns] == [(0, 0, "batch"), (1, 0, "batch")]
+    assert [(one.step, one.to_step, one.cause) for one in run.recovery.returns] == [
+        (0, 0, "batch"),
+        (1, 0, "batch"),
+    ]
     assert sorted(run.losses)[-1] == 29
 
 
@@ -252,15 +268,19 @@ def test_accumulated_microbatches_are_passed_over_together(tmp_path: Path) -> No
     run = Run(tmp_path)
     run.train(data(160, spikes=(122,), value=float("nan")), accumulate=4)
     (one,) = run.recovery.returns
-    assert (one.step, one.cause) == (30, "batch") and "microbatch 2" in one.evidence
-    assert sorted(run.losses) == list(range(40)) and run.scheduler.last_epoch == 39
+    assert (one.step, one.cause) == (30, "batch")
+    assert "microbatch 2" in one.evidence
+    assert sorted(run.losses) == list(range(40))
+    assert run.scheduler.last_epoch == 39
 
 
 def test_several_epochs_and_a_shuffling_loader(tmp_path: Path) -> None:
     x, y = (torch.cat(part) for part in zip(*data(20), strict=True))
     y[100] = float("nan")
     run = Run(tmp_path)
-    loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        TensorDataset(x, y), batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
     seen: list[int] = []
     for _ in range(3):
         count = 0
@@ -271,8 +291,10 @@ def test_several_epochs_and_a_shuffling_loader(tmp_path: Path) -> None:
             run.optimizer.zero_grad()
         seen.append(count)
     assert len(run.recovery.returns) == 3  # the bad row is in one batch of each epoch
-    assert run.recovery.step == 59 or max(run.recovery._passed) == 59
-    assert bool(torch.isfinite(run.model.norm.running_mean).all())  # which the guard alone would not have seen to
+    assert run.recovery.step == 59 or max(run.recovery._data.passed) == 59
+    assert bool(
+        torch.isfinite(run.model.norm.running_mean).all()
+    )  # which the guard alone would not have seen to
 
 
 def test_batches_that_are_too_large_to_keep_are_not_gone_back_to(tmp_path: Path) -> None:
@@ -280,10 +302,13 @@ def test_batches_that_are_too_large_to_keep_are_not_gone_back_to(tmp_path: Path)
     run.train(data(80, spikes=(37,), value=float("nan")))
     (one,) = run.recovery.returns
     assert (one.step, one.to_step, one.cause) == (37, 20, "batch")
-    assert run.recovery._base > 70 and sorted(run.losses)[-1] == 79
+    assert run.recovery._data.base > 70
+    assert sorted(run.losses)[-1] == 79
 
 
-def test_an_interrupt_while_going_back_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_going_back_leaves_all_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path)
     batches = run.recovery.batches(data(60, spikes=(30,)))
     for batch in batches:
@@ -311,7 +336,9 @@ def test_an_interrupt_while_going_back_leaves_all_as_it_was(tmp_path: Path, monk
     assert run.recovery.returns[0].step == 30
 
 
-def test_a_disk_that_takes_no_more_leaves_the_last_good_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_no_more_leaves_the_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path)
     write = Stage.write
 
@@ -341,7 +368,9 @@ def test_good_states_that_are_gone_are_an_error(tmp_path: Path) -> None:
 # --- ranks ----------------------------------------------------------------------------------------------------
 
 
-def _on_two_ranks(rank: int, size: int, folder: str, spike_on: int) -> tuple[list[dict[str, Any]], float, list[float]]:
+def _on_two_ranks(
+    rank: int, size: int, folder: str, spike_on: int
+) -> tuple[list[dict[str, Any]], float, list[float]]:
     seed_all(0)
     torch.manual_seed(rank + 1)
     model = Net()
@@ -360,7 +389,11 @@ def _on_two_ranks(rank: int, size: int, folder: str, spike_on: int) -> tuple[lis
         optimizer.zero_grad()
         if spike_on < 0:
             model.loud.gain.fill_(1.0 if recovery.step < 25 else 1e6)
-    return [one.to_dict() for one in recovery.returns], float(sum(p.detach().double().sum() for p in model.parameters())), seen
+    return (
+        [one.to_dict() for one in recovery.returns],
+        float(sum(p.detach().double().sum() for p in model.parameters())),
+        seen,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -372,16 +405,71 @@ def two() -> Iterator[World]:
 
 def test_both_ranks_go_back_together(two: World, tmp_path: Path) -> None:
     (first, sum0, _), (second, sum1, _) = two.run(_on_two_ranks, str(tmp_path), 1)
-    assert first == second and sum0 == sum1
+    assert first == second
+    assert sum0 == sum1
     assert [(one["step"], one["cause"]) for one in first] == [(25, "batch")]
     assert first[0]["evidence"].startswith("on rank 1: ")
 
 
 def test_the_plan_changes_under_distributed_data_parallel(two: World, tmp_path: Path) -> None:
     (first, sum0, seen0), (second, sum1, seen1) = two.run(_on_two_ranks, str(tmp_path), -1)
-    assert first == second and sum0 == sum1
+    assert first == second
+    assert sum0 == sum1
     assert [one["cause"] for one in first] == ["format"]
-    assert seen0[-1] < seen0[0] and seen1[-1] < seen1[0]
+    assert seen0[-1] < seen0[0]
+    assert seen1[-1] < seen1[0]
+
+
+def _records_on_two_ranks(rank: int, size: int, folder: str) -> list[str]:
+    seed_all(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, optimizer)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    with castwise.Recorder(amp, ddp, folder) as recorder:
+        for batch in recorder.batches(data(4, spikes=(2,) if rank else (), value=float("nan"), seed=rank)):
+            amp.backward(loss(ddp, batch))
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    return [str(path) for path in recorder.records]
+
+
+def test_each_rank_records_its_own_batch(two: World, tmp_path: Path) -> None:
+    (first,), (second,) = two.run(_records_on_two_ranks, str(tmp_path))
+    assert second == str(tmp_path / "rank-1" / Path(first).name)
+    good, bad = (castwise.replay(path, Net(), loss, find=False) for path in (first, second))
+    assert good.exact
+    assert good.finite
+    assert good.recorded_nonfinite  # which came from the other rank
+    assert bad.exact
+    assert not bad.finite
+    assert any("several processes" in note for note in good.notes)
+
+
+def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Path) -> None:
+    seed_all(0)
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, optimizer)
+
+    def losses(m: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        out = m(batch[0])
+        return {"fit": functional.mse_loss(out, batch[1]), "size": 1e-3 * out.square().mean()}
+
+    recovery = Recovery(amp, model, optimizer, losses, tmp_path, every=10)
+    for batch in recovery.batches(data(30, spikes=(22,), value=float("nan"))):
+
+        def closure(batch: Batch = batch) -> float:
+            optimizer.zero_grad()
+            values = losses(model, batch)
+            for name, value in values.items():
+                amp.backward(value, name, retain_graph=True)
+            return float(sum(values.values()).detach())
+
+        amp.step(optimizer, closure=closure)
+    assert [(one.step, one.cause) for one in recovery.returns] == [(22, "batch")]
 
 
 # --- the line -------------------------------------------------------------------------------------------------
@@ -393,10 +481,12 @@ def test_the_line_between_noise_and_divergence() -> None:
     noise = (0.1 * torch.randn(300, generator=generator)).tolist()
     for step, one in enumerate(noise):
         assert not line.judge(step, 2.0 * 0.99**step + 0.5 + one * 0.5)
-    assert line.is_normal(0.7) and not line.is_normal(float("nan"))
+    assert line.is_normal(0.7)
+    assert not line.is_normal(float("nan"))
     assert not line.judge(300, 2.4)  # far above, and yet no more than it was: a suspect
     assert line.suspects
-    assert not line.judge(301, 0.55) and not line.suspects
+    assert not line.judge(301, 0.55)
+    assert not line.suspects
     for step in range(302, 302 + PERSISTENT - 1):
         assert not line.judge(step, 2.4)
     assert "in a row" in line.judge(310, 2.4)

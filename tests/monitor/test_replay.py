@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.processes import forks
+from tests.soak import some
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -26,8 +28,6 @@ from castwise.monitor.recorder import Recorder
 from castwise.monitor.replay import Record, replay
 from castwise.numerics.isolation import seed_all
 from castwise.plans.plan import PRESETS
-from tests.processes import forks
-from tests.soak import some
 
 NAMES = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
 
@@ -122,9 +122,12 @@ def test_an_overflow_is_recorded_by_itself(name: str, tmp_path: Path) -> None:
             optimizer.zero_grad()
     assert [path.name for path in recorder.records] == ["step-00000004"]
     again = replay(tmp_path, Net(), loss)
-    assert again.exact and not again.finite and again.recorded_losses == (float("inf"),)
+    assert again.exact
+    assert not again.finite
+    assert again.recorded_losses == (float("inf"),)
     assert same(then, again.gradients)
-    assert again.first.name == "batch[1]" and again.first.kind == "data"
+    assert again.first.name == "batch[1]"
+    assert again.first.kind == "data"
 
 
 def test_another_plan_is_no_claim_of_exactness(tmp_path: Path) -> None:
@@ -135,7 +138,9 @@ def test_another_plan_is_no_claim_of_exactness(tmp_path: Path) -> None:
             amp.step(optimizer)
     assert replay(tmp_path, Net(), loss, find=False).exact
     again = replay(tmp_path, Net(), loss, plan="fp32")
-    assert again.exact is None and again.finite and again.first is None
+    assert again.exact is None
+    assert again.finite
+    assert again.first is None
 
 
 def test_a_loss_that_is_not_the_recorded_one_is_noticed(tmp_path: Path) -> None:
@@ -159,7 +164,9 @@ def test_accumulated_microbatches_are_one_step(tmp_path: Path) -> None:
                 amp.step(optimizer)
                 optimizer.zero_grad()
     again = replay(tmp_path, Net(), lambda m, b: loss(m, b) / 4, find=False)
-    assert again.exact and len(again.losses) == 4 and again.step == 2
+    assert again.exact
+    assert len(again.losses) == 4
+    assert again.step == 2
     assert same(then, again.gradients)
 
 
@@ -179,19 +186,25 @@ def test_several_losses_keep_their_names_and_scales(tmp_path: Path) -> None:
             amp.step(optimizer)
             optimizer.zero_grad()
     again = replay(tmp_path, Net(), losses)
-    assert again.exact and len(again.losses) == 2
+    assert again.exact
+    assert len(again.losses) == 2
     assert same(then, again.gradients)
 
 
 def test_an_error_in_a_step_is_recorded(tmp_path: Path) -> None:
     amp, model, optimizer = start("bf16-mixed")
-    torch.manual_seed(1)
-    with pytest.raises(ZeroDivisionError), Recorder(amp, model, tmp_path) as recorder:
-        for number, batch in enumerate(recorder.batches(data(3))):
-            amp.backward(loss(model, batch))
-            _ = 1 / (2 - number)
-            amp.step(optimizer)
-            optimizer.zero_grad()
+    recorder = Recorder(amp, model, tmp_path)
+
+    def train() -> None:
+        with recorder:
+            for number, batch in enumerate(recorder.batches(data(3))):
+                amp.backward(loss(model, batch))
+                _ = 1 / (2 - number)
+                amp.step(optimizer)
+                optimizer.zero_grad()
+
+    with pytest.raises(ZeroDivisionError):
+        train()
     assert Record.read(recorder.records[0]).kind == "error"
     assert replay(tmp_path, Net(), loss).exact
 
@@ -214,7 +227,9 @@ def test_a_dataloader_with_workers(tmp_path: Path) -> None:
             amp.step(optimizer)
             optimizer.zero_grad()
     again = replay(tmp_path, Net(), loss)
-    assert again.exact and again.step == 5 and again.first.kind == "data"
+    assert again.exact
+    assert again.step == 5
+    assert again.first.kind == "data"
 
 
 # --- what is written, and when --------------------------------------------------------------------------------
@@ -244,7 +259,8 @@ def test_an_alarm_without_copies_gets_the_next_step(tmp_path: Path) -> None:
                 recorder.write("behind the step")
             optimizer.zero_grad()
     again = replay(tmp_path, Net(), loss)
-    assert again.step == 3 and again.exact
+    assert again.step == 3
+    assert again.exact
     assert same(then[2], again.gradients)
 
 
@@ -263,7 +279,8 @@ def test_the_training_does_not_notice(name: str, tmp_path: Path) -> None:
         recorder.close()
         ends.append((state(model), torch.get_rng_state(), amp.state_dict()))
     assert len(recorder.records) == 2
-    assert same(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
+    assert same(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
     assert ends[0][2] == ends[1][2]
 
 
@@ -276,11 +293,14 @@ def test_replay_leaves_the_given_model_and_the_generators_alone(tmp_path: Path) 
     model.eval()
     before, seen, drawn = state(model), torch.get_rng_state(), random.getstate()
     assert replay(tmp_path, model, loss).exact  # the prepared model itself
-    assert same(before, state(model)) and not model.training
-    assert torch.equal(seen, torch.get_rng_state()) and random.getstate() == drawn
+    assert same(before, state(model))
+    assert not model.training
+    assert torch.equal(seen, torch.get_rng_state())
+    assert random.getstate() == drawn
     with pytest.raises(castwise.CastwiseError):
         replay(tmp_path, model, lambda m, b: None)
-    assert same(before, state(model)) and torch.equal(seen, torch.get_rng_state())
+    assert same(before, state(model))
+    assert torch.equal(seen, torch.get_rng_state())
 
 
 def test_frozen_parts_and_modes_come_along(tmp_path: Path) -> None:
@@ -294,7 +314,9 @@ def test_frozen_parts_and_modes_come_along(tmp_path: Path) -> None:
             amp.step(optimizer)
             optimizer.zero_grad()
     again = replay(tmp_path, Net(), loss, find=False)
-    assert again.exact and "first.weight" not in again.gradients and same(then, again.gradients)
+    assert again.exact
+    assert "first.weight" not in again.gradients
+    assert same(then, again.gradients)
 
 
 def test_what_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
@@ -308,7 +330,8 @@ def test_what_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
             else:
                 amp.step(optimizer)
             optimizer.zero_grad()
-    assert recorder.records == () and not list(tmp_path.glob("step-*"))
+    assert recorder.records == ()
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_a_batch_that_was_changed_in_place_is_said_to_be(tmp_path: Path) -> None:
@@ -346,7 +369,8 @@ def test_kill_9_while_a_step_is_written_leaves_whole_records_alone(tmp_path: Pat
         assert seen
         for path in seen:
             _, content, weights = step_files.read(path)
-            assert content["number"] == int(path.name[5:]) and weights["w"].shape == (1 << 20,)
+            assert content["number"] == int(path.name[5:])
+            assert weights["w"].shape == (1 << 20,)
         _ = step_files.write(folder, 10_001, {}, {}, {"castwise": "", "torch": "", "plan": "", "digest": ""})
         assert not list(folder.glob(".*partial"))
 
@@ -369,7 +393,8 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, before)
-    assert recorder.records == () and not list(tmp_path.rglob("*.safetensors"))
+    assert recorder.records == ()
+    assert not list(tmp_path.rglob("*.safetensors"))
     with pytest.raises(CheckpointError, match="no complete record"):
         replay(tmp_path, Net(width=4096), loss)
 
@@ -394,7 +419,8 @@ def test_weights_by_a_checkpoint_outlive_it(tmp_path: Path, monkeypatch: pytest.
     for file in sorted((tmp_path / "saves").rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     again = replay(path, Net(width=4096), loss)
-    assert again.exact and same(then, again.gradients)
+    assert again.exact
+    assert same(then, again.gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8])
@@ -442,7 +468,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Recorder(amp, model, tmp_path, most=0)
     with pytest.raises(StateError, match="was not prepared by this Amp"):
         Recorder(amp, Net(), tmp_path)
-    with pytest.raises(PlanError, match="the castwise.Amp of the training"):
+    with pytest.raises(PlanError, match=r"the castwise\.Amp of the training"):
         Recorder(model, amp, tmp_path)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="no complete record"):
         replay(tmp_path, model, loss)
@@ -473,9 +499,9 @@ def test_a_workload_needs_no_model(tmp_path: Path) -> None:
             amp.backward(job.loss(model, batch))
             amp.step(optimizer)
     again = replay(tmp_path)
-    assert again.exact and again.finite
+    assert again.exact
+    assert again.finite
     record = again.to_dict()
-    assert record["exact"] and record["reason"] == "asked for"
+    assert record["exact"]
+    assert record["reason"] == "asked for"
     assert (again.save(tmp_path / "out") / "replay.json").is_file()
-
-

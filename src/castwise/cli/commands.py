@@ -399,7 +399,10 @@ def replay(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="A recorded step, or a folder of them, of which the newest is taken.", parser=_path, show_default=False
+            metavar="DIR",
+            help="A recorded step, or a folder of them, of which the newest is taken.",
+            parser=_path,
+            show_default=False,
         ),
     ],
     workload: Annotated[
@@ -408,15 +411,17 @@ def replay(
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="A preset, a plan line or the path of a plan file.", show_default="the recorded one"),
+        typer.Option(
+            help="A preset, a plan line or the path of a plan file.", show_default="the recorded one"
+        ),
     ] = None,
     device: Device = None,
-    find: Annotated[
-        bool, typer.Option(help="Look for the operator that began what is not finite.")
-    ] = True,
+    find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the record of it.", parser=_path, metavar="PATH", show_default="none is written"),
+        typer.Option(
+            help="Folder for the record of it.", parser=_path, metavar="PATH", show_default="none is written"
+        ),
     ] = None,
     json: Json = False,
     show_traceback: Traceback = False,

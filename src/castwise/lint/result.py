@@ -65,7 +65,10 @@ class Lint:
 
         for one in self.findings:
             console.print(
-                Text.assemble((f"{one.path}:{one.line}: ", "bold"), (f"{one.rule}: ", "yellow"), f"{one.why}."), soft_wrap=True
+                Text.assemble(
+                    (f"{one.path}:{one.line}: ", "bold"), (f"{one.rule}: ", "yellow"), f"{one.why}."
+                ),
+                soft_wrap=True,
             )
             console.print(Text(f"    write: {one.instead}"), soft_wrap=True)
         for path, why in self.problems:

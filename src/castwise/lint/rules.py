@@ -24,7 +24,9 @@ _KEEPS_MASTERS = re.compile(
     r"castwise|deepspeed|apex|colossalai|accelerate|lightning|torchao|bitsandbytes|fairscale|megatron|transformer_engine|optimi\b"
 )
 """Libraries whose optimizers keep fp32 values of low parameters, or that set precision themselves."""
-_NO_TRAINING = re.compile(r"get_peft_model|LoraConfig|requires_grad_\(\s*False\s*\)|\.requires_grad\s*=\s*False")
+_NO_TRAINING = re.compile(
+    r"get_peft_model|LoraConfig|requires_grad_\(\s*False\s*\)|\.requires_grad\s*=\s*False"
+)
 
 
 class Said(NamedTuple):
@@ -53,7 +55,10 @@ class _Script:
         self.autocasts = [call for call, name in self.named if name in AUTOCAST]
         self.scalers = self._scalers()
         self.modules = {
-            name for node in view.nodes if isinstance(node, (cst.Import, cst.ImportFrom)) for name in [view.code(node)]
+            name
+            for node in view.nodes
+            if isinstance(node, (cst.Import, cst.ImportFrom))
+            for name in [view.code(node)]
         }
 
     def _scalers(self) -> Mapping[str, cst.Call]:
@@ -75,7 +80,9 @@ class _Script:
         for at, each in enumerate(call.args):
             if each.star:
                 return None
-            if (each.keyword is not None and each.keyword.value == name) or (each.keyword is None and at == place):
+            if (each.keyword is not None and each.keyword.value == name) or (
+                each.keyword is None and at == place
+            ):
                 return each.value
         return None
 
@@ -186,7 +193,9 @@ def clipping_before_unscale(script: _Script) -> Iterator[Said]:
             before = [s for s in scales if script.function(s) == here and script.view.position(s) < at]
             after = [s for s in steps if script.function(s) == here and script.view.position(s) > at]
             freed = [u for u in unscales if script.function(u) == here and script.view.position(u) < at]
-            between = before and any(script.view.position(u) > script.view.position(before[-1]) for u in freed)
+            between = before and any(
+                script.view.position(u) > script.view.position(before[-1]) for u in freed
+            )
             if before and after and not between:
                 yield Said(
                     script.line(clip),
@@ -201,7 +210,12 @@ def scaler_never_updated(script: _Script) -> Iterator[Said]:
     """A scaler whose scale never moves."""
     for name, made in script.scalers.items():
         steps = script.methods(name, "step")
-        if steps and script.is_on(made) and not script.methods(name, "update") and not _handed_on(script, name):
+        if (
+            steps
+            and script.is_on(made)
+            and not script.methods(name, "update")
+            and not _handed_on(script, name)
+        ):
             yield Said(
                 script.line(steps[0]),
                 "scaler-not-updated",
@@ -220,7 +234,8 @@ def step_on_scaled_gradients(script: _Script) -> Iterator[Said]:
         optimizers = {
             script.view.code(target.target)
             for call, origin in script.named
-            if origin.startswith("torch.optim.") and isinstance(assign := script.view.parent(call), cst.Assign)
+            if origin.startswith("torch.optim.")
+            and isinstance(assign := script.view.parent(call), cst.Assign)
             for target in assign.targets
         }
         for optimizer in sorted(optimizers):
@@ -281,16 +296,23 @@ def low_weights_without_masters(script: _Script) -> Iterator[Said]:
     text = script.view.module.code
     if any(_KEEPS_MASTERS.search(line) for line in script.modules) or _NO_TRAINING.search(text):
         return
-    low = {(name, script.function(node)): (script.line(node), kind) for name, node, kind in _low_models(script)}
+    low = {
+        (name, script.function(node)): (script.line(node), kind) for name, node, kind in _low_models(script)
+    }
     for call, origin in script.named:
-        if not origin.startswith("torch.optim.") or origin.startswith(("torch.optim.lr_scheduler", "torch.optim.swa")):
+        if not origin.startswith("torch.optim.") or origin.startswith((
+            "torch.optim.lr_scheduler",
+            "torch.optim.swa",
+        )):
             continue
         if not call.args:
             continue
         target = script.view.parent(call)
-        steps = any(script.methods(script.view.code(each.target), "step") for each in target.targets) if isinstance(
-            target, cst.Assign
-        ) else False
+        steps = (
+            any(script.methods(script.view.code(each.target), "step") for each in target.targets)
+            if isinstance(target, cst.Assign)
+            else False
+        )
         for node in inside(call.args[0].value):
             if not (isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)):
                 continue
@@ -307,7 +329,7 @@ def low_weights_without_masters(script: _Script) -> Iterator[Said]:
                 "low-weights-without-masters",
                 f"{model!r} is stored in {kind} and trained as it is: updates below {'1/256' if kind == 'bf16' else '1/2048'} of a weight "
                 f"are rounded away{eps}",
-                f"leave it in fp32 and use autocast; or castwise.Amp(\"{kind}-master\") and amp.prepare({model}, optimizer), which keeps "
+                f'leave it in fp32 and use autocast; or castwise.Amp("{kind}-master") and amp.prepare({model}, optimizer), which keeps '
                 "fp32 masters",
             )
 
@@ -319,10 +341,17 @@ def loss_in_fp16(script: _Script) -> Iterator[Said]:
         return
     for call, origin in script.named:
         name = script.view.code(call.func)
-        is_loss = re.match(r"torch\.nn\.functional\.(cross_entropy|nll_loss|mse_loss|kl_div|binary_cross_entropy\w*|l1_loss|smooth_l1_loss)$", origin)
+        is_loss = re.match(
+            r"torch\.nn\.functional\.(cross_entropy|nll_loss|mse_loss|kl_div|binary_cross_entropy\w*|l1_loss|smooth_l1_loss)$",
+            origin,
+        )
         is_loss = is_loss or re.search(r"(^|[._])(criterion|loss_fn|loss_func)$", name)
         first = call.args[0].value if call.args else None
-        if is_loss and isinstance(first, cst.Call) and (script.view.code(first.func), script.function(call)) in low:
+        if (
+            is_loss
+            and isinstance(first, cst.Call)
+            and (script.view.code(first.func), script.function(call)) in low
+        ):
             yield Said(
                 script.line(call),
                 "loss-in-fp16",
@@ -340,7 +369,9 @@ def _low_models(script: _Script) -> Iterator[tuple[str, cst.Call, str]]:
         if isinstance(node.func, cst.Attribute) and node.func.attr.value in ("parameters", "named_parameters")
     }
     for name in sorted(optimized):
-        if re.search(rf"\b{re.escape(name)}\.float\(\)|\b{re.escape(name)}\.to\(\s*(dtype\s*=\s*)?torch\.float32", text):
+        if re.search(
+            rf"\b{re.escape(name)}\.float\(\)|\b{re.escape(name)}\.to\(\s*(dtype\s*=\s*)?torch\.float32", text
+        ):
             continue
         for node in script.calls:
             if not _is_unconditional(script, node):
@@ -365,10 +396,16 @@ def _made_low(script: _Script, call: cst.Call) -> str | None:
     if method in _CASTS and not call.args:
         return _CASTS[method]
     if method == "to":
-        given = [script.dtype(each.value) for each in call.args if each.keyword is None or each.keyword.value == "dtype"]
+        given = [
+            script.dtype(each.value)
+            for each in call.args
+            if each.keyword is None or each.keyword.value == "dtype"
+        ]
         return next((kind for kind in given if kind is not None), None)
     if method == "from_pretrained":
-        return script.dtype(script.argument(call, "torch_dtype")) or script.dtype(script.argument(call, "dtype"))
+        return script.dtype(script.argument(call, "torch_dtype")) or script.dtype(
+            script.argument(call, "dtype")
+        )
     if method in ("cuda", "train", "eval", "to_empty", "compile") and isinstance(call.func.value, cst.Call):
         return _made_low(script, call.func.value)
     return None

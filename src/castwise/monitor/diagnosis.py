@@ -21,7 +21,7 @@ from castwise.errors import CastwiseError, sentence
 from castwise.inspection.nonfinite import first_nonfinite
 from castwise.monitor.moments import Moment, set_generators
 from castwise.monitor.passes import Loss, Ran, run_step, total
-from castwise.numerics.isolation import copied, undisturbed
+from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE
 from castwise.plans.plan import Plan, Region
 from castwise.ranks import ALONE
@@ -54,12 +54,12 @@ def diagnose(
         model: The module that it has prepared, with good weights.
         loss: From the model and a batch.
         moments: The step's microbatches.
-        is_normal: Whether a loss, the sum over the step divided by its microbatches, is what training brings.
+        is_normal: Whether the loss of a step, as :func:`castwise.monitor.passes.mean_loss` has it, is what training brings.
     """
     holders = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
     if holders:
         return Verdict("batch", f"not finite in the data: {'; '.join(holders[:3])}")
-    with undisturbed():
+    with unspoilt(model, "Recovery"), undisturbed():
         return _Trials(amp, model, loss, moments, is_normal).verdict()
 
 
@@ -69,7 +69,12 @@ def _parts(moment: Moment, number: int, of: int) -> list[str]:
 
 class _Trials:
     def __init__(
-        self, amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], is_normal: Callable[[float], bool]
+        self,
+        amp: Amp,
+        model: nn.Module,
+        loss: Loss,
+        moments: Sequence[Moment],
+        is_normal: Callable[[float], bool],
     ) -> None:
         self._plan = dataclasses.replace(amp.plan, compile="as_given")
         self._model, self._loss, self._moments, self._is_normal = model, loss, moments, is_normal
@@ -82,7 +87,9 @@ class _Trials:
     def verdict(self) -> Verdict:
         ran, said = self._try(self._plan)
         if self._is_sound(ran):
-            return Verdict("transient", f"from the good state the same batch is sound under {self._plan}: {said}")
+            return Verdict(
+                "transient", f"from the good state the same batch is sound under {self._plan}: {said}"
+            )
         reference, also = self._try(REFERENCE)
         if not self._is_sound(reference):
             return Verdict("batch", f"in fp32 it is no better: {also} (under {self._plan}: {said})")
@@ -113,7 +120,11 @@ class _Trials:
                 cause = "loss scale" if lower and trial.plan.ops == self._plan.ops else "format"
                 if cause == "format" and trial.what not in ("fp32", "fp64"):
                     plan = dataclasses.replace(trial.plan, loss_scale=scale)
-                    yield cause, f"{found.operator} in {where} is the first that is not finite ({found.why})", plan
+                    yield (
+                        cause,
+                        f"{found.operator} in {where} is the first that is not finite ({found.why})",
+                        plan,
+                    )
                 elif cause == "loss scale" and not (scale is not None and scale.dynamic):
                     yield cause, f"the backward of {where} overflows", trial.plan
         whole = dataclasses.replace(self._plan, regions=(*self._plan.regions, Region("**", compute="fp32")))
@@ -121,7 +132,9 @@ class _Trials:
 
     def _try(self, plan: Plan) -> tuple[Ran | None, str]:
         """A run of the step, and what became of it in a clause."""
-        scales = {} if self._scale is None or plan.loss_scale != self._plan.loss_scale else {"loss": self._scale}
+        scales = (
+            {} if self._scale is None or plan.loss_scale != self._plan.loss_scale else {"loss": self._scale}
+        )
         moments = [(moment.batch, moment.random) for moment in self._moments]
         try:
             ran = run_step(
@@ -131,13 +144,10 @@ class _Trials:
         except CastwiseError as error:
             return None, sentence(error)
         gradients = f", gradients of {ran.nonfinite[0]} not finite" if ran.nonfinite else ""
-        return ran, f"loss {self._mean(ran):.4g}{gradients}"
-
-    def _mean(self, ran: Ran) -> float:
-        return sum(map(float, ran.losses)) / max(1, len(self._moments))
+        return ran, f"loss {ran.loss:.4g}{gradients}"
 
     def _is_sound(self, ran: Ran | None) -> bool:
-        return ran is not None and not ran.nonfinite and self._is_normal(self._mean(ran))
+        return ran is not None and not ran.nonfinite and self._is_normal(ran.loss)
 
 
 def _fp32_of(model: nn.Module, weights: Mapping[str, Any]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,13 @@ class Ran:
 
     Attributes:
         losses: In their order, 0-dim.
+        names: Of the losses.
         gradients: By name, the loss scale in them.
         nonfinite: Names of parameters whose gradients are not finite.
     """
 
     losses: list[Tensor]
+    names: list[str]
     gradients: dict[str, Tensor]
     nonfinite: list[str]
 
@@ -41,6 +43,19 @@ class Ran:
     def finite(self) -> bool:
         """Whether all of it is. The host waits for the device."""
         return not self.nonfinite and all(bool(torch.isfinite(value).all()) for value in self.losses)
+
+    @property
+    def loss(self) -> float:
+        """As :func:`mean_loss`."""
+        return mean_loss(zip(self.names, self.losses, strict=True))
+
+
+def mean_loss(losses: Iterable[tuple[str, Tensor]]) -> float:
+    """The loss of a step: of each name the mean over microbatches, or evaluations, added up. The host waits for the device."""
+    by: dict[str, list[float]] = {}
+    for name, value in losses:
+        by.setdefault(name, []).append(float(value))
+    return sum(sum(values) / len(values) for values in by.values())
 
 
 def run_step(
@@ -76,6 +91,7 @@ def run_step(
     """
     model.to(device)
     losses: list[Tensor] = []
+    called: list[str] = []
     with Amp(plan, device=device, group=ALONE) as amp:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizers = (torch.optim.SGD(trained, lr=0.0),) if plan.keeps_masters else ()
@@ -89,13 +105,14 @@ def run_step(
                 values = by_name(loss(model, to_device(batch, device)), names[at] if at < len(names) else ())
             for name, value in values:
                 losses.append(check_loss(value, call).detach().clone())
+                called.append(name)
                 amp.backward(value, name, retain_graph=len(values) > 1)
         kept = (
             {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
             if keep
             else {}
         )
-        return Ran(losses, kept, gradients_not_finite(model))
+        return Ran(losses, called, kept, gradients_not_finite(model))
 
 
 def by_name(given: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
@@ -133,7 +150,10 @@ def _set_scales(amp: Amp, scales: Mapping[str, float]) -> None:
         for name, scale in scales.items()
         if name != "loss"
     }
-    amp.load_state_dict({**state, "scaler": {**first, "scale": scales.get("loss", first["scale"]), "losses": others}})
+    amp.load_state_dict({
+        **state,
+        "scaler": {**first, "scale": scales.get("loss", first["scale"]), "losses": others},
+    })
 
 
 @contextmanager

@@ -213,22 +213,20 @@ class Recorder:
     def _wants(self, kind: str) -> bool:
         return self._counts.get(kind, 0) < self._most
 
-    def _write(
-        self, step: _Step, kind: str, text: str, skipped: bool | None, norm: Tensor | None
-    ) -> None:
+    def _write(self, step: _Step, kind: str, text: str, skipped: bool | None, norm: Tensor | None) -> None:
         if not step.moments or not self._wants(kind):
             return
         self._counts[kind] = self._counts.get(kind, 0) + 1
         try:
             path = self._record(step, kind, text, skipped, norm)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"Recorder: the step was not written, and the training goes on: {error}", stacklevel=3)
+            warnings.warn(
+                f"Recorder: the step was not written, and the training goes on: {error}", stacklevel=3
+            )
         else:
             self.records += (path,)
 
-    def _record(
-        self, step: _Step, kind: str, text: str, skipped: bool | None, norm: Tensor | None
-    ) -> Path:
+    def _record(self, step: _Step, kind: str, text: str, skipped: bool | None, norm: Tensor | None) -> Path:
         model, amp = self._model, self._amp
         weights = step.weights if step.weights is not None else amp.model_state_dict(model)
         moments = [{"batch": m.batch, "random": m.random, "changed": m.changed} for m in step.moments]
@@ -291,4 +289,3 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
             f"{call}: this {type(inner).__name__} was not prepared by this Amp; call amp.prepare(model, optimizer) first"
         )
     return inner
-

@@ -8,13 +8,10 @@ damaged. How often is bounded, and each time is logged with its evidence.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import json
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise import checkpoint
-from castwise.checkpoint.folder import candidates
 from castwise.checkpoint.saving import as_list
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
 from castwise.monitor.diagnosis import Verdict, diagnose
+from castwise.monitor.good_states import Good, GoodStates
 from castwise.monitor.losses import LossLine
-from castwise.monitor.moments import Moment, generators, set_generators
-from castwise.monitor.passes import Loss
+from castwise.monitor.moments import Moment, set_generators
+from castwise.monitor.passes import Loss, mean_loss
 from castwise.monitor.recorder import check_prepared
+from castwise.monitor.rewind import Rewind
 from castwise.plans.plan import Plan
 from castwise.ranks import Ranks
 from castwise.ranks.pieces import is_dtensor
@@ -73,21 +70,6 @@ class Return:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class _Good:
-    """A good state: its checkpoint, the step that comes next, and where in the data that begins."""
-
-    path: Path
-    step: int
-    cursor: int
-
-
-@dataclass(frozen=True)
-class _Kept:
-    moment: Moment
-    step: int
 
 
 @dataclass(frozen=True)
@@ -162,31 +144,17 @@ class Recovery:
                 "Recovery: parameters of the model are cut into shards, of which no copy can be tried. Save checkpoints, and resume "
                 "from the newest under another plan."
             )
-        self._also = dict(also or {})
-        for name, thing in self._also.items():
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise PlanError(
-                    f"Recovery(also={{{name!r}: {type(thing).__name__}}}): needs state_dict and load_state_dict; leave it out, or "
-                    "wrap it in an object that has them"
-                )
+        self._states = GoodStates(
+            amp, model, self._inner, as_list(optimizers), dict(also or {}), Path(folder)
+        )
         self._amp, self._model, self._loss = amp, model, loss
-        self._optimizers = as_list(optimizers)
         self._folder, self._every, self._attempts, self._spikes = Path(folder), every, attempts, spikes
-        self._keep_bytes = keep_bytes
+        self._data = Rewind(keep_bytes)
         self._ranks = Ranks()
         self._line = LossLine()
-        self._goods: list[_Good] = []
-        self._serial = max((step for step, _ in candidates(self._folder)), default=-1) + 1
-        self._kept: list[_Kept] = []
-        self._base = 0
-        """How many batches were handed out before the first that is kept."""
-        self._cursor = 0
-        """How many batches the next one has before it."""
-        self._next_step = 0
-        self._passed: set[int] = set()
         self._accidents: dict[int, int] = {}
         """By step, how often its divergence was called an accident."""
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[str, Tensor]] = []
         self._results: list[StepResult] = []
         self._skips: list[int] = []
         """Steps skipped in a row just now."""
@@ -196,7 +164,6 @@ class Recovery:
         self._tried = -1
         """The step before which a good state could not be saved."""
         self._suspect: _Suspect | None = None
-        self._extra: Any = None
         self._first_plan = amp.plan
         self.returns, self.step = (), -1
         self._end = amp.listen(self._on_loss, self._on_step)
@@ -210,12 +177,13 @@ class Recovery:
     def close(self) -> None:
         """Watch the session no longer. Good states stay on disk."""
         self._end()
-        self._kept, self._losses, self._results = [], [], []
+        self._data.clear()
+        self._losses, self._results = [], []
 
     # --- what a training tells --------------------------------------------------------------------------------
 
-    def _on_loss(self, loss: Tensor, _: str) -> None:
-        self._losses.append(loss.detach().clone())
+    def _on_loss(self, loss: Tensor, name: str) -> None:
+        self._losses.append((name, loss.detach().clone()))
 
     def _on_step(self, _: Sequence[Optimizer], result: StepResult) -> None:
         self._results.append(result)
@@ -229,81 +197,59 @@ class Recovery:
             DivergedError: The training has diverged, and going back did not help ``attempts`` times.
             CheckpointError: There is no good state to go back to, or it cannot be read.
         """
-        source = iter(loader)
+        source, data = iter(loader), self._data
         while True:
             if self._results:
                 self._end_of_step()
-            self._pass_over()
-            if not self._losses and (not self._goods or self._is_due()):
+            data.pass_over()
+            if not self._losses and (not self._states.all or self._is_due()):
                 self._save()
-            if self._suspect is not None and self._suspect.step <= self._step_of(self._cursor):
+            if self._suspect is not None and self._suspect.step <= data.step:
                 self._decide(self._suspect)
-                self._pass_over()
-            kept = self._again()
-            if kept is None:
+                data.pass_over()
+            moment = data.again()
+            if moment is None:
                 try:
                     batch = next(source)
                 except StopIteration:
                     return
                 moment = Moment.of(batch, self._amp)
-                self._keep(_Kept(moment, self._next_step))
+                data.keep(moment, min(good.cursor for good in self._states.all))
             else:
-                moment = kept.moment
                 set_generators(moment.random)
-            self.step = self._kept[self._cursor - self._base].step
-            self._cursor += 1
+            self.step = data.step
+            data.cursor += 1
             yield moment.batch
-
-    def _step_of(self, cursor: int) -> int:
-        at = cursor - self._base
-        return self._kept[at].step if 0 <= at < len(self._kept) else self._next_step
-
-    def _pass_over(self) -> None:
-        """Go past the batches that are kept and not wanted again: bad ones, and those that somebody has written into."""
-        while (one := self._again()) is not None and (one.step in self._passed or one.moment.changed):
-            self._cursor += 1
-
-    def _again(self) -> _Kept | None:
-        """The next batch, if it is one of those that are kept."""
-        at = self._cursor - self._base
-        return self._kept[at] if at < len(self._kept) else None
-
-    def _keep(self, one: _Kept) -> None:
-        self._kept.append(one)
-        size = sum(each.moment.nbytes for each in self._kept)
-        oldest = min((good.cursor for good in self._goods), default=0)
-        while len(self._kept) > 1 and (size > self._keep_bytes or self._base < oldest):
-            if self._kept[0].step == one.step:
-                break
-            size -= self._kept.pop(0).moment.nbytes
-            self._base += 1
 
     # --- is it well? ------------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> None:
-        microbatches = sum(1 for one in self._kept if one.step == self.step) or 1
-        value, skipped = self._seen(microbatches)
+        value, skipped = self._seen()
         step = self.step
-        self._next_step = max(self._next_step, step + 1)
+        self._data.end_step(step)
         symptom, first = self._symptom(step, value, skipped)
         if symptom:
             self._go_back(symptom, first)
         self._losses, self._results = [], []
 
-    def _seen(self, microbatches: int) -> tuple[float, bool]:
+    def _seen(self) -> tuple[float, bool]:
         """The step's loss, and whether it was skipped, as all ranks see it. The host waits for the device."""
-        value = sum(map(float, self._losses)) / microbatches
+        value = mean_loss(self._losses)
         skipped = any(result.skipped for result in self._results)
         if self._ranks.size > 1:
             kind = self._amp.device_type
-            both = torch.tensor([value, float(skipped)], dtype=torch.float32 if kind == "mps" else torch.float64, device=kind)
+            both = torch.tensor(
+                [value, float(skipped)], dtype=torch.float32 if kind == "mps" else torch.float64, device=kind
+            )
             torch.distributed.all_reduce(both)
             value, skipped = float(both[0]) / self._ranks.size, bool(both[1] > 0)
         return value, skipped
 
     def _symptom(self, step: int, value: float, skipped: bool) -> tuple[str, int]:
         """What is wrong with a step, in a clause, and the step that it began with."""
-        self._skips = [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
+        self._skips = (
+            [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
+        )
         if not math.isfinite(value):
             return f"the loss is {value}", step
         if len(self._skips) >= STREAK:
@@ -321,50 +267,33 @@ class Recovery:
     # --- good states ------------------------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        step = self._step_of(self._cursor)
+        step = self._data.step
         quiet = not self._line.suspects and not self._skips
-        return quiet and self._suspect is None and step - max(self._goods[-1].step, self._tried) >= self._every
+        return (
+            quiet
+            and self._suspect is None
+            and step - max(self._states.all[-1].step, self._tried) >= self._every
+        )
 
     def _save(self) -> None:
         if not all(bool(torch.isfinite(p).all()) for p in self._inner.parameters()):
-            if not self._goods:
-                raise StateError("Recovery: weights are not finite at the start, so that there is no good state to go back to")
+            if not self._states.all:
+                raise StateError(
+                    "Recovery: weights are not finite at the start, so that there is no good state to go back to"
+                )
             self._go_back("weights are not finite", self.step)
             return
-        step = self._step_of(self._cursor)
-        draws = {name: state for name, state in generators(self._amp).items() if name != "torch"}
-        also = {name: thing.state_dict() for name, thing in self._also.items()}
-        extra = {"step": step, "generators": draws, "also": also, "buffers": dict(self._unsaved_buffers())}
+        step = self._data.step
         try:
-            path = checkpoint.save(
-                self._folder, self._serial, model=self._model, optimizers=self._optimizers, amp=self._amp, extra=extra, keep=None
-            ).path
+            self._states.add(step, self._data.cursor)
         except CheckpointError as error:
-            if not self._goods:
+            if not self._states.all:
                 raise
             warnings.warn(f"Recovery: no new good state, and the last one stays: {error}", stacklevel=3)
             self._tried = step
             return
-        self._serial += 1
-        self._goods.append(_Good(path, step, self._cursor))
         if step > self._furthest + 1:
             self._tries = 0
-        for old in self._goods[:-2]:
-            self._remove(old)
-        self._goods = self._goods[-2:]
-
-    def _unsaved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that are in no state dict."""
-        saved = self._inner.state_dict()
-        return ((name, buffer) for name, buffer in self._inner.named_buffers() if name not in saved)
-
-    def _remove(self, good: _Good) -> None:
-        """Delete a state, by a rename first, so that nothing that has a checkpoint's name is half of one."""
-        if self._ranks.rank == 0:
-            doomed = good.path.with_name(f".{good.path.name}.deleted")
-            with contextlib.suppress(OSError):
-                good.path.rename(doomed)
-                shutil.rmtree(doomed)
 
     # --- going back -------------------------------------------------------------------------------------------
 
@@ -374,64 +303,42 @@ class Recovery:
             self._suspect = None
         if self._tries >= self._attempts:
             self._give_up(symptom, first)
-        goods = [good for good in self._goods if good.step < first] or self._goods[:1]
-        if not goods:
-            raise CheckpointError(f"Recovery: step {first} diverged ({symptom}), and there is no good state to go back to")
-        earlier = self._accidents.get(first, 0)
-        good = goods[max(0, len(goods) - 1 - earlier)]
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        self._inner.zero_grad()
+        good = self._states.before(first, self._accidents.get(first, 0))
         self._load(good)
         self._tries += 1
         self._furthest = max(self._furthest, first, self.step)
-        for other in self._goods:
-            if other.step > good.step:
-                self._remove(other)
-        self._goods = [other for other in self._goods if other.step <= good.step]
+        self._states.forget_after(good)
         self._line.back_to(good.step)
         self._skips, self._losses, self._results = [], [], []
         self._suspect = _Suspect(first, good.step, symptom)
 
     def _give_up(self, symptom: str, first: int) -> None:
-        told = "; ".join(f"step {one.step}: {one.symptom}: {one.action}" for one in self.returns[-self._attempts :])
+        told = "; ".join(
+            f"step {one.step}: {one.symptom}: {one.action}" for one in self.returns[-self._attempts :]
+        )
         raise DivergedError(
             f"Recovery: step {first} diverged ({symptom}), and {self._attempts} returns without a new good state did not help: {told}. "
             f"{self._folder / LOG} has the evidence. Look at the data and the learning rate; attempts= allows more."
         )
 
-    def _load(self, good: _Good) -> None:
+    def _load(self, good: Good) -> None:
         """Have everything as it was in a good state, or, where that fails or is interrupted, as it is now."""
-        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in self._also.items()}
-        here = self._cursor
-
-        def accept(extra: Any) -> None:
-            try:
-                for name, thing in self._also.items():
-                    thing.load_state_dict(extra["also"][name])
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                raise CheckpointError(f"{name} of also= does not take its state: {sentence(error)}") from error
-            self._extra = extra
-            self._cursor = max(good.cursor, self._base)
-
+        here = self._data.cursor
         try:
-            checkpoint.load(good.path, model=self._model, optimizers=self._optimizers, amp=self._amp, accept=accept)
+            self._data.cursor = max(good.cursor, self._data.base)
+            self._states.load(good)
         except BaseException:
-            for name, thing in self._also.items():
-                thing.load_state_dict(before[name])
-            self._cursor = here
+            self._data.cursor = here
             raise
-        with torch.no_grad():
-            for name, buffer in self._unsaved_buffers():
-                buffer.copy_(self._extra["buffers"][name])
-        set_generators({**generators(self._amp), **self._extra["generators"]})
 
     def _decide(self, suspect: _Suspect) -> None:
         """Find out why a step diverged, now that its weights are good, and see to it."""
-        moments = [one.moment for one in self._kept if one.step == suspect.step]
+        moments = self._data.moments_of(suspect.step)
         verdict = self._agree(suspect, moments)
-        if verdict.cause == "transient" and self._accidents.get(suspect.step, 0) > len(self._goods):
-            verdict = dataclasses.replace(verdict, cause="batch", evidence=f"{verdict.evidence}; but it diverged each time")
+        if verdict.cause == "transient" and self._accidents.get(suspect.step, 0) > len(self._states.all):
+            verdict = dataclasses.replace(
+                verdict, cause="batch", evidence=f"{verdict.evidence}; but it diverged each time"
+            )
         action = "the same batches again"
         if verdict.plan is not None:
             plan = dataclasses.replace(verdict.plan, compile=self._amp.plan.compile)
@@ -440,11 +347,17 @@ class Recovery:
                 action = f"the plan is {plan} now"
             except (PlanError, StateError) as error:
                 verdict = dataclasses.replace(
-                    verdict, cause="batch", evidence=f"{verdict.evidence}; the plan cannot be changed here: {sentence(error)}"
+                    verdict,
+                    cause="batch",
+                    evidence=f"{verdict.evidence}; the plan cannot be changed here: {sentence(error)}",
                 )
         if verdict.cause == "batch":
-            self._passed.add(suspect.step)
-            action = "the step's batch is passed over" if len(moments) < 2 else "the step's batches are passed over"
+            self._data.passed.add(suspect.step)
+            action = (
+                "the step's batch is passed over"
+                if len(moments) < 2
+                else "the step's batches are passed over"
+            )
         elif verdict.cause == "transient":
             self._accidents[suspect.step] = self._accidents.get(suspect.step, 0) + 1
         self._suspect = None
@@ -462,14 +375,22 @@ class Recovery:
             if found:
                 rank, one = found[0]
                 where = f"on rank {rank}: " if self._ranks.size > 1 else ""
-                return dataclasses.replace(one, evidence=f"{where}{one.evidence}", plan=_joined([v for _, v in found]))
+                return dataclasses.replace(
+                    one, evidence=f"{where}{one.evidence}", plan=_joined([v for _, v in found])
+                )
         return verdicts[0]
 
     # --- what was done ----------------------------------------------------------------------------------------
 
     def _log(self, suspect: _Suspect, verdict: Verdict, action: str) -> None:
         one = Return(
-            suspect.step, suspect.to_step, suspect.symptom, verdict.cause, verdict.evidence, action, str(self._amp.plan)
+            suspect.step,
+            suspect.to_step,
+            suspect.symptom,
+            verdict.cause,
+            verdict.evidence,
+            action,
+            str(self._amp.plan),
         )
         self.returns += (one,)
         if self._ranks.rank == 0:
@@ -492,7 +413,7 @@ class Recovery:
             "first_plan": str(self._first_plan),
             "plan": str(self._amp.plan),
             "returns": [one.to_dict() for one in self.returns],
-            "passed_over": sorted(self._passed),
+            "passed_over": sorted(self._data.passed),
         }
 
     def table(self) -> RenderableType:
@@ -520,6 +441,10 @@ def _joined(verdicts: Sequence[Verdict]) -> Plan | None:
         more = tuple(region for region in other.regions if region not in first.regions)
         rules = tuple(rule for rule in other.ops if rule not in first.ops)
         first = dataclasses.replace(first, regions=(*first.regions, *more), ops=(*first.ops, *rules))
-        if first.loss_scale is not None and other.loss_scale is not None and other.loss_scale.init < first.loss_scale.init:
+        if (
+            first.loss_scale is not None
+            and other.loss_scale is not None
+            and other.loss_scale.init < first.loss_scale.init
+        ):
             first = dataclasses.replace(first, loss_scale=other.loss_scale)
     return first

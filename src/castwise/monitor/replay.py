@@ -76,8 +76,13 @@ class Record:
             plan = Plan.from_json(content["plan"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
-        own = {name: content[name] for name in ("step", "kind", "reason", "device", "workload", "moments", "losses")}
-        return cls(path=path, plan=plan, nonfinite=content["nonfinite"], content=content, weights=weights, **own)
+        own = {
+            name: content[name]
+            for name in ("step", "kind", "reason", "device", "workload", "moments", "losses")
+        }
+        return cls(
+            path=path, plan=plan, nonfinite=content["nonfinite"], content=content, weights=weights, **own
+        )
 
     def load_into(self, model: nn.Module) -> None:
         """Give a model, prepared or not, the weights, buffers and modes that the step began with.
@@ -85,7 +90,9 @@ class Record:
         Raises:
             CheckpointError: It has other weights.
         """
-        wanted = {key: tuple(value.shape) for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+        wanted = {
+            key: tuple(value.shape) for key, value in model.state_dict().items() if isinstance(value, Tensor)
+        }
         saved = {key: tuple(value.shape) for key, value in self.weights.items() if isinstance(value, Tensor)}
         if wanted != saved:
             other = sorted(key for key in wanted.keys() | saved.keys() if wanted.get(key) != saved.get(key))
@@ -288,7 +295,9 @@ def replay(
         exact = None
         if same:
             alone = record.content["world_size"] > 1  # there gradients were averaged over all
-            exact = _equal(recorded, ran.losses) and (alone or sorted(ran.nonfinite) == sorted(record.nonfinite))
+            exact = _equal(recorded, ran.losses) and (
+                alone or sorted(ran.nonfinite) == sorted(record.nonfinite)
+            )
         first = None
         if find and not ran.finite:
             first = _first(record, copied(inner, "replay"), loss, chosen, where)
@@ -338,7 +347,9 @@ def _run(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch
         raise CheckpointError(f"replay({str(record.path)!r}): it is damaged: {error}") from None
 
 
-def _first(record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> FirstNonfinite | None:
+def _first(
+    record: Record, model: nn.Module, loss: Loss, plan: Plan, device: torch.device
+) -> FirstNonfinite | None:
     """Where it began, in the first microbatch that shows it; None where each is finite by itself."""
     model.to(device)
     record.load_into(model)

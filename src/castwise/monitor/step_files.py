@@ -176,14 +176,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         CheckpointError: It is damaged, unfinished, or no record.
     """
     manifest = read_manifest(path)
-    reason = (
-        manifest if isinstance(manifest, str) else wrong_files(path, sorted(manifest["files"].items()))
-    )
+    reason = manifest if isinstance(manifest, str) else wrong_files(path, sorted(manifest["files"].items()))
     if isinstance(manifest, str) or reason:
         raise CheckpointError(f"replay({str(path)!r}): {reason}. Allowed: a record that a Recorder wrote.")
     try:
         found = read_values(path, manifest)
-        storage.need(isinstance(found, dict) and found.keys() == {"record", "tensors"}, "not of a record's parts")
+        storage.need(
+            isinstance(found, dict) and found.keys() == {"record", "tensors"}, "not of a record's parts"
+        )
         sizes = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
         index = storage.read_index(found["tensors"], sizes)
         check(found["record"], index)

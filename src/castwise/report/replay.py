@@ -15,9 +15,17 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
         {"loss": at, "then": then[at] if at < len(then) else None, "now": now[at] if at < len(now) else None}
         for at in range(max(len(now), len(then)))
     ]
-    columns: Columns = {"loss": "loss", "recorded": lambda row: _said(row["then"]), "now": lambda row: _said(row["now"])}
+    columns: Columns = {
+        "loss": "loss",
+        "recorded": lambda row: _said(row["then"]),
+        "now": lambda row: _said(row["now"]),
+    }
     bad = record["nonfinite"]
-    gradients = f"not finite in {len(bad)} parameters: {', '.join(bad[:5])}{', ...' * (len(bad) > 5)}" if bad else "finite"
+    gradients = (
+        f"not finite in {len(bad)} parameters: {', '.join(bad[:5])}{', ...' * (len(bad) > 5)}"
+        if bad
+        else "finite"
+    )
     return [
         Line(headline(record), "bold"),
         *(Line(f"- {note}", "yellow") for note in record["notes"]),

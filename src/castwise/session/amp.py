@@ -307,7 +307,10 @@ class Amp:
         self.close()
         self._begin(plan)
         for call in calls:
-            model, optimizers = call.model(), [alive for ref in call.optimizers if (alive := ref()) is not None]
+            model, optimizers = (
+                call.model(),
+                [alive for ref in call.optimizers if (alive := ref()) is not None],
+            )
             if model is not None:
                 ddp = wrappers.ddp_around(model)
                 self._prepare(model, optimizers, call.how, wrapped=ddp is not None)
