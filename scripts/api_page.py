@@ -34,11 +34,12 @@ What `import castwise` offers, with one line each; `help(castwise.Amp)` has argu
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "In a training loop": ("Amp", "AveragedModel", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
-    "While a training runs": ("Monitor",),
     "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
     "Seeing the numerics": (
-        "forecast", "Forecast", "compare", "Comparison", "mismatch", "Mismatch", "first_nonfinite", "FirstNonfinite", "operator_table", "OperatorTable",
+        "forecast", "Forecast", "compare", "Comparison", "operator_table", "OperatorTable", "first_nonfinite", "FirstNonfinite",
+        "mismatch", "Mismatch",
     ),
+    "While a training runs": ("Monitor", "Recorder", "replay", "Replay", "Recovery"),
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
     ),

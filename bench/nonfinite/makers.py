@@ -268,6 +268,7 @@ def checkpointed(function: Callable[[Tensor], Tensor], reentrant: bool) -> Calla
 
 def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     """A model whose place is compiled."""
+
     def make() -> nn.Module:
         cell = Cell(function)
         cell.compile(backend="eager")

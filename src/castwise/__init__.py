@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from castwise.errors import CastwiseError
     from castwise.inspection.compare import compare
     from castwise.inspection.comparison import Comparison
-    from castwise.inspection.mismatch import Mismatch, mismatch
     from castwise.inspection.forecast import Forecast, forecast
+    from castwise.inspection.mismatch import Mismatch, mismatch
     from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
     from castwise.inspection.operators import OperatorTable, operator_table
     from castwise.jobs.bench import bench
     from castwise.jobs.tune import TuneResult, tune
     from castwise.masters import AveragedModel
     from castwise.monitor import Monitor
+    from castwise.monitor.recorder import Recorder
+    from castwise.monitor.recovery import Recovery
+    from castwise.monitor.replay import Replay, replay
     from castwise.numerics.parity import ParityResult, parity
     from castwise.plans.plan import LossScale, Plan, Region
     from castwise.scaler import GradScaler, StepResult
@@ -37,16 +40,19 @@ __all__ = [
     "AveragedModel",
     "CastwiseError",
     "Comparison",
+    "FirstNonfinite",
     "Forecast",
     "GradScaler",
     "LossScale",
     "Mismatch",
-    "FirstNonfinite",
-    "OperatorTable",
     "Monitor",
+    "OperatorTable",
     "ParityResult",
     "Plan",
+    "Recorder",
+    "Recovery",
     "Region",
+    "Replay",
     "StepResult",
     "TuneResult",
     "Workload",
@@ -55,13 +61,14 @@ __all__ = [
     "compare",
     "custom_bwd",
     "custom_fwd",
+    "first_nonfinite",
     "forecast",
     "fp32_function",
     "lower_function",
     "mismatch",
-    "first_nonfinite",
     "operator_table",
     "parity",
+    "replay",
     "tune",
     "widest_function",
 ]
@@ -82,6 +89,9 @@ _HOME = {
         "jobs.tune_result": "TuneResult",
         "masters": "AveragedModel",
         "monitor": "Monitor",
+        "monitor.recorder": "Recorder",
+        "monitor.recovery": "Recovery",
+        "monitor.replay": "Replay replay",
         "numerics.parity": "ParityResult parity",
         "plans.plan": "LossScale Plan Region",
         "scaler": "GradScaler StepResult",

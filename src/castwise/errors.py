@@ -15,6 +15,7 @@ __all__ = [
     "CastwiseError",
     "CheckpointError",
     "DeviceError",
+    "DivergedError",
     "LossScaleError",
     "MigrateError",
     "MissingLibraryError",
@@ -76,6 +77,10 @@ class LossScaleError(CastwiseError, RuntimeError):
 
 class NonFiniteError(CastwiseError, ArithmeticError):
     """A loss or a gradient that is NaN or infinite where no loss scale can cure it."""
+
+
+class DivergedError(CastwiseError, ArithmeticError):
+    """A training diverged again and again, and going back to a good state did not help."""
 
 
 class WorkloadError(CastwiseError, ValueError):

@@ -366,12 +366,32 @@ def doctor(
     workload: Annotated[
         str | None, typer.Argument(metavar="[WORKLOAD]", help="Look at this one too.", show_default=False)
     ] = None,
+    lint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there "
+            "is something.",
+            parser=_path,
+            metavar="PATH",
+            show_default=False,
+        ),
+    ] = None,
     device: Device = None,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Measure what this machine's device makes of each format, and what holds a workload back."""
+    """Measure what this machine's device makes of each format, and what holds a workload back; or read a script."""
     with answering(show_traceback, json=json) as answer:
+        if lint is not None:
+            if workload is not None:
+                raise CastwiseError("doctor takes a workload or --lint PATH, not both: call it twice")
+            from castwise.lint import lint as read
+
+            said = read(lint)
+            answer.give(said.to_dict, said.show)
+            if said.findings or said.problems:
+                raise typer.Exit(1)
+            return
         from castwise.workload import find_workload
 
         found = None if workload is None else find_workload(workload)
@@ -424,6 +444,46 @@ def inspect(
 
 def _listed(given: str) -> list[str]:
     return [part for part in (word.strip() for word in given.split(",")) if part]
+
+
+@app.command()
+def replay(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A recorded step, or a folder of them, of which the newest is taken.",
+            parser=_path,
+            show_default=False,
+        ),
+    ],
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Whose model and loss, named as elsewhere.", show_default="the recorded one"),
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset, a plan line or the path of a plan file.", show_default="the recorded one"
+        ),
+    ] = None,
+    device: Device = None,
+    find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the record of it.", parser=_path, metavar="PATH", show_default="none is written"
+        ),
+    ] = None,
+    json: Json = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Make a step again that a Recorder has written, bit for bit or under another plan, and say what began to fail."""
+    with answering(show_traceback, json=json) as answer:
+        from castwise.monitor.replay import replay as make_again
+
+        result = make_again(folder, workload=workload, plan=plan, device=device, find=find)
+        answer(result, lambda: [] if out is None else sorted(result.save(out).iterdir()))
 
 
 @app.command()

@@ -33,7 +33,7 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     given = Path(path)
     if not given.exists():
         raise MigrateError(f"migrate: there is no file or folder {str(given)!r}")
-    found, links = _scripts(given) if given.is_dir() else ([given], [])
+    found, links = scripts_below(given) if given.is_dir() else ([given], [])
     results = [_link(link) for link in links]
     raws: dict[Path, bytes] = {}
     texts: dict[Path, tuple[str, str]] = {}
@@ -43,7 +43,7 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
                 raise OSError("it is no regular file")
             raws[file] = file.read_bytes()
             if not given.is_dir() or _CONCERNS.search(raws[file]):
-                texts[file] = _decode(raws[file])
+                texts[file] = decode(raws[file])
         except (OSError, SyntaxError, ValueError, LookupError) as error:  # codecs raise what they like
             results.append(FileResult(file, problem=f"cannot be read: {_reason(error)}"))
     root = given if given.is_dir() else _root(given)
@@ -116,7 +116,7 @@ def _one(file: Path, text: str, exported: frozenset[str], stays: Mapping[str, St
     return FileResult(file, text, after, tuple(findings))
 
 
-def _scripts(folder: Path) -> tuple[list[Path], list[Path]]:
+def scripts_below(folder: Path) -> tuple[list[Path], list[Path]]:
     """Scripts below a folder in the order of their paths, and symbolic links to scripts."""
     scripts: list[Path] = []
     links: list[Path] = []
@@ -145,7 +145,7 @@ def _link(link: Path) -> FileResult:
     return FileResult(link, findings=(Finding(1, "left", where),))
 
 
-def _decode(raw: bytes) -> tuple[str, str]:
+def decode(raw: bytes) -> tuple[str, str]:
     """The text, newlines as they are, and the encoding that the file declares."""
     if b"\0" in raw:
         raise SyntaxError("it holds null bytes, as binary files do")

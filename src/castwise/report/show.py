@@ -7,16 +7,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from castwise.report import bench, compare, doctor, forecast, mismatch, monitor, nonfinite, operators, parity, plots, train, tried, tune, words
+from castwise.report import (
+    bench,
+    compare,
+    doctor,
+    forecast,
+    mismatch,
+    monitor,
+    nonfinite,
+    operators,
+    parity,
+    plots,
+    recovery,
+    replay,
+    train,
+    tried,
+    tune,
+    words,
+)
 from castwise.report.grids import terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _KINDS = {
-    "bench": bench, "compare": compare, "doctor": doctor, "forecast": forecast, "mismatch": mismatch, "monitor":
-    monitor, "nonfinite": nonfinite, "operators": operators, "parity": parity, "train": train, "try": tried, "tune":
-    tune,
+    "bench": bench, "compare": compare, "doctor": doctor, "forecast": forecast, "mismatch": mismatch,
+    "monitor": monitor, "nonfinite": nonfinite, "operators": operators, "parity": parity, "recovery": recovery,
+    "replay": replay, "train": train, "try": tried, "tune": tune,
 }  # fmt: skip
 """By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
 

@@ -49,6 +49,14 @@ _M = TypeVar("_M", bound=nn.Module)
 _O = TypeVar("_O", bound=Optimizer)
 
 
+class _Prepare(NamedTuple):
+    """A call of :meth:`Amp.prepare`, to be made again; it holds nothing."""
+
+    model: weakref.ref[nn.Module]
+    optimizers: tuple[weakref.ref[Optimizer], ...]
+    how: _HowPrepared
+
+
 class _HowPrepared(TypedDict, total=False):
     """The options of :meth:`Amp.prepare`, for its overloads."""
 
@@ -98,22 +106,31 @@ class Amp:
         self._members = members = Members()
         self._agreement = Agreement(group, members.parameters)
         self._wrapping = Wrapping(members, self._agreement)
-        self.plan = as_plan(plan)
+        chosen = as_plan(plan)
         self.device_type = process.device_type_of(device) if device is not None else default_device_type()
-        process.check_device(self.plan, self.device_type)
-        self.scaler = scaler_for(self.plan, self.device_type, self._agreement.agree, nonfinite, patience)
-        self.scaler.param_names = self._members.names
-        self.scaler.admit = functools.partial(give_late_masters, self.plan)
+        process.check_device(chosen, self.device_type)
+        self._guard = nonfinite, patience
+        self._prepares: list[_Prepare] = []
+        self._begin(chosen)
+        self._listeners: list[Callable[[Sequence[Optimizer], StepResult], object]] = []
+        self._on_loss: list[Callable[[torch.Tensor, str], object]] = []
+        self._undo = UndoLog()
+
+    def _begin(self, plan: Plan) -> None:
+        """All that a plan decides before anything is prepared by it."""
+        members = self._members
+        self.plan = plan
+        self.scaler = scaler_for(plan, self.device_type, self._agreement.agree, *self._guard)
+        self.scaler.param_names = members.names
+        self.scaler.admit = functools.partial(give_late_masters, plan)
         # what lives in a session does not hold it
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
         self._watch = Watch(self._window)
-        self._claim = process.Claim(self.plan, self.device_type)
+        self._claim = process.Claim(plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
         self._dropped = DroppedUpdates()
-        self._listeners: list[Callable[[Sequence[Optimizer], StepResult], object]] = []
         self._block: autocast | None = None
         self._root: borders.Border | None = None
-        self._undo = UndoLog()
 
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
@@ -170,11 +187,20 @@ class Amp:
             StateError: A wrong order of wrapping, or something prepared twice.
         """
         check_widen("prepare", widen)
+        how: _HowPrepared = {"methods": methods, "inference": inference, "part": part, "widen": widen}
+        self._prepare(model, optimizers, how, wrapped=False)
+        return (model, *optimizers) if optimizers else model
+
+    def _prepare(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared, *, wrapped: bool
+    ) -> None:
+        methods, inference, part, widen = how["methods"], how["inference"], how["part"], how["widen"]
         late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
         if late and not (inference or self.plan.stores_low) and self._has(model):
             self._join(_torch.without_compiler(model), late)
-            return (model, *optimizers)
-        target = check_model(model, self.device_type)
+            self._note_prepared(_torch.without_compiler(model), late, how)
+            return
+        target = check_model(model, self.device_type, wrapped=wrapped)
         check_uncompiled(model, self.plan)
         check_uncompiled(target, self.plan)
         owner = _prepared.get(target)
@@ -223,7 +249,73 @@ class Amp:
             self._root = self._root or root
         if inference or not self.plan.keeps_masters:
             storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
-        return (model, *optimizers) if optimizers else model
+        self._note_prepared(target, optimizers, how)
+
+    def _note_prepared(self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared) -> None:
+        self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
+
+    def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
+        """Go on under another plan: what was prepared is prepared by it, between two steps of a training.
+
+        Weights, optimizer state and, where both plans have the same rule for it, the loss scale stay; gradients are better cleared
+        before. The session's ``scaler`` is another one afterwards. Where it fails all is as it was. All ranks call it together.
+
+        Args:
+            plan: As for the session itself.
+
+        Raises:
+            PlanError: A plan that does not exist or does not fit the model; see :meth:`prepare`.
+            DeviceError: The device cannot run it.
+            StateError: A model that has run compiled, is cut into shards, or is in DistributedDataParallel where one of the plans
+                stores parameters low.
+        """
+        chosen = as_plan(plan)
+        process.check_device(chosen, self.device_type)
+        for model in self._members.models:
+            low = self.plan.stores_low or chosen.stores_low
+            why = (
+                "has run compiled, so that hooks put on now would be ignored"
+                if _torch.ran_compiled(model)
+                else "is cut into shards, whose groups are by the plan"
+                if any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+                else "is in DistributedDataParallel, which keeps parameters of the format that it has met"
+                if low and wrappers.ddp_around(model) is not None
+                else ""
+            )
+            if why:
+                raise StateError(
+                    f"change({str(chosen)!r}): this {type(model).__name__} {why}. Save a checkpoint, and load it into a training "
+                    "that begins under the new plan."
+                )
+        before, state, skips = self.plan, self.state_dict(), self.skipped_steps
+        calls = [*self._prepares]
+        try:
+            self._prepare_again(chosen, calls)
+        except BaseException as error:
+            try:
+                self._prepare_again(before, calls)
+            except BaseException as other:
+                error.add_note(f"Going back to the plan {before} failed as well: {other!r}")
+            raise
+        finally:
+            if self._members.models:
+                if self.plan.loss_scale == before.loss_scale:
+                    self.load_state_dict(state)
+                self._window.skips = skips
+
+    def _prepare_again(self, plan: Plan, calls: Sequence[_Prepare]) -> None:
+        self.close()
+        self._begin(plan)
+        for call in calls:
+            model, optimizers = (
+                call.model(),
+                [alive for ref in call.optimizers if (alive := ref()) is not None],
+            )
+            if model is not None:
+                ddp = wrappers.ddp_around(model)
+                self._prepare(model, optimizers, call.how, wrapped=ddp is not None)
+                if ddp is not None:
+                    _meet_ddp(ddp, ddp.get_submodule("module"))
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether this session has prepared an optimizer, this very object, and has not been closed since."""
@@ -307,6 +399,8 @@ class Amp:
             )
         self._window.open(name)
         self._wrapping.narrow()
+        for look in self._on_loss:
+            look(loss, name)
         return self._window.lend(self.scaler.scale(loss, name))
 
     def get_scale(self, name: str = "loss") -> float:
@@ -336,6 +430,8 @@ class Amp:
         scales = window.scales
         if scales or not window.settled:
             window.open(name)
+        for look in self._on_loss:
+            look(loss, name)
         root = self._root
         if root is not None and root.follow_backward:
             loss = mark_boundary(loss, root.frame)
@@ -507,6 +603,34 @@ class Amp:
             listener(optimizers, result)
         return result
 
+    def listen(
+        self,
+        losses: Callable[[torch.Tensor, str], object] | None = None,
+        steps: Callable[[Sequence[Optimizer], StepResult], object] | None = None,
+    ) -> Callable[[], None]:
+        """Have functions called with every loss before its backward, and with what became of every :meth:`step`.
+
+        Args:
+            losses: Gets each loss, not scaled, and its name, when its window is open.
+            steps: Gets the optimizers, and what :meth:`step` is about to return. A step that raises has no result.
+
+        Returns:
+            What ends it.
+        """
+        # wrapped, so that each call has an entry of its own to take out
+        look = None if losses is None else functools.partial(losses)
+        listener = None if steps is None else functools.partial(steps)
+        self._on_loss += [look] if look else []
+        self._listeners += [listener] if listener else []
+
+        def end() -> None:
+            if look in self._on_loss:
+                self._on_loss.remove(look)
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return end
+
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped since the session was made; several optimizers that step together count one each.
@@ -657,6 +781,7 @@ class Amp:
         and process-wide settings. What an entry of the undo log fails at does not keep the others from being undone.
         """
         self._undo.close()
+        self._prepares.clear()
         self._block = self._root = None
         self._wrapping.forget()
 

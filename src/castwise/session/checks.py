@@ -36,8 +36,10 @@ def check_group(group: Any) -> None:
         )
 
 
-def check_model(model: nn.Module, device_type: str) -> nn.Module:
+def check_model(model: nn.Module, device_type: str, *, wrapped: bool = False) -> nn.Module:
     """The module that a session is to prepare: that inside ``torch.compile``'s.
+
+    ``wrapped``: DistributedDataParallel holds it already, rightly.
 
     Raises:
         StateError: No module, a scripted one, wrapped, autocast or compiled too early, or on another device.
@@ -56,7 +58,7 @@ def check_model(model: nn.Module, device_type: str) -> nn.Module:
             f"prepare({type(model).__name__}): prepare the module first and wrap it after: "
             f"{type(model).__name__}(amp.prepare(module))"
         )
-    if wrappers.ddp_around(model) is not None:
+    if not wrapped and wrappers.ddp_around(model) is not None:
         raise StateError(
             f"prepare({type(model).__name__}): this module is inside a DistributedDataParallel already; prepare it first and "
             "wrap it after: DistributedDataParallel(amp.prepare(module))"

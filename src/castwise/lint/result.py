@@ -1,0 +1,76 @@
+"""What a look through scripts found, as plain records, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Finding:
+    """Something that is silently wrong.
+
+    Attributes:
+        path: Of the script, as it was reached.
+        line: Counted from 1.
+        rule: Short name of what was looked for.
+        why: What happens, in a sentence without a full stop.
+        instead: What to write.
+    """
+
+    path: Path
+    line: int
+    rule: str
+    why: str
+    instead: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lint:
+    """What was found.
+
+    Attributes:
+        findings: By file and line.
+        looked_at: How many files were read.
+        problems: Files that could not be read or parsed, each with why.
+    """
+
+    findings: tuple[Finding, ...]
+    looked_at: int
+    problems: tuple[tuple[Path, str], ...] = ()
+
+    def summary(self) -> str:
+        """How much was found, in a sentence."""
+        files = f"{self.looked_at} file{'s' * (self.looked_at != 1)}"
+        count = len(self.findings)
+        found = "Nothing is" if not count else "1 line is" if count == 1 else f"{count} lines are"
+        unread = f"; {len(self.problems)} could not be read" if self.problems else ""
+        return f"{found} silently wrong about precision in {files}, as far as reading tells{unread}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "kind": "lint", "version": 1, "summary": self.summary(), "looked_at": self.looked_at,
+            "findings": [{**dataclasses.asdict(one), "path": str(one.path)} for one in self.findings],
+            "problems": [{"path": str(path), "why": why} for path, why in self.problems],
+        }  # fmt: skip
+
+    def show(self, console: Console) -> None:
+        """Print each finding, what to write below it, and the sentence."""
+        from rich.text import Text
+
+        for one in self.findings:
+            console.print(
+                Text.assemble(
+                    (f"{one.path}:{one.line}: ", "bold"), (f"{one.rule}: ", "yellow"), f"{one.why}."
+                ),
+                soft_wrap=True,
+            )
+            console.print(Text(f"    write: {one.instead}"), soft_wrap=True)
+        for path, why in self.problems:
+            console.print(Text.assemble((f"{path}: ", "bold"), why), soft_wrap=True)
+        console.print(Text(self.summary()), soft_wrap=True)

@@ -1,0 +1,167 @@
+"""States of a training that can be gone back to: the last few checkpoints, and what goes back beside the session."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from castwise import checkpoint
+from castwise.checkpoint.folder import candidates
+from castwise.errors import CheckpointError, PlanError, sentence
+from castwise.monitor.moments import generators, set_generators
+from castwise.ranks import Ranks
+from castwise.session import Amp
+
+KEPT = 2
+"""How many there are: the last may hold what diverges later."""
+
+
+@dataclass(frozen=True)
+class Good:
+    """A good state: its checkpoint, the step that comes next, and where in the data that begins."""
+
+    path: Path
+    step: int
+    cursor: int
+
+
+class GoodStates:
+    """The good states of one training, the oldest first.
+
+    Args:
+        amp: The session.
+        model: As the loop runs it.
+        inner: The module that the session has prepared.
+        optimizers: Those that update it.
+        also: Objects with ``state_dict`` and ``load_state_dict``, by name.
+        folder: Where they are written.
+
+    Attributes:
+        all: They themselves.
+
+    Raises:
+        PlanError: One of ``also`` lacks these.
+    """
+
+    all: list[Good]
+
+    def __init__(
+        self,
+        amp: Amp,
+        model: nn.Module,
+        inner: nn.Module,
+        optimizers: Sequence[Optimizer],
+        also: Mapping[str, Any],
+        folder: Path,
+    ) -> None:
+        for name, thing in also.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise PlanError(
+                    f"Recovery(also={{{name!r}: {type(thing).__name__}}}): needs state_dict and load_state_dict; leave it out, or "
+                    "wrap it in an object that has them"
+                )
+        self._amp, self._model, self._inner, self._optimizers = amp, model, inner, optimizers
+        self._also, self._folder = also, folder
+        self._serial = max((step for step, _ in candidates(folder)), default=-1) + 1
+        self._first = Ranks().rank == 0
+        self.all = []
+
+    def add(self, step: int, cursor: int) -> None:
+        """Save the state that it is now. All ranks call it together.
+
+        Raises:
+            CheckpointError: It could not be written; those before are as they were.
+        """
+        draws = {name: state for name, state in generators(self._amp).items() if name != "torch"}
+        also = {name: thing.state_dict() for name, thing in self._also.items()}
+        saving = checkpoint.save(
+            self._folder,
+            self._serial,
+            model=self._model,
+            optimizers=self._optimizers,
+            amp=self._amp,
+            extra={"step": step, "generators": draws, "also": also, "buffers": dict(self._unsaved_buffers())},
+            keep=None,
+        )
+        self._serial += 1
+        self.all.append(Good(saving.path, step, cursor))
+        for old in self.all[:-KEPT]:
+            self._remove(old)
+        self.all = self.all[-KEPT:]
+
+    def _unsaved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that are in no state dict."""
+        saved = self._inner.state_dict()
+        return ((name, buffer) for name, buffer in self._inner.named_buffers() if name not in saved)
+
+    def before(self, step: int, earlier: int) -> Good:
+        """The newest whose next step is before this one, so that it was seen to be good, or the start.
+
+        ``earlier``: so many further back, where there are.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        goods = [good for good in self.all if good.step < step] or self.all[:1]
+        if not goods:
+            raise CheckpointError(f"Recovery: step {step} diverged, and there is no good state to go back to")
+        return goods[max(0, len(goods) - 1 - earlier)]
+
+    def load(self, good: Good) -> None:
+        """Have everything as it was then, without gradients, or, where that fails or is interrupted, as it is now.
+
+        Raises:
+            CheckpointError: It is not there any more, or does not fit.
+        """
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self._inner.zero_grad()
+        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in self._also.items()}
+        kept: dict[str, Any] = {}
+
+        def accept(extra: Any) -> None:
+            kept.update(extra)
+            for name, thing in self._also.items():
+                try:
+                    thing.load_state_dict(extra["also"][name])
+                except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                    raise CheckpointError(
+                        f"{name} of also= does not take its state: {sentence(error)}"
+                    ) from error
+
+        try:
+            checkpoint.load(
+                good.path, model=self._model, optimizers=self._optimizers, amp=self._amp, accept=accept
+            )
+        except BaseException:
+            for name, thing in self._also.items():
+                thing.load_state_dict(before[name])
+            raise
+        with torch.no_grad():
+            for name, buffer in self._unsaved_buffers():
+                buffer.copy_(kept["buffers"][name])
+        set_generators({**generators(self._amp), **kept["generators"]})
+
+    def forget_after(self, good: Good) -> None:
+        """Delete the states that came after one."""
+        for other in self.all:
+            if other.step > good.step:
+                self._remove(other)
+        self.all = [other for other in self.all if other.step <= good.step]
+
+    def _remove(self, good: Good) -> None:
+        """Delete a state, by a rename first, so that nothing that has a checkpoint's name is half of one."""
+        if self._first:
+            doomed = good.path.with_name(f".{good.path.name}.deleted")
+            with contextlib.suppress(OSError):
+                good.path.rename(doomed)
+                shutil.rmtree(doomed)

@@ -1,0 +1,77 @@
+"""The batches of a training since its last good states, to be handed out again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from castwise.monitor.moments import Moment
+
+
+class _Kept(NamedTuple):
+    moment: Moment
+    step: int
+
+
+class Rewind:
+    """Batches in the order of the data, each with the step that it belongs to, and a cursor that can go back.
+
+    Args:
+        keep_bytes: Of batches; of larger ones the earliest are let go, but for those of the step that is on its way.
+
+    Attributes:
+        cursor: How many batches lie before the next one.
+        base: How many were handed out before the first that is kept.
+        passed: Steps that are passed over.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self._kept: list[_Kept] = []
+        self._bytes = 0
+        self._next_step = 0
+        self.cursor = self.base = 0
+        self.passed: set[int] = set()
+
+    @property
+    def step(self) -> int:
+        """That the next batch belongs to."""
+        at = self.cursor - self.base
+        return self._kept[at].step if at < len(self._kept) else self._next_step
+
+    def again(self) -> Moment | None:
+        """The next batch, if it is one of those that are kept; else a new one is wanted."""
+        at = self.cursor - self.base
+        return self._kept[at].moment if at < len(self._kept) else None
+
+    def pass_over(self) -> None:
+        """Go past batches that are not wanted again: of steps that are passed over, or changed since by somebody."""
+        while (moment := self.again()) is not None and (self.step in self.passed or moment.changed):
+            self.cursor += 1
+
+    def keep(self, moment: Moment, oldest: int) -> None:
+        """Take in a new batch; those before ``oldest``, which no good state goes back to, are let go."""
+        self._kept.append(_Kept(moment, self._next_step))
+        self._bytes += moment.nbytes
+        count = 0
+        for first in self._kept:
+            if first.step == self._next_step or (
+                self._bytes <= self._keep_bytes and self.base + count >= oldest
+            ):
+                break
+            self._bytes -= first.moment.nbytes
+            count += 1
+        del self._kept[:count]
+        self.base += count
+
+    def end_step(self, step: int) -> None:
+        """The step is over: a new batch belongs to a later one."""
+        self._next_step = max(self._next_step, step + 1)
+
+    def moments_of(self, step: int) -> list[Moment]:
+        """The batches of a step that are kept."""
+        return [one.moment for one in self._kept if one.step == step]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._kept, self._bytes = [], 0
+        self.base = self.cursor

@@ -1,0 +1,29 @@
+"""What a recovery did, in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from castwise.report.grids import Columns, Grid, Line
+
+
+def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
+    """Each return to a good state: when, why, what was done about it."""
+    columns: Columns = {
+        "step": "step", "back to": "to_step", "what was seen": "symptom", "cause": "cause", "evidence": "evidence",
+        "what was done": "action",
+    }  # fmt: skip
+    returns = record["returns"]
+    return [
+        Line(headline(record), "bold"),
+        *([Line(), Grid.of("", returns, columns)] if returns else []),
+    ]
+
+
+def headline(record: Mapping[str, Any]) -> str:
+    """How often, and what the plan is now, in a sentence."""
+    count = len(record["returns"])
+    times = "never" if not count else "once" if count == 1 else f"{count} times"
+    changed = "" if record["plan"] == record["first_plan"] else f"; the plan is {record['plan']} now"
+    return f"{record['steps']} steps; went back to a good state {times}{changed}."

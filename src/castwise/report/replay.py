@@ -1,0 +1,51 @@
+"""What became of a recorded step that was made again, in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from castwise.report.grids import Columns, Grid, Line
+
+
+def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
+    """Losses and gradients, then and now, and what began it."""
+    now, then = record["losses"], record["recorded_losses"]
+    rows = [
+        {"loss": at, "then": then[at] if at < len(then) else None, "now": now[at] if at < len(now) else None}
+        for at in range(max(len(now), len(then)))
+    ]
+    columns: Columns = {
+        "loss": "loss",
+        "recorded": lambda row: _said(row["then"]),
+        "now": lambda row: _said(row["now"]),
+    }
+    bad = record["nonfinite"]
+    gradients = (
+        f"not finite in {len(bad)} parameters: {', '.join(bad[:5])}{', ...' * (len(bad) > 5)}"
+        if bad
+        else "finite"
+    )
+    return [
+        Line(headline(record), "bold"),
+        *(Line(f"- {note}", "yellow") for note in record["notes"]),
+        Line(),
+        Grid.of("", rows, columns),
+        Line(f"Gradients: {gradients}."),
+        *([Line(record["first"]["answer"], "bold")] if record["first"] else []),
+    ]
+
+
+def headline(record: Mapping[str, Any]) -> str:
+    """Whether it came out the same, in a sentence."""
+    what = f"Step {record['step']} ({record['reason']})"
+    if record["exact"]:
+        return f"{what}, made again under {record['plan']}: the same, bit for bit."
+    if record["exact"] is False:
+        return f"{what}, made again under {record['plan']}: it comes out otherwise than it was recorded."
+    end = "finite" if record["finite"] else "not finite"
+    return f"{what} of {record['recorded_plan']}, made again under {record['plan']}: {end}."
+
+
+def _said(value: float | str | None) -> str | None:
+    return value if value is None or isinstance(value, str) else f"{value:.6g}"
