@@ -284,3 +284,13 @@ def test_saves_a_record_and_a_page_that_say_the_same(name: str, tmp_path: Path) 
 def test_every_kind_of_cause_has_advice() -> None:
     for maker in corpus.MAKERS:
         assert all(cause in ADVICE or cause in ("loss scale", "underflow") for cause in maker.cause)
+
+
+def test_statistics_that_batch_norm_writes_in_silence_are_a_result_and_no_origin() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].weight.fill_(3e38)
+    found = first_nonfinite(model, _loss, corpus.noise())
+    assert (found.kind, found.operator, found.module) == ("operator", "addmm", "0")
+    assert found.others == ()
+    assert "buffer 1.running_mean" in found.reached

@@ -180,7 +180,11 @@ class OriginTrace(Trace):
         bad: list[Tensor],
     ) -> tuple[Origin, ...]:
         inputs = [t for t in distinct(tensors_in((args, kwargs))) if all(t is not w for w in written)]
-        came = [self._state(t, place) for t in inputs if not is_finite(t)] + list(before.values())
+        spoilt = [t for t in inputs if not is_finite(t)]
+        # batch norm writes to its statistics and does not say so: what was finite is a result
+        hidden = [t for t in spoilt if self._was_finite(t)]
+        came = [self._state(t, place) for t in spoilt if all(t is not h for h in hidden)]
+        came += list(before.values())
         nan = any(has_nan(tensor) for tensor in bad)
         nan_before = any(had_nan for had_nan, _ in came)
         origins = _together(found for _, found in came)
@@ -197,11 +201,16 @@ class OriginTrace(Trace):
                 origin.nan_place = place
             if place.phase != "backward" and place.inside and origin.modules[-1:] != [place.module]:
                 origin.modules.append(place.module)
-        for tensor in bad:
+        for tensor in (*bad, *hidden):
             memory = _torch.memory_of(plain_memory(tensor))
             same = self._from.get(memory, ()) if any(tensor is w for w in written) else ()
             self._from[memory] = _together([same, origins])
         return origins
+
+    def _was_finite(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a part of the model or the batch that was finite up to now."""
+        memory = _torch.memory_of(plain_memory(tensor))
+        return memory in self._names and memory not in self._from
 
     def _new(self, origin: Origin) -> Origin:
         self.origins.append(origin)

@@ -90,7 +90,7 @@ def values_of(name: str, tensor: Tensor) -> Values:
         return Values(
             name=name,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
+            shape=tuple((tensor if tensor.layout is torch.strided else values).shape),
             low=float(finite.min()) if finite.numel() else None,
             high=float(finite.max()) if finite.numel() else None,
             smallest=float(sizes.min()) if sizes.numel() else None,
