@@ -16,7 +16,8 @@ import castwise
 import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
 from castwise.inspection import forecast as forecasts
-from castwise.numerics import damage, parity
+from castwise.measure import environment as measured_on
+from castwise.numerics import casts, damage, gradient_range, parity
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -53,7 +54,10 @@ FURTHER = (
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
     ("castwise.inspection.forecast", forecasts, ("RegionForecast", "TensorForecast")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
+    ("castwise.measure.environment", measured_on, ("Environment",)),
+    ("castwise.numerics.casts", casts, ("Cast",)),
     ("castwise.numerics.damage", damage, ("Estimate",)),
+    ("castwise.numerics.gradient_range", gradient_range, ("Histogram", "ScaleRange")),
     ("castwise.numerics.parity", parity, ("RegionParity",)),
     ("castwise.parallel", parallel, ("init_process_group", "compress_to_bf16", "compress_to_fp16")),
     ("castwise.plans.plan", plan, ("as_plan",)),
