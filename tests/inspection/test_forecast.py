@@ -232,6 +232,22 @@ def test_gradients_that_vanish_in_fp16_are_found_and_the_loss_scales_hold_them()
     assert found.loss_scale <= inside
 
 
+def test_gradients_that_vanish_and_are_small_beside_others_are_no_trouble_but_noted() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.side = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.main(x) + 1e-10 * self.side(x)
+
+    found = forecast(Branches(), squared, batches(), ("fp16",))
+    assert "fp16" not in found.region("side").troubles
+    (note,) = found.notes
+    assert "loses a tenth of the gradients or more" in note
+    assert "(side)" in note
+
+
 def test_updates_that_bf16_drops_are_counted() -> None:
     found = forecast(
         sound(),

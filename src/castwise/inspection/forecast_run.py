@@ -20,8 +20,11 @@ from castwise.numerics.probes import REFERENCE, Prober
 from castwise.numerics.updates import stored_change
 from castwise.plans.formats import LOW, LOW_DTYPES, Format
 from castwise.plans.plan import Plan
+from castwise.report import words
 
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
+VISIBLE = 0.1
+"""Share of a region's gradients that vanish from which on a note says so, whatever they are beside others'."""
 Key = tuple[str, Kind, bool]
 """A region, a kind of tensor, and whether the plan keeps it in fp32."""
 
@@ -176,7 +179,7 @@ class Run:
             model=type(self.prober.model).__name__,
             plan=self.plan, formats=names, answer=answer(regions, names, self.loss_scale, self.scales),
             recommendation=None if plan is None else str(plan), regions=tuple(regions), scales=self.scales,
-            loss_scale=self.loss_scale, microbatches=self.microbatches, passes=self.prober.passes, notes=self._notes(),
+            loss_scale=self.loss_scale, microbatches=self.microbatches, passes=self.prober.passes, notes=self._notes(regions),
             environment=where,
         )  # fmt: skip
 
@@ -191,7 +194,7 @@ class Run:
                 out[format] = name, share
         return out
 
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, regions: Sequence[RegionForecast]) -> tuple[str, ...]:
         compiled = [path for path, module in self.prober.model.named_modules() if _torch.is_compiled(module)]
         notes = []
         if compiled:
@@ -203,7 +206,20 @@ class Run:
             notes.append(
                 f"The model casts to a low format by itself ({what}), so that its rounding is in what was seen."
             )
+        small = [
+            region.path for region in regions if "fp16" not in region.troubles and _loses_gradients(region)
+        ]
+        if small:
+            notes.append(
+                f"At a loss scale of {words.number(self.loss_scale)} fp16 loses a tenth of the gradients or more where they are too small "
+                f"beside others to count ({_some(small)}); to Adam's steps they count, so ask castwise.parity."
+            )
         return tuple(notes)
+
+
+def _loses_gradients(region: RegionForecast) -> bool:
+    casts = (t.cast("fp16") for t in region.tensors if "gradients" in t.kind and not t.kept)
+    return any(cast is not None and cast.flush >= VISIBLE for cast in casts)
 
 
 def _some(paths: Sequence[str]) -> str:
