@@ -15,6 +15,7 @@ from typing import Any
 import castwise
 import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
+from castwise.inspection import comparison, ratios
 from castwise.numerics import damage, parity
 from castwise.plans import plan, rules
 
@@ -50,6 +51,8 @@ on this page."""
 FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
+    ("castwise.inspection.comparison", comparison, ("CallComparison", "Side", "Trial")),
+    ("castwise.inspection.ratios", ratios, ("ServeMismatch", "Token")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     ("castwise.numerics.damage", damage, ("Estimate",)),
     ("castwise.numerics.parity", parity, ("RegionParity",)),
