@@ -70,7 +70,9 @@ def headline(record: Record) -> str:
         if not any(_number(call[d]["error"]) for call in record["calls"] for d in _DIRECTIONS):
             return f"{b} and {a} agree to the last bit."
         return f"Under {b} no error is born that rounding does not explain: against {a} there is rounding, and what comes of it."
-    first, direction = max(born, key=lambda pair: pair[0][pair[1]]["excess"] or float("inf"))
+    first, direction = max(
+        born, key=lambda pair: max(_number(pair[0][d]["excess"]) for d in _DIRECTIONS)
+    )  # of both directions of one call forward
     side = first[direction]
     differs = (
         "is not finite"
