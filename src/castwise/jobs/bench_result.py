@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from castwise.result import Result
 from castwise.measure import stats
 from castwise.measure.environment import Environment
 from castwise.measure.memory import Memory
 from castwise.measure.timing import Lap, speedup
+from castwise.result import Result
 
 BEHIND = 0.1
 """A plan is not recommended if its final loss is above the baseline's by this part of what that one gained."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from castwise.result import Result
 from castwise.measure.environment import Environment
 from castwise.measure.limits import StepProfile
 from castwise.measure.matrix_units import MatrixUnits
 from castwise.measure.rates import Bandwidth, Judgement, Rate
 from castwise.measure.step_rates import StepRate
+from castwise.result import Result
 
 
 @dataclass(frozen=True)

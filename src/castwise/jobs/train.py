@@ -24,12 +24,12 @@ from castwise.jobs.journal import Journal, interrupts_wait
 from castwise.jobs.layout import SCHEDULES, Layout, check_microbatches, slice_batch
 from castwise.jobs.parts import Parts, Whole, build_whole, check_workload, evaluate, evaluate_whole
 from castwise.jobs.processes import TrainingRanks, first_fault, join, started
-from castwise.result import finite
 from castwise.jobs.saves import Saves
 from castwise.jobs.train_result import TrainEvent, TrainResult
 from castwise.measure.environment import environment
 from castwise.plans.plan import Plan, as_plan
 from castwise.process import find_device
+from castwise.result import finite
 from castwise.scaler import StepResult
 from castwise.session import Amp
 from castwise.workload import Workload, check_loss, find_workload, next_batch, non_finite_parts

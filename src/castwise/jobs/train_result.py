@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from castwise.jobs import Event
-from castwise.result import Result
 from castwise.measure.environment import Environment
+from castwise.result import Result
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from castwise.arrival import widen_for
 from castwise.casting import default_device_type
 from castwise.errors import WorkloadError
 from castwise.jobs import Event, Progress, heard, make_folder
-from castwise.result import finite
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure.ranks import lockstep
 from castwise.numerics.batches import endless
 from castwise.numerics.isolation import copied, unspoilt
 from castwise.numerics.parity import device_of
 from castwise.process import find_device
+from castwise.result import finite
 from castwise.tuning import index
 from castwise.tuning.axes import FORMATS
 from castwise.tuning.record import evidence

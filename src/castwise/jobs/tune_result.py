@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from castwise.result import Result
 from castwise.plans.plan import Plan
+from castwise.result import Result
 from castwise.tuning.evidence import Evidence
 
 

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 from castwise.casting import default_device_type
 from castwise.errors import CastwiseError
 from castwise.jobs import Event, Progress, heard
-from castwise.result import Result
 from castwise.jobs.tune_result import TuneResult
 from castwise.measure import stats
 from castwise.measure.environment import Environment, environment
 from castwise.plans.plan import Plan, as_plan
+from castwise.result import Result
 from castwise.script.copies import copied, into_copy, script_in_copy
 from castwise.script.execute import check, end, last_words
 from castwise.script.gate import ADDRESS, Block
