@@ -140,6 +140,23 @@ def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
+def look(folder: Path) -> None:
+    """Two plans side by side."""
+    found = castwise.compare(
+        Net(), compute_loss, (torch.zeros(2, 8), torch.zeros(2, 1)), "fp32", "bf16-mixed"
+    )
+    assert_type(found, castwise.Comparison)
+    assert_type([call.path for call in found.birthplaces], list[str])
+    assert_type(found.gradient_error, float | None)
+    assert_type(found.save(folder), Path)
+    served = castwise.mismatch(
+        Net(), [torch.zeros(2, 8, dtype=torch.long)], "bf16-mixed", ["bf16-true"], tokens="sampled"
+    )
+    assert_type(served, castwise.Mismatch)
+    assert_type([row.k3 for row in served.serve], list[float])
+    castwise.mismatch(Net(), [], "fp32", "fp32", tokens="drawn")  # type: ignore[arg-type]
+
+
 def experiments(folder: Path) -> None:
     """What measures."""
     workload = castwise.Workload(

@@ -17,6 +17,7 @@ from tests.report.browser import CHROMIUM, DRIVER, Browser, browser
 
 from castwise.inspection.compare import compare
 from castwise.inspection.comparison import Comparison
+from castwise.report.compare_plots import _by_end
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,12 @@ def test_the_file_has_all_of_it(found: Comparison, page: Path) -> None:
     assert text.count("<svg") == 2
     assert all(call.path in text for call in found.calls)
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", text)
+
+
+def test_the_picture_has_calls_in_the_order_in_which_they_end(found: Comparison) -> None:
+    ended = [call["path"] for call in _by_end(found.to_dict()["calls"])]
+    assert ended[:5] == ["take", "layers.0.norm", "layers.0.first", "layers.0.second", "layers.0"]
+    assert ended[-3:] == ["give", "", "(loss)"]
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------

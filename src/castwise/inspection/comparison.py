@@ -18,7 +18,7 @@ Verdict = Literal["born", "amplifies", "rounding", "passes", "exact", "unseen"]
 
 @dataclass(frozen=True)
 class Side:
-    """What one direction shows at a call. Errors are relative: ||b - a|| / ||a|| of a tensor, the worst of those concerned.
+    """What one direction shows at a call. Errors are relative: ``||b - a|| / ||a||`` of a tensor, the worst of those concerned.
 
     Attributes:
         verdict: ``born``: the call makes an error that rounding to its format does not explain. ``amplifies``: its error is that of
@@ -29,7 +29,7 @@ class Side:
         own: Of what it makes when it is given what the first plan's run had.
         expected: The own error that rounding to the format explains.
         where: The tensor that ``own`` and ``expected`` are about; where it is said to be the largest element of one, they are
-            max |b - a| / max |a|, by which an error in few elements shows.
+            ``max |b - a| / max |a|``, by which an error in few elements shows.
     """
 
     verdict: Verdict

@@ -53,7 +53,7 @@ class ServeMismatch:
 
     Attributes:
         plan: The serving plan.
-        mean_abs: Mean of |log p_train - log p_serve| over tokens, in nats.
+        mean_abs: Mean of ``|log p_train - log p_serve|`` over tokens, in nats.
         max_abs: The largest of these.
         log_ratio: Quantiles of log r = log p_train - log p_serve, by level.
         ratio: Quantiles of r.
@@ -67,8 +67,8 @@ class ServeMismatch:
         k3: Mean of (r - 1) - log r.
         kl: KL(serve || train) itself, from all logits at each position, meaned over positions.
         argmax: Share of positions at which the two plans hold different tokens for the likeliest.
-        by_position: Mean |log r| in equal parts of the sequence, from its start.
-        worst: The tokens with the largest |log r|.
+        by_position: Mean ``|log r|`` in equal parts of the sequence, from its start.
+        worst: The tokens with the largest ``|log r|``.
     """
 
     plan: Plan

@@ -70,12 +70,16 @@ def headline(record: Record) -> str:
         if not any(_number(call[d]["error"]) for call in record["calls"] for d in _DIRECTIONS):
             return f"{b} and {a} agree to the last bit."
         return f"Under {b} no error is born that rounding does not explain: against {a} there is rounding, and what comes of it."
-    first, direction = max(born, key=lambda pair: pair[0][pair[1]]["excess"] or float("inf"))
+    first, direction = max(
+        born, key=lambda pair: max(_number(pair[0][d]["excess"]) for d in _DIRECTIONS)
+    )  # of both directions of one call forward
     side = first[direction]
-    said = (
-        f"Under {b} an error is born in {label(first)}, {direction}: given what {a} has there, its {side['where']} differs by "
-        f"{_error(side['own'], 'inf')}, {_times(side['excess'])} what rounding to {first['format']} explains."
+    differs = (
+        "is not finite"
+        if side["own"] is None
+        else f"differs by {_error(side['own'])}, {side['excess']:.3g} times what rounding to {first['format']} explains"
     )
+    said = f"Under {b} an error is born in {label(first)}, {direction}: given what {a} has there, its {side['where']} {differs}."
     others = [label(call) for call, _ in born if call is not first]
     others = list(dict.fromkeys(others))
     if others:
@@ -162,9 +166,5 @@ def _number(value: float | None) -> float:
     return value or 0.0
 
 
-def _error(value: float | None, none: str = "-") -> str:
-    return none if value is None else "0" if value == 0 else f"{value:.1e}"
-
-
-def _times(value: float | None) -> str:
-    return "without bound" if value is None else f"{value:.3g} times"
+def _error(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"

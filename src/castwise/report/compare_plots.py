@@ -24,8 +24,8 @@ def label(call: Record) -> str:
 
 
 def _path(record: Record, direction: str) -> Figure | None:
-    """Errors over calls in the order in which they began: what there is, what each adds by itself, what rounding explains."""
-    calls = [call for call in record["calls"] if call[direction]["error"] is not None]
+    """Errors over calls in the order in which they ended: what there is, what each adds by itself, what rounding explains."""
+    calls = [call for call in _by_end(record["calls"]) if call[direction]["error"] is not None]
     if not any(call[direction]["error"] for call in calls):
         return None
     figure = new_figure(3.1)
@@ -35,7 +35,7 @@ def _path(record: Record, direction: str) -> Figure | None:
 
     def heights(key: str) -> list[float]:
         known = [call[direction][key] for call in calls]
-        return [float("nan") if value is None else max(value, floor) for value in known]
+        return [max(value, floor) if value else float("nan") for value in known]
 
     places = range(len(calls))
     axes.plot(places, heights("error"), color=COLOURS[0], lw=1.6, label="error")
@@ -47,14 +47,27 @@ def _path(record: Record, direction: str) -> Figure | None:
     axes.grid(visible=True, axis="y")
     axes.set_title(f"{direction.capitalize()}: the way of the error")
     axes.set_xlabel(
-        "calls, as forward makes them"
-        if direction == "forward"
-        else "calls; backward goes from right to left"
+        "calls, as they end" if direction == "forward" else "calls; backward goes from right to left"
     )
     axes.set_ylabel("relative error")
     axes.legend(loc="lower right", fontsize=8, ncols=3)
     _name(axes, calls, direction)
     return figure
+
+
+def _by_end(calls: Sequence[Record]) -> list[Record]:
+    """Calls in the order in which they end, from that in which they begin: a module's after those of the modules in it."""
+    out: list[Record] = []
+    running: list[Record] = []
+    for call in calls:
+        while running and not _is_inside(call["path"], running[-1]["path"]):
+            out.append(running.pop())
+        running.append(call)
+    return [*out, *reversed(running)]
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return outer in ("", "(loss)") or path.startswith(f"{outer}.")
 
 
 def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:

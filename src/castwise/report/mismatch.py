@@ -67,7 +67,7 @@ def grids(record: Record) -> list[Grid]:
         "plan": "plan", "mean nats": digits("mean_abs"), "most nats": digits("max_abs"), "other likeliest": percent("argmax"),
     }  # fmt: skip
     ratios: Columns = {
-        "plan": "plan", "1 %": level("0.01"), "50 %": level("0.5"), "99 %": level("0.99"), "clipped": percent("clipped"),
+        "plan": "plan", "r at 1 %": level("0.01"), "at 50 %": level("0.5"), "at 99 %": level("0.99"), "clipped": percent("clipped"),
         "effective": percent("effective"), "clipped sequences": percent("clipped_sequences"),
         "effective sequences": percent("effective_sequences"),
     }  # fmt: skip
@@ -98,7 +98,12 @@ def _tokens(record: Record, count: int | None = None) -> Grid:
         "train": lambda token: f"{token['train']:.4f}",
         "serve": lambda token: f"{token['serve']:.4f}",
     }
-    rows = [token | {"plan": row["plan"]} for row in record["serve"] for token in row["worst"][:count]]
+    rows = [
+        token | {"plan": row["plan"]}
+        for row in record["serve"]
+        for token in row["worst"][:count]
+        if row["max_abs"] != 0.0
+    ]
     return Grid.of("Tokens that differ most", rows, columns)
 
 

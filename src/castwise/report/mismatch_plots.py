@@ -27,7 +27,7 @@ def _ratios(record: Record) -> Figure | None:
                 lw=width,
                 solid_capstyle="butt",
             )
-        axes.plot(row["ratio"]["0.5"], at, "|", color="white", ms=8)
+        axes.plot(row["ratio"]["0.5"], at, "|", color=COLOURS[at % len(COLOURS)], ms=14)
     for end in record["clip"]:
         axes.axvline(end, color=GREY, lw=1, ls=(0, (3, 2)))
     axes.set_title("Ratios train / serve per token")
