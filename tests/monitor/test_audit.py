@@ -177,4 +177,4 @@ def test_an_audit_needs_one_model_and_a_loss() -> None:
 def test_findings_are_ordered() -> None:
     order = [Audit(1, "sound", "", 0.01), Audit(1, "pass", "", 0.001), Audit(1, "undecided", ""),
              Audit(1, "fail", "", 0.2), Audit(1, "fail", "", 0.3)]  # fmt: skip
-    assert sorted(reversed(order), key=badness) == order
+    assert sorted(map(badness, order)) == [badness(audit) for audit in order]

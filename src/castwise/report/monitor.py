@@ -35,8 +35,8 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
     if regions.rows:
         out += [Line(), Line(last(record), "bold"), dataclasses.replace(regions, title="")]
     if record["audits"]:
-        last = record["audits"][-1]
-        out += [Line(), Line(f"Audit at step {last['step']}: {last['verdict']}; {last['reason']}")]
+        audit = record["audits"][-1]
+        out += [Line(), Line(f"Audit at step {audit['step']}: {audit['verdict']}; {audit['reason']}")]
     return out + [Line(f"Not seen: {what}", "dim") for what in record["unseen"]]
 
 
