@@ -409,6 +409,7 @@ class Recovery:
         """Plain values for JSON."""
         return {
             "kind": "recovery",
+            "version": 1,
             "steps": self.step + 1,
             "first_plan": str(self._first_plan),
             "plan": str(self._amp.plan),

@@ -202,6 +202,7 @@ class Replay:
         """Plain values for JSON; what is not finite is a string."""
         return {
             "kind": "replay",
+            "version": 1,
             "path": str(self.path),
             "step": self.step,
             "reason": self.reason,

@@ -13,7 +13,16 @@ from castwise.report.grids import terminal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_KINDS = {"bench": bench, "tune": tune, "doctor": doctor, "parity": parity, "train": train, "try": tried, "replay": replay, "recovery": recovery}
+_KINDS = {
+    "bench": bench,
+    "tune": tune,
+    "doctor": doctor,
+    "parity": parity,
+    "train": train,
+    "try": tried,
+    "replay": replay,
+    "recovery": recovery,
+}
 """By the kind of a record what says it: ``lines`` for the terminal; ``values`` and ``PICTURES`` for the page's template."""
 
 
