@@ -33,6 +33,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "In a training loop": ("Amp", "AveragedModel", "StepResult"),
     "Plans": ("Plan", "Region", "LossScale"),
     "Experiments": ("tune", "TuneResult", "parity", "ParityResult"),
+    "See the numerics": ("first_nonfinite", "FirstNonfinite"),
     "When a run goes wrong": ("Recorder", "replay", "Replay", "Recovery"),
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",

@@ -160,6 +160,7 @@ def gone_wrong(folder: Path) -> None:
     with castwise.Recorder(amp, model, folder) as recorder:
         assert_type(recorder.write("an alarm"), None)
         assert_type(recorder.records, tuple[Path, ...])
+    assert_type(castwise.first_nonfinite(model, compute_loss, 1), castwise.FirstNonfinite)
     again = castwise.replay(folder, model, compute_loss, plan="fp32")
     assert_type(again, castwise.Replay)
     assert_type(again.exact, bool | None)
