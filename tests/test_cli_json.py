@@ -15,9 +15,11 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+import castwise
 import castwise.jobs.doctor
 from castwise.cli import app, main
 from castwise.plans.plan import Plan
+from castwise.workload import find_workload
 
 from .fresh import SOURCE
 from .processes import Forked
@@ -53,6 +55,7 @@ WORKS = {
     "doctor": (),
     "inspect": ("prints.py:job", "--only", "nonfinite,operators"),
     "migrate": ("old.py",),
+    "replay": ("steps", "--workload", "prints.py:job"),
     "schema": ("plan",),
     "train": ("prints.py:job", "--steps", "3"),
     "try": ("--plans", "fp32", "--rounds", "1", "script.py"),
@@ -63,6 +66,7 @@ FAILS = {
     "doctor": (("nowhere",), "WorkloadError", "workload 'nowhere' not found"),
     "inspect": (("prints.py:bad", "--only", "operators"), "WorkloadError", "KeyError: 'target'"),
     "migrate": (("gone.py",), "MigrateError", "there is no file or folder"),
+    "replay": (("gone",), "CheckpointError", "there is no complete record"),
     "schema": (("plans",), "UnknownNameError", "Allowed: plan, evidence"),
     "train": (("prints.py:bad",), "WorkloadError", "KeyError: 'target'"),
     "try": (("gone.py",), "CastwiseError", "gone.py"),
@@ -83,7 +87,22 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("old.py").write_text("from apex import amp\nfrom apex.RNN import LSTM\n")
 
 
+def record() -> None:
+    """A step of the job, in the folder ``steps``."""
+    job = find_workload("prints.py:job")
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, optimizer)
+    recorder = castwise.Recorder(amp, model, "steps")
+    recorder.write()
+    amp.backward(job.loss(model, next(recorder.batches(job.batches(0)))))
+    amp.step(optimizer)
+
+
 def run(command: str, *words: str) -> Result:
+    if command == "replay" and "steps" in words:
+        record()
     # An option of castwise's comes before a script.
     return CliRunner().invoke(app, [command, "--json", *words])
 

@@ -186,3 +186,19 @@ def experiments(folder: Path) -> None:
         castwise.autocats  # type: ignore[attr-defined]  # noqa: B018
     except castwise.CastwiseError as error:
         assert_type(error, castwise.CastwiseError)
+
+
+def gone_wrong(folder: Path) -> None:
+    """What keeps a step that failed, and what goes back."""
+    model, amp = Net(), castwise.Amp("fp16-mixed")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with castwise.Recorder(amp, model, folder) as recorder:
+        assert_type(recorder.write("an alarm"), None)
+        assert_type(recorder.records, tuple[Path, ...])
+    assert_type(castwise.first_nonfinite(model, compute_loss, 1), castwise.FirstNonfinite)
+    again = castwise.replay(folder, model, compute_loss, plan="fp32")
+    assert_type(again, castwise.Replay)
+    assert_type(again.exact, bool | None)
+    recovery = castwise.Recovery(amp, model, optimizer, compute_loss, folder, every=10)
+    assert_type(recovery.returns[0].cause, str)
+    assert_type(amp.change("bf16-mixed"), None)

@@ -8,7 +8,7 @@ under the plan was an accident of the weights, which are good again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,7 @@ class Verdict:
     plan: Plan | None = None
 
 
-def diagnose(
-    amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], is_normal: Callable[[float], bool]
-) -> Verdict:
+def diagnose(amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], limit: float) -> Verdict:
     """Find out why a step diverges, or that it does not from these weights. Nothing of the training notices.
 
     Args:
@@ -54,13 +52,13 @@ def diagnose(
         model: The module that it has prepared, with good weights.
         loss: From the model and a batch.
         moments: The step's microbatches.
-        is_normal: Whether the loss of a step, as :func:`castwise.monitor.passes.mean_loss` has it, is what training brings.
+        limit: The largest loss of a step, as :func:`castwise.monitor.passes.mean_loss` has it, that training brings.
     """
     holders = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
     if holders:
         return Verdict("batch", f"not finite in the data: {'; '.join(holders[:3])}")
     with unspoilt(model, "Recovery"), undisturbed():
-        return _Trials(amp, model, loss, moments, is_normal).verdict()
+        return _Trials(amp, model, loss, moments, limit).verdict()
 
 
 def _parts(moment: Moment, number: int, of: int) -> list[str]:
@@ -74,10 +72,10 @@ class _Trials:
         model: nn.Module,
         loss: Loss,
         moments: Sequence[Moment],
-        is_normal: Callable[[float], bool],
+        limit: float,
     ) -> None:
         self._plan = dataclasses.replace(amp.plan, compile="as_given")
-        self._model, self._loss, self._moments, self._is_normal = model, loss, moments, is_normal
+        self._model, self._loss, self._moments, self._limit = model, loss, moments, limit
         self._device = next((p.device for p in model.parameters()), torch.device(amp.device_type))
         self._weights = amp.model_state_dict(model)
         scale = self._plan.loss_scale
@@ -147,7 +145,7 @@ class _Trials:
         return ran, f"loss {ran.loss:.4g}{gradients}"
 
     def _is_sound(self, ran: Ran | None) -> bool:
-        return ran is not None and not ran.nonfinite and self._is_normal(ran.loss)
+        return ran is not None and ran.finite and ran.loss <= self._limit
 
 
 def _fp32_of(model: nn.Module, weights: Mapping[str, Any]) -> nn.Module:

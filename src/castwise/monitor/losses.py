@@ -40,14 +40,13 @@ class LossLine:
         deviation = statistics.median(abs(value - median) for value in values)
         return median, max(1.4826 * deviation, FLOOR * abs(median), 1e-12)
 
-    def is_normal(self, loss: float) -> bool:
-        """Whether a loss is neither a suspect nor not finite. Changes nothing."""
-        if not math.isfinite(loss):
-            return False
+    @property
+    def limit(self) -> float:
+        """The largest loss that is no suspect; infinity where there is no line yet."""
         if len(self._recent) < LEAST:
-            return True
+            return math.inf
         median, spread = self._line()
-        return loss <= median + SPREADS * spread
+        return median + SPREADS * spread
 
     def judge(self, step: int, loss: float) -> str:
         """Take note of a finite loss; what is wrong with it, in a clause, where it has diverged, else empty."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,7 @@ def generators(amp: Amp) -> dict[str, Any]:
     }
 
 
-def set_generators(states: dict[str, Any]) -> None:
+def set_generators(states: Mapping[str, Any]) -> None:
     """Undo :func:`generators`, of the device types that are there.
 
     Raises:

@@ -77,6 +77,7 @@ class _Suspect:
     step: int
     to_step: int
     symptom: str
+    limit: float
 
 
 class Recovery:
@@ -303,14 +304,14 @@ class Recovery:
             self._suspect = None
         if self._tries >= self._attempts:
             self._give_up(symptom, first)
-        good = self._states.before(first, self._accidents.get(first, 0))
+        good, limit = self._states.before(first, self._accidents.get(first, 0)), self._line.limit
         self._load(good)
         self._tries += 1
         self._furthest = max(self._furthest, first, self.step)
         self._states.forget_after(good)
         self._line.back_to(good.step)
         self._skips, self._losses, self._results = [], [], []
-        self._suspect = _Suspect(first, good.step, symptom)
+        self._suspect = _Suspect(first, good.step, symptom, limit)
 
     def _give_up(self, symptom: str, first: int) -> None:
         told = "; ".join(
@@ -367,7 +368,7 @@ class Recovery:
         """The verdict of all ranks on their batches: a bad one anywhere is passed over by all."""
 
         def look() -> Verdict:
-            return diagnose(self._amp, self._inner, self._loss, moments, self._line.is_normal)
+            return diagnose(self._amp, self._inner, self._loss, moments, suspect.limit)
 
         verdicts = self._ranks.every(look)
         for cause in ("batch", "format", "loss scale"):
@@ -409,6 +410,7 @@ class Recovery:
         """Plain values for JSON."""
         return {
             "kind": "recovery",
+            "version": 1,
             "steps": self.step + 1,
             "first_plan": str(self._first_plan),
             "plan": str(self._amp.plan),

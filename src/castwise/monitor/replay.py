@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
 from castwise.checkpoint.folder import candidates, read_manifest
+from castwise.checkpoint.storage import need
 from castwise.errors import CastwiseError, CheckpointError, StateError
 from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
 from castwise.monitor import step_files
@@ -141,21 +142,19 @@ def _check(content: Mapping[str, Any]) -> None:
         "nonfinite": list, "skipped": (bool, type(None)), "grad_norm": (Tensor, type(None)),
     }  # fmt: skip
     for name, kind in kinds.items():
-        step_files.storage.need(isinstance(content.get(name), kind), f"{name} is not of its kind")
+        need(isinstance(content.get(name), kind), f"{name} is not of its kind")
     for moment in content["moments"]:
         good = isinstance(moment, dict) and moment.keys() == {"batch", "random", "changed"}
-        step_files.storage.need(good and isinstance(moment["random"], dict), "a moment is none")
+        need(good and isinstance(moment["random"], dict), "a moment is none")
     for loss in content["losses"]:
         good = isinstance(loss, dict) and loss.keys() == {"moment", "name", "value"}
-        step_files.storage.need(
-            good and isinstance(loss["value"], Tensor) and loss["value"].numel() == 1, "a loss is none"
-        )
-    step_files.storage.need(
+        need(good and isinstance(loss["value"], Tensor) and loss["value"].numel() == 1, "a loss is none")
+    need(
         all(isinstance(scale, Tensor) and scale.numel() == 1 for scale in content["scales"].values()),
         "a loss scale is none",
     )
     for name in ("training", "frozen", "nonfinite"):
-        step_files.storage.need(all(isinstance(text, str) for text in content[name]), f"{name} are no names")
+        need(all(isinstance(text, str) for text in content[name]), f"{name} are no names")
 
 
 @dataclass(frozen=True)
@@ -203,6 +202,7 @@ class Replay:
         """Plain values for JSON; what is not finite is a string."""
         return {
             "kind": "replay",
+            "version": 1,
             "path": str(self.path),
             "step": self.step,
             "reason": self.reason,

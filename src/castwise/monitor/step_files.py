@@ -29,6 +29,7 @@ from castwise.checkpoint.folder import (
     read_values,
     wrong_files,
 )
+from castwise.checkpoint.storage import need
 from castwise.checkpoint.tree import check, decode, encode
 from castwise.errors import CheckpointError
 from castwise.ranks import ALONE, Ranks
@@ -181,16 +182,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         raise CheckpointError(f"replay({str(path)!r}): {reason}. Allowed: a record that a Recorder wrote.")
     try:
         found = read_values(path, manifest)
-        storage.need(
-            isinstance(found, dict) and found.keys() == {"record", "tensors"}, "not of a record's parts"
-        )
+        need(isinstance(found, dict) and found.keys() == {"record", "tensors"}, "not of a record's parts")
         sizes = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
         index = storage.read_index(found["tensors"], sizes)
         check(found["record"], index)
         tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in index.items()}
         storage.read(path, index, tensors)
         record = decode(found["record"], tensors.__getitem__)
-        storage.need(
+        need(
             isinstance(record, dict)
             and record.keys() == {"content", "weights"}
             and all(isinstance(part, dict) for part in record.values()),
@@ -218,7 +217,7 @@ def _base_of(path: Path) -> Base:
 def _whole(value: Any, base: Base | None) -> Any:
     if not _is_told(value):
         return value
-    storage.need(
+    need(
         base is not None
         and len(value) == (3 if value[0] == "difference" else 2)
         and value[0] in ("base", "difference")

@@ -15,10 +15,8 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
         "what was done": "action",
     }  # fmt: skip
     returns = record["returns"]
-    return [
-        Line(headline(record), "bold"),
-        *([Line(), Grid.of("", returns, columns)] if returns else []),
-    ]
+    grid: list[Grid | Line] = [Line(), Grid.of("", returns, columns)] if returns else []
+    return [Line(headline(record), "bold"), *grid]
 
 
 def headline(record: Mapping[str, Any]) -> str:
