@@ -16,6 +16,7 @@ import castwise
 import castwise.monitor
 import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
+from castwise.inspection import comparison, ratios
 from castwise.inspection import forecast as forecasts
 from castwise.numerics import damage, parity
 from castwise.plans import plan, rules
@@ -56,7 +57,9 @@ on this page."""
 FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
+    ("castwise.inspection.comparison", comparison, ("CallComparison", "Side", "Trial")),
     ("castwise.inspection.forecast", forecasts, ("RegionForecast", "TensorForecast")),
+    ("castwise.inspection.ratios", ratios, ("ServeMismatch", "Token")),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     (
         "castwise.monitor",

@@ -175,7 +175,9 @@ def experiments(folder: Path) -> None:
     judged = castwise.parity(Net(), compute_loss, list(make_batches(0)), "bf16-mixed")
     assert_type(judged, castwise.ParityResult)
     assert_type(judged.verdict, Literal["pass", "fail", "undecided"])
-    forecast = castwise.forecast(Net(), compute_loss, list(make_batches(0)), ("fp16",), optimizer=torch.optim.Adam)
+    forecast = castwise.forecast(
+        Net(), compute_loss, list(make_batches(0)), ("fp16",), optimizer=torch.optim.Adam
+    )
     assert_type(forecast, castwise.Forecast)
     assert_type(forecast.save(folder), Path)
     assert_type(
