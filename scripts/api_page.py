@@ -18,7 +18,8 @@ import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
 from castwise.inspection import comparison, ratios
 from castwise.inspection import forecast as forecasts
-from castwise.numerics import damage, parity
+from castwise.measure import environment as measured_on
+from castwise.numerics import casts, damage, gradient_range, parity
 from castwise.plans import plan, rules
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -66,7 +67,10 @@ FURTHER = (
         castwise.monitor,
         ("Line", "Alarm", "Sample", "RegionSample", "Audit", "MonitorReport"),
     ),
+    ("castwise.measure.environment", measured_on, ("Environment",)),
+    ("castwise.numerics.casts", casts, ("Cast",)),
     ("castwise.numerics.damage", damage, ("Estimate",)),
+    ("castwise.numerics.gradient_range", gradient_range, ("Histogram", "ScaleRange")),
     ("castwise.numerics.parity", parity, ("RegionParity",)),
     ("castwise.parallel", parallel, ("init_process_group", "compress_to_bf16", "compress_to_fp16")),
     ("castwise.plans.plan", plan, ("as_plan",)),
