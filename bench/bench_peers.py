@@ -29,9 +29,10 @@ import castwise
 from architectures import ARCHITECTURES
 from castwise import Workload
 from castwise.measure import stats
+from castwise.measure.environment import environment
 from castwise.measure.timing import synchronize
 from castwise.workload import find_workload
-from common import Results, arguments
+from common import RESULTS, Results, arguments
 
 LIBRARIES = ("accelerate", "lightning", "transformers")
 FIRST, LAST = 30, 10
@@ -295,12 +296,13 @@ def measure(
             if way != other and other in names:
                 speed = ratios[names.index(other), index]
                 row[f"over_{other}"] = [speed.value, speed.low, speed.high]
+        row["commit"] = environment(device).commit
         rows.append({**row, "peak_mib": round(last[way]["peak_mib"]), "loss": last[way]["loss"]})
     return rows
 
 
 def main() -> None:
-    """Write ``results/peers-<device>.json``."""
+    """Write ``results/peers-<device>.json``; with ``--keep`` the rows of other workloads that it has stay."""
     parser = arguments(__doc__)
     parser.add_argument(
         "--workloads", default=",".join(["mlp", "gpt", "digits", "sine?size=128", *ARCHITECTURES])
@@ -308,12 +310,17 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--tune-seconds", type=float, default=60.0)
+    parser.add_argument("--keep", action="store_true", help="rows of other workloads that the file has")
     given = parser.parse_args()
     device = torch.device(given.device)
+    names = given.workloads.split(",")
+    path = RESULTS / f"peers-{device.type}.json"
+    had = json.loads(path.read_text(encoding="utf-8"))["rows"] if given.keep and path.exists() else []
     with Results("peers", device, __doc__, given.budget) as results:
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
         results.add({"libraries": json.dumps(versions)})
-        for name in given.workloads.split(","):
+        results.rows += [row for row in had if "workload" in row and row["workload"] not in names]
+        for name in names:
             with results.part(name):
                 results.add(*measure(name, device, given.starts, given.rounds, given.tune_seconds))
 
