@@ -12,6 +12,7 @@ timed; ``peak_mib`` the most memory: of the process on a CPU, allocated by torch
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -35,6 +36,7 @@ from castwise.workload import find_workload
 from common import RESULTS, Results, arguments
 
 LIBRARIES = ("accelerate", "lightning", "transformers")
+IMPORTS = {"Accelerate": "accelerate", "Fabric": "lightning.fabric", "Trainer": "transformers.trainer"}
 FIRST, LAST = 30, 10
 """Steps before anything is timed, and those of them whose mean loss is told."""
 BLOCK_S = 0.3
@@ -218,8 +220,12 @@ def ways(tuned: str) -> dict[str, Way]:
 
 
 def child(pipe: Connection, workload: str, way: str, tuned: str, device: str, threads: int) -> None:
-    """One process: trains until it is told to end."""
+    """One process: imports, then trains until it is told to end."""
     torch.set_num_threads(threads)
+    if way in IMPORTS:
+        importlib.import_module(IMPORTS[way])
+    pipe.send("ready")
+    pipe.recv()
     where = torch.device(device)
     with contextlib.suppress(Enough):
         ways(tuned)[way](workload_of(workload), where, Gate(pipe, where))
@@ -238,7 +244,12 @@ class Started:
         self.last: dict[str, Any] = {}
 
     def wait(self) -> None:
-        """For its first steps: all start at once, since starting is not timed."""
+        """Until it has imported all; they do so at once."""
+        self._pipe.recv()
+
+    def begin(self) -> None:
+        """Its first steps, which others' would hold up."""
+        self._pipe.send("go")
         self.last = self._pipe.recv()
 
     def run(self, steps: int) -> float:
@@ -267,9 +278,11 @@ def measure(
     failed: dict[str, str] = {}
     for number in range(starts):
         running = {way: Started(name, way, tuned, device.type, torch.get_num_threads()) for way in times}
+        for one in running.values():
+            one.wait()
         for way, one in list(running.items()):
             try:
-                one.wait()
+                one.begin()
             except EOFError:
                 failed[way] = "its process failed"
                 del running[way]
