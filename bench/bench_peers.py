@@ -12,6 +12,7 @@ timed; ``peak_mib`` the most memory: of the process on a CPU, allocated by torch
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -29,11 +30,13 @@ import castwise
 from architectures import ARCHITECTURES
 from castwise import Workload
 from castwise.measure import stats
+from castwise.measure.environment import environment
 from castwise.measure.timing import synchronize
 from castwise.workload import find_workload
-from common import Results, arguments
+from common import RESULTS, Results, arguments
 
 LIBRARIES = ("accelerate", "lightning", "transformers")
+IMPORTS = {"Accelerate": "accelerate", "Fabric": "lightning.fabric", "Trainer": "transformers.trainer"}
 FIRST, LAST = 30, 10
 """Steps before anything is timed, and those of them whose mean loss is told."""
 BLOCK_S = 0.3
@@ -217,8 +220,12 @@ def ways(tuned: str) -> dict[str, Way]:
 
 
 def child(pipe: Connection, workload: str, way: str, tuned: str, device: str, threads: int) -> None:
-    """One process: trains until it is told to end."""
+    """One process: imports, then trains until it is told to end."""
     torch.set_num_threads(threads)
+    if way in IMPORTS:
+        importlib.import_module(IMPORTS[way])
+    pipe.send("ready")
+    pipe.recv()
     where = torch.device(device)
     with contextlib.suppress(Enough):
         ways(tuned)[way](workload_of(workload), where, Gate(pipe, where))
@@ -237,7 +244,12 @@ class Started:
         self.last: dict[str, Any] = {}
 
     def wait(self) -> None:
-        """For its first steps: all start at once, since starting is not timed."""
+        """Until it has imported all; they do so at once."""
+        self._pipe.recv()
+
+    def begin(self) -> None:
+        """Its first steps, which others' would hold up."""
+        self._pipe.send("go")
         self.last = self._pipe.recv()
 
     def run(self, steps: int) -> float:
@@ -266,9 +278,11 @@ def measure(
     failed: dict[str, str] = {}
     for number in range(starts):
         running = {way: Started(name, way, tuned, device.type, torch.get_num_threads()) for way in times}
+        for one in running.values():
+            one.wait()
         for way, one in list(running.items()):
             try:
-                one.wait()
+                one.begin()
             except EOFError:
                 failed[way] = "its process failed"
                 del running[way]
@@ -295,12 +309,13 @@ def measure(
             if way != other and other in names:
                 speed = ratios[names.index(other), index]
                 row[f"over_{other}"] = [speed.value, speed.low, speed.high]
+        row["commit"] = environment(device).commit
         rows.append({**row, "peak_mib": round(last[way]["peak_mib"]), "loss": last[way]["loss"]})
     return rows
 
 
 def main() -> None:
-    """Write ``results/peers-<device>.json``."""
+    """Write ``results/peers-<device>.json``; with ``--keep`` the rows of other workloads that it has stay."""
     parser = arguments(__doc__)
     parser.add_argument(
         "--workloads", default=",".join(["mlp", "gpt", "digits", "sine?size=128", *ARCHITECTURES])
@@ -308,12 +323,17 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--tune-seconds", type=float, default=60.0)
+    parser.add_argument("--keep", action="store_true", help="rows of other workloads that the file has")
     given = parser.parse_args()
     device = torch.device(given.device)
+    names = given.workloads.split(",")
+    path = RESULTS / f"peers-{device.type}.json"
+    had = json.loads(path.read_text(encoding="utf-8"))["rows"] if given.keep and path.exists() else []
     with Results("peers", device, __doc__, given.budget) as results:
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
         results.add({"libraries": json.dumps(versions)})
-        for name in given.workloads.split(","):
+        results.rows += [row for row in had if "workload" in row and row["workload"] not in names]
+        for name in names:
             with results.part(name):
                 results.add(*measure(name, device, given.starts, given.rounds, given.tune_seconds))
 
