@@ -32,7 +32,7 @@ autodoc_typehints = "none"  # types are in the signatures
 autodoc_member_order = "bysource"
 nitpicky = True  # a docstring that names what is not on the page fails the build
 nitpick_ignore_regex = [
-    (r"py:\w+", r"(collections|nn|torch)\..*|Optimizer|ParallelStyle|Tensor")
+    (r"py:\w+", r"(collections|nn|pathlib|torch)\..*|Optimizer|ParallelStyle|Tensor")
 ]  # of others
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Source"]

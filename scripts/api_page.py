@@ -16,7 +16,7 @@ import castwise
 import castwise.monitor
 import castwise.schemas
 from castwise import casting, checkpoint, errors, masters, parallel, scaler, updates, workload
-from castwise.inspection import comparison, ratios
+from castwise.inspection import comparison, cures, operators, ratios, values
 from castwise.inspection import forecast as forecasts
 from castwise.measure import environment as measured_on
 from castwise.numerics import casts, damage, gradient_range, parity
@@ -60,7 +60,10 @@ FURTHER = (
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
     ("castwise.inspection.comparison", comparison, ("CallComparison", "Side", "Trial")),
     ("castwise.inspection.forecast", forecasts, ("RegionForecast", "TensorForecast")),
+    ("castwise.inspection.cures", cures, ("Trial",)),
+    ("castwise.inspection.operators", operators, ("OperatorUse", "RegionUse", "CastUse")),
     ("castwise.inspection.ratios", ratios, ("ServeMismatch", "Token")),
+    ("castwise.inspection.values", values, ("Values",)),
     ("castwise.masters", masters, ("master_of", "model_param_of", "copy_to_model", "refresh_master")),
     (
         "castwise.monitor",

@@ -61,7 +61,7 @@ class FirstNonfinite:
         node: In backward the node of autograd, as ``LogBackward0``.
         forward: In backward the forward operator.
         nan: Whether NaN was made, else infinities.
-        cause: What kind of cause, a key of :data:`castwise.inspection.causes.ADVICE`, or ``loss scale`` or ``underflow``.
+        cause: What kind of cause, a key of ``castwise.inspection.causes.ADVICE``, or ``loss scale`` or ``underflow``.
         why: It with numbers, a clause.
         inputs: What the operator was given.
         outputs: What it made of it.

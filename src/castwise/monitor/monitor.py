@@ -69,10 +69,10 @@ class Monitor:
         log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. What it raises is
             a warning, once, and the training goes on.
         live: Show the last sample and the open alarms in the terminal, where there is one.
-        on_alarm: ``on_alarm(alarm)``, called with each :class:`Alarm` when it is raised, behind the step that raised it, on
+        on_alarm: ``on_alarm(alarm)``, called with each :class:`castwise.monitor.Alarm` when it is raised, behind the step that raised it, on
             every rank with the same. What it raises goes through that step, which has been made or skipped whole: a way to end a run.
         lines: By kind of alarm another :class:`~castwise.monitor.alarms.Line`, or None to leave it out; see
-            :data:`castwise.monitor.alarms.LINES`.
+            ``castwise.monitor.LINES``.
         loss: ``loss(model, batch)`` -> scalar tensor; with ``batches`` the plan is audited: held against fp32 as in :func:`castwise.parity`, on
             copies of the model as trained so far, which for that time take about five times the memory of fp32 weights.
         batches: For audits: a sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.

@@ -100,7 +100,7 @@ class Alarm:
     """A line that was crossed. It is raised once, and again only after it was cleared.
 
     Attributes:
-        kind: What about: a key of :data:`castwise.monitor.alarms.LINES`.
+        kind: What about: a key of ``castwise.monitor.LINES``.
         step: The optimizer's step at which it was raised.
         region: Module path; ``""`` is the whole model.
         value: What was seen.

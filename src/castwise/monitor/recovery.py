@@ -83,6 +83,8 @@ class _Suspect:
 class Recovery:
     """Takes a training that diverges back to its last good state, and past what made it diverge.
 
+    .. code-block:: python
+
         recovery = castwise.Recovery(amp, model, optimizer, loss, "runs/a/good", also={"scheduler": scheduler})
         for batch in recovery.batches(loader):
             amp.backward(loss(model, batch))
@@ -91,9 +93,9 @@ class Recovery:
             scheduler.step()
 
     A step has diverged where its loss is not finite; where three in a row are skipped that no loss scale would save; and where
-    the loss is far above what it was, at once or five times in a row (:mod:`castwise.monitor.losses`). Then weights, optimizer, loss
+    the loss is far above what it was, at once or five times in a row (``castwise.monitor.losses`` has the line). Then weights, optimizer, loss
     scale, random generators and ``also`` become what they were, ``batches`` hands out the same batches again, and before
-    the one that diverged comes again a copy of the model finds out why: :mod:`castwise.monitor.diagnosis`.
+    the one that diverged comes again a copy of the model finds out why.
 
     At each step the host waits for the loss. Where torch.distributed is in use every rank makes the same recovery and all go back
     together; a step's loss is the mean over ranks.
