@@ -61,8 +61,9 @@ def examples(page: str) -> list[tuple[str, str | None]]:
 
 
 def prints(output: str, said: str) -> bool:
-    """Whether an output is what a page says, where ``...`` stands for anything within a line."""
-    return re.fullmatch(re.escape(said.strip()).replace(r"\.\.\.", ".*"), output.strip()) is not None
+    """Whether an output is what a page says, where ``...`` stands for anything within a line, and on one alone for any lines."""
+    lines = re.sub(r"(?m)^\\\.\\\.\\\.(?=\\?$)", "(?s:.*)", re.escape(said.strip()))
+    return re.fullmatch(lines.replace(r"\.\.\.", ".*"), output.strip()) is not None
 
 
 # --- examples and links -------------------------------------------------------------------------------------

@@ -204,3 +204,5 @@ def gone_wrong(folder: Path) -> None:
     recovery = castwise.Recovery(amp, model, optimizer, compute_loss, folder, every=10)
     assert_type(recovery.returns[0].cause, str)
     assert_type(amp.change("bf16-mixed"), None)
+    with castwise.Monitor(amp, every=16) as monitor:
+        assert_type(monitor.save(folder), Path)
