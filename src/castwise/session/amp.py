@@ -30,6 +30,7 @@ from castwise.session.apply import apply, apply_late
 from castwise.session.checks import (
     check_apart,
     check_arrival,
+    check_change,
     check_group,
     check_masters,
     check_model,
@@ -266,27 +267,13 @@ class Amp:
         Raises:
             PlanError: A plan that does not exist or does not fit the model; see :meth:`prepare`.
             DeviceError: The device cannot run it.
-            StateError: A model that has run compiled, is cut into shards, or is in DistributedDataParallel where one of the plans
-                stores parameters low.
+            StateError: A model that has run compiled, arrived in bf16 or fp16, is cut into shards, or is in
+                DistributedDataParallel where one of the plans stores parameters low.
         """
         chosen = as_plan(plan)
         process.check_device(chosen, self.device_type)
         for model in self._members.models:
-            low = self.plan.stores_low or chosen.stores_low
-            why = (
-                "has run compiled, so that hooks put on now would be ignored"
-                if _torch.ran_compiled(model)
-                else "is cut into shards, whose groups are by the plan"
-                if any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-                else "is in DistributedDataParallel, which keeps parameters of the format that it has met"
-                if low and wrappers.ddp_around(model) is not None
-                else ""
-            )
-            if why:
-                raise StateError(
-                    f"change({str(chosen)!r}): this {type(model).__name__} {why}. Save a checkpoint, and load it into a training "
-                    "that begins under the new plan."
-                )
+            check_change(model, self.plan, chosen, arrived_low=bool(self._members.arrived.get(model)))
         before, state, skips = self.plan, self.state_dict(), self.skipped_steps
         calls = [*self._prepares]
         try:

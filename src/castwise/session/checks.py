@@ -202,6 +202,31 @@ def check_arrival(model: nn.Module, resolution: Resolution, widen: bool | str) -
     )
 
 
+def check_change(model: nn.Module, before: Plan, after: Plan, *, arrived_low: bool) -> None:
+    """Refuse to change the plan of a model that would not go on with the weights that it has, or without the new plan.
+
+    Raises:
+        StateError: It says why.
+    """
+    low = before.stores_low or after.stores_low
+    why = (
+        "has run compiled, so that hooks put on now would be ignored"
+        if _torch.ran_compiled(model)
+        else "arrived in bf16 or fp16, which its weights would be rounded to in between"
+        if arrived_low
+        else "is cut into shards, whose groups are by the plan"
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        else "is in DistributedDataParallel, which keeps parameters of the format that it has met"
+        if low and wrappers.ddp_around(model) is not None
+        else ""
+    )
+    if why:
+        raise StateError(
+            f"change({str(after)!r}): this {type(model).__name__} {why}. Save a checkpoint, and load it into a training "
+            "that begins under the new plan."
+        )
+
+
 def check_norm(call: str, max_norm: object) -> None:
     """Refuse what no norm can be held to; a tensor's value is not looked at, since that would wait for its device.
 
