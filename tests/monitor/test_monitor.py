@@ -733,3 +733,27 @@ def test_an_empty_report_says_so(tmp_path: Path) -> None:
     monitor = Monitor(castwise.Amp("fp32"))
     assert monitor.to_dict()["steps"] == 0
     assert (monitor.save(tmp_path) / "monitor.html").exists()
+
+
+def test_it_goes_on_after_a_change_of_the_plan() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = castwise.Amp("fp32", device="cpu")
+    amp.prepare(model, optimizer)
+    with castwise.Monitor(amp, every=1) as monitor:
+        for plan in ("fp32", "fp16-mixed"):
+            if plan != str(amp.plan):
+                amp.change(plan)
+            for _ in range(3):
+                amp.backward(model(torch.randn(4, 8)).square().mean())
+                amp.step(optimizer)
+                optimizer.zero_grad()
+        assert monitor.step == 6
+        assert [sample.loss_scale for sample in monitor.samples] == [
+            None,
+            None,
+            None,
+            65536.0,
+            65536.0,
+            65536.0,
+        ]

@@ -27,7 +27,7 @@ from castwise.plans.formats import FORMATS
 from castwise.plans.text import some
 from castwise.ranks.group import Ranks
 from castwise.scaler import StepResult
-from castwise.session.amp import Amp, inside
+from castwise.session.amp import Amp, Inside, inside
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -121,7 +121,7 @@ class Monitor:
         self.samples: deque[Sample] = deque(maxlen=KEPT)
         self.alarms: deque[Alarm] = deque(maxlen=KEPT)
         self.audits: deque[Audit] = deque(maxlen=KEPT)
-        self._amp, self._session = amp, inside(amp)
+        self._amp = amp
         self._every, self._audit_every, self._on_alarm = every, audit_every, on_alarm
         self._crossed = Alarms(lines_of(lines))
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
@@ -148,7 +148,7 @@ class Monitor:
         alive = weakref.ref(self)
         self._end = weakref.finalize(self, _end, _hooks(alive), self._outputs)
         self._end.atexit = False
-        self._session.listeners.append(self._stepped)
+        self._listened = amp.listen(steps=self._stepped)
 
     # --- what there is to see -----------------------------------------------------------------------------
 
@@ -223,12 +223,15 @@ class Monitor:
 
     def close(self) -> None:
         """End watching and close files; what was seen stays to be read."""
-        if self._stepped in self._session.listeners:
-            self._session.listeners.remove(self._stepped)
+        self._listened()
         self._end()
         self._sinks.close()
 
     # --- around steps -------------------------------------------------------------------------------------
+
+    @property
+    def _session(self) -> Inside:
+        return inside(self._amp)  # another window after Amp.change
 
     @property
     def _ranks(self) -> Ranks:

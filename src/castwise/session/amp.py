@@ -797,7 +797,6 @@ class Inside(NamedTuple):
         agreement: Of ranks.
         dropped: Updates that rounding dropped.
         undo: What ``close`` replays.
-        listeners: Called behind each :meth:`Amp.step` with the optimizers and what became of it, when all is done.
     """
 
     members: Members
@@ -805,12 +804,11 @@ class Inside(NamedTuple):
     agreement: Agreement
     dropped: DroppedUpdates
     undo: UndoLog
-    listeners: list[Callable[[Sequence[Optimizer], StepResult], object]]
 
 
 def inside(amp: Amp) -> Inside:
     """A session's parts, for tools of castwise."""
-    return Inside(amp._members, amp._window, amp._agreement, amp._dropped, amp._undo, amp._listeners)
+    return Inside(amp._members, amp._window, amp._agreement, amp._dropped, amp._undo)
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
