@@ -485,14 +485,21 @@ def sgd(*params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("plan", ["fp16-mixed", "O1", "fp16-true+loss_scale.init=8"])
 @pytest.mark.parametrize("by", ["backward", "scale"])
-@pytest.mark.parametrize("which", ["none", "same", "half", "hook", "clipped"])
+@pytest.mark.parametrize("which", ["none", "same", "half", "hook", "clipped", "replaced"])
 def test_an_optimizer_that_was_never_prepared_is_refused_scaled_gradients(
     plan: str, by: str, which: str
 ) -> None:
     model = Pair()
     amp = castwise.Amp(plan, device="cpu")
-    own = {"same": [sgd(model.parameters())], "half": [sgd(model.a.parameters())]}.get(which, [])
+    whole = [sgd(model.parameters())] if which in ("same", "replaced") else []
+    own = [sgd(model.a.parameters())] if which == "half" else whole
     amp.prepare(model, *own)
+    if which == "replaced":
+        amp.backward(model(batch(0)).pow(2).mean())
+        amp.step(*own)
+        model.zero_grad()
+        own.clear()
+        whole.clear()
     stranger = sgd(model.parameters() if which != "half" else model.b.parameters())
     before = [p.detach().clone() for p in model.parameters()]
     if which == "hook":

@@ -25,6 +25,8 @@ class Members:
         )
         """Of each model the tensors that arrived in bf16 or fp16, and in which."""
         self._strays: list[torch.Tensor] | None = None
+        self._alive = 0
+        """How many optimizers were alive when strays were looked for."""
 
     def add(self, model: nn.Module, root: Border) -> None:
         """Take a model in."""
@@ -72,14 +74,16 @@ class Members:
 
     def strays(self) -> list[torch.Tensor]:
         """Parameters of the models that none of the optimizers held when it was prepared."""
-        if self._strays is None:
+        optimizers = self.optimizers
+        if self._strays is None or len(optimizers) != self._alive:  # one may have died, and left its parameters
             held = {
                 id(masters.model_param_of(parameter))
-                for optimizer in self.optimizers
+                for optimizer in optimizers
                 for group in optimizer.param_groups
                 for parameter in group["params"]
             }
             self._strays = [parameter for parameter in self.parameters() if id(parameter) not in held]
+            self._alive = len(optimizers)
         return self._strays
 
     def names(self) -> dict[int, str]:
