@@ -253,6 +253,81 @@ def test_an_optimizer_made_after_widening_joins() -> None:
     assert {s["exp_avg"].dtype for s in second.state.values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_of_an_optimizer_that_joins_is_widened_too(optimizer: str) -> None:
+    """One with state is prepared after its model: it goes on as one that is prepared with it."""
+    found = []
+    for late in (True, False):
+        model = arrive("plain", torch.bfloat16)
+        updates = OPTIMIZERS[optimizer](model.parameters())
+        model(
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+        ).float().square().mean().backward()
+        updates.step()
+        updates.zero_grad()
+        amp = castwise.Amp("bf16-mixed", device="cpu")
+        if late:
+            amp.prepare(model, widen=True)
+        amp.prepare(model, updates, widen=True)
+        losses = train(amp, model, updates)
+        found.append((losses, weights(amp, model)))
+        amp.close()
+        assert {v.dtype for s in updates.state.values() for k, v in s.items() if k != "step"} == {
+            torch.bfloat16
+        }
+    assert torch.equal(found[0][0], found[1][0])
+    same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("bf16-mixed", "fp32"),
+        ("bf16-mixed", "bf16-master"),
+        ("bf16-mixed", "fp16-master"),
+        ("fp16-mixed", "bf16-mixed"),
+        ("bf16-master", "bf16-mixed"),
+        ("bf16-master", "fp16-master"),
+        ("fp16-master", "bf16-master+ops.exp=fp32"),
+    ],
+)
+def test_what_training_has_made_of_it_outlives_a_change_of_plan(first: str, then: str, kind: str) -> None:
+    """Not a bit is lost, there and back, though ``close`` would round: as with the float model."""
+    model = arrive(kind, torch.bfloat16)
+    stored = dtypes(model)
+    reference = copy.deepcopy(model).float()
+    found = []
+    for one in (model, reference):
+        updates = OPTIMIZERS["adamw"](one.parameters())
+        with castwise.Amp(first, device="cpu") as amp:
+            amp.prepare(one, updates, widen=one is model and is_widened(one, first))
+            losses = []
+            for plan in (then, first):
+                losses.append(train(amp, one, updates))
+                before = weights(amp, one)
+                amp.change(plan)
+                same(before, weights(amp, one))
+            found.append((torch.cat([*losses, train(amp, one, updates)]), weights(amp, one)))
+    assert torch.equal(found[0][0], found[1][0])
+    same(found[0][1], found[1][1])
+    assert dtypes(model) == stored
+
+
+def test_a_change_of_plan_that_fails_loses_nothing() -> None:
+    model = arrive("plain", torch.bfloat16)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, optimizer, widen=True)
+    train(amp, model, optimizer)
+    before, moments = weights(amp, model), [s["exp_avg"].clone() for s in optimizer.state.values()]
+    with pytest.raises(castwise.CastwiseError, match="nowhere"):
+        amp.change("bf16-master+regions.nowhere=fp32")
+    same(weights(amp, model), before)
+    assert all(map(torch.equal, moments, (s["exp_avg"] for s in optimizer.state.values())))
+    train(amp, model, optimizer)
+
+
 # --- in part --------------------------------------------------------------------------------------------------------
 
 

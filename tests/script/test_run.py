@@ -159,6 +159,32 @@ print(m.weight.dtype, m.weight.double().sum().item())
     assert found.startswith("torch.float32 ")
 
 
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("way", ["m(x.bfloat16())", "m(x.to(m.weight.dtype))", "c(input=x.bfloat16())"])
+def test_inputs_that_a_script_casts_for_its_model_are_taken_by_the_widened_one(
+    way: str, plan: str, tmp_path: Path
+) -> None:
+    """As every loop around a model in bf16 does whose batches are fp32; what it rounds stays rounded."""
+    text = f"""
+import torch
+torch.manual_seed(0)
+m = torch.nn.Linear(8, 4).bfloat16()
+c = torch.compile(m, backend="aot_eager")
+o = torch.optim.SGD(m.parameters(), 1e-3)
+for _ in range(3):
+    x = torch.randn(16, 8).bfloat16()
+    {way}.float().square().mean().backward()
+    o.step()
+    o.zero_grad()
+print(m.weight.dtype, m.weight.double().sum().item())
+"""
+    plain = text.replace("Linear(8, 4).bfloat16()", "Linear(8, 4).bfloat16().float()").replace(
+        way, "m(x.float())"
+    )
+    found = run(tmp_path, text, "--plan", plan, "--widen", "train.py")
+    assert found == run(tmp_path, plain, "--plan", plan, "train.py")
+
+
 def test_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n1 / 0")
     done = subprocess.run(

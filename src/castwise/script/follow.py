@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise import _torch
-from castwise.arrival import widen_for
+from castwise.arrival import low_tensors, widen_for
 from castwise.borders import Border, Door, root_of, strip
 from castwise.casting import frames
 from castwise.casting.trees import map_tensors
 from castwise.errors import CastwiseError, sentence
 from castwise.masters import model_param_of
 from castwise.parallel import wrappers
-from castwise.plans.formats import LOW_DTYPES
+from castwise.plans.formats import LOW, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.scaler import add_up, gradients, set_aside
 from castwise.session import Amp
@@ -220,6 +220,7 @@ class Follower:
         else:
             optimizers = {number: self._optimizers[number] for number in numbers}
             widen = self.widen and widen_for(self.plan, model)
+            widened = widen and low_tensors(model)
             try:
                 self._session(device_type).prepare(model, *optimizers.values(), widen=widen)
             except CastwiseError as error:
@@ -227,6 +228,8 @@ class Follower:
                     model, sentence(error).replace("prepare(..., widen=True)", "castwise run --widen")
                 )
                 return
+            if widened and self.plan.formats.isdisjoint(LOW):  # others cast what operators take
+                model.register_forward_pre_hook(_with_fp32, with_kwargs=True)
             self._models.add(model)
             self._joined.update(optimizers)
             self._known.update(model.modules())
@@ -344,6 +347,13 @@ class Follower:
             if isinstance(output, torch.Tensor) and output.device.type in self.sessions:
                 return self.sessions[output.device.type]
         return None
+
+
+def _with_fp32(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A script casts inputs for a model in bf16, which has no operator in fp32 that would take them."""
+    return map_tensors(
+        lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor, (args, kwargs)
+    )
 
 
 def _rescale(tensor: torch.Tensor, by: torch.Tensor) -> None:

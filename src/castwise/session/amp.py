@@ -193,9 +193,17 @@ class Amp:
         return (model, *optimizers) if optimizers else model
 
     def _prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared, *, wrapped: bool
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        how: _HowPrepared,
+        *,
+        wrapped: bool,
+        kept: storage.Kept | None = None,
     ) -> None:
         methods, inference, part, widen = how["methods"], how["inference"], how["part"], how["widen"]
+        if kept is not None and not self.plan.stores_low:
+            widen = widen or kept.trains(model)  # masters have been fp32, which the parameters become
         late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
         if late and not (inference or self.plan.stores_low) and self._has(model):
             self._join(_torch.without_compiler(model), late)
@@ -222,7 +230,7 @@ class Amp:
             check_apart(target, [*self._members.optimizers, *optimizers])
         borders.check_methods(target, methods)
         resolution = self.resolve(target, part=part, inference=inference, widen=widen)
-        check_arrival(target, resolution, widen)
+        check_arrival(target, resolution, widen, again=kept is not None)
         fsdp.check_groups(resolution, target)
         dtypes = storage.dtypes_of(resolution, target)
         fsdp.check_shards(target, dtypes)
@@ -276,23 +284,26 @@ class Amp:
             check_change(model, self.plan, chosen, arrived_low=bool(self._members.arrived.get(model)))
         before, state, skips = self.plan, self.state_dict(), self.skipped_steps
         calls = [*self._prepares]
+        kept = storage.Kept.of(self._members.arrived.values(), self._members.optimizers)
         try:
-            self._prepare_again(chosen, calls)
+            self._prepare_again(chosen, calls, kept)
         except BaseException as error:
             try:
-                self._prepare_again(before, calls)
+                self._prepare_again(before, calls, kept)
             except BaseException as other:
                 error.add_note(f"Going back to the plan {before} failed as well: {other!r}")
             raise
         finally:
+            kept.settle()
             if self._members.models:
                 if self.plan.loss_scale == before.loss_scale:
                     self.load_state_dict(state)
                 self._window.skips = skips
 
-    def _prepare_again(self, plan: Plan, calls: Sequence[_Prepare]) -> None:
+    def _prepare_again(self, plan: Plan, calls: Sequence[_Prepare], kept: storage.Kept) -> None:
         self.close()
         self._begin(plan)
+        kept.put_back()
         for call in calls:
             model, optimizers = (
                 call.model(),
@@ -300,7 +311,7 @@ class Amp:
             )
             if model is not None:
                 ddp = wrappers.ddp_around(model)
-                self._prepare(model, optimizers, call.how, wrapped=ddp is not None)
+                self._prepare(model, optimizers, call.how, wrapped=ddp is not None, kept=kept)
                 if ddp is not None:
                     _meet_ddp(ddp, ddp.get_submodule("module"))
 

@@ -28,8 +28,10 @@ from castwise.session.undo import UndoLog
 
 _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
 """What has a model's masters: a model whose optimizer is gone gets their values back all the same."""
-_late: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
-"""The optimizers that came after their model: their state follows where the model is stored as it was again."""
+_late: weakref.WeakKeyDictionary[
+    nn.Module, tuple[list[weakref.ref[Optimizer]], list[weakref.ref[nn.Parameter]]]
+] = weakref.WeakKeyDictionary()
+"""The optimizers that came after their model, and the parameters that were stored otherwise: state follows, here and back."""
 
 
 def apply(
@@ -72,8 +74,8 @@ def apply(
     for optimizer in optimizers:
         log.kept += storage.state_of(optimizer, [*changed, *arrived])
         log.on(optimizer, storage.follow_state, [*changed, *arrived])
-    _late[model] = []
-    log.callback(_follow_late, _late[model], [*changed, *arrived])
+    _late[model] = [], changed
+    log.callback(_follow_late, _late[model][0], [*changed, *arrived])
     storage.store(model, plan, dtypes, log)
     for optimizer in optimizers:
         storage.follow_state(optimizer, changed)
@@ -108,8 +110,12 @@ def apply(
 
 def apply_late(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
     """Have optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
+    late, changed = _late[model]
+    log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
-        _late[model].append(weakref.ref(optimizer))
+        log.kept += storage.state_of(optimizer, changed)
+        late.append(weakref.ref(optimizer))
+        storage.follow_state(optimizer, changed)
         if plan.memory_format == "channels_last":
             log.on(optimizer, masters.restride_state)
             masters.restride_state(optimizer)

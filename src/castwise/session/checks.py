@@ -166,13 +166,16 @@ def check_apart(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
                 )
 
 
-def check_arrival(model: nn.Module, resolution: Resolution, widen: bool | str) -> None:
+def check_arrival(
+    model: nn.Module, resolution: Resolution, widen: bool | str, *, again: bool = False
+) -> None:
     """Trained parameters stay low under a plan that stores them in fp32 only where that cannot be what anyone wants.
 
     Args:
         model: To be prepared.
         resolution: What the plan makes of it.
         widen: What was asked for.
+        again: It was asked for under another plan, that the session has changed since.
 
     Raises:
         PlanError: There are such parameters: it names them, and what it takes to widen them. Or ``widen`` was asked for,
@@ -180,7 +183,7 @@ def check_arrival(model: nn.Module, resolution: Resolution, widen: bool | str) -
     """
     plan, low = resolution.plan, low_tensors(model)
     stay = all(resolution.storage.get(name, tensor.dtype) in LOW_DTYPES for name, tensor in low.items())
-    if widen and plan.stores_low and low and stay:
+    if widen and not again and plan.stores_low and low and stay:
         raise PlanError(
             f"prepare(widen={widen!r}): the plan {plan} stores all that arrived low in {plan.compute}, so nothing is left to be "
             f"stored in fp32. Leave widen out, or use a plan that keeps parameters in fp32, such as {plan.compute + '-mixed'!r}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -175,3 +175,55 @@ def follow_state(optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter
     """Give the optimizer state of parameters without masters their dtype, as the kernels of optimizers want it."""
     alive = [parameter for ref in params if (parameter := ref()) is not None]
     masters.move_state(optimizer, dict(zip(alive, alive, strict=True)))
+
+
+class Kept(NamedTuple):
+    """What parameters and buffers that arrived low have become in fp32, and the state of them, while a session changes its plan.
+
+    Closing stores them as they arrived, rounded; the next plan starts from these.
+
+    Attributes:
+        values: Tensors, and what they are in fp32.
+        states: Of optimizers.
+    """
+
+    values: list[tuple[Tensor, Tensor]]
+    states: list[tuple[Optimizer, nn.Parameter, Any]]
+
+    @classmethod
+    def of(cls, arrived: Iterable[Mapping[Tensor, torch.dtype]], optimizers: Iterable[Optimizer]) -> Self:
+        """Look at the tensors that arrived low, by :func:`low_dtypes`. Synchronises with the device where there are masters."""
+        found, every = cls([], []), list(optimizers)
+        for attachment in filter(None, map(masters.attachment_of, every)):
+            attachment.refresh_from_model()
+        for tensor in {id(t): t for of in arrived for t in of}.values():
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                continue  # exact in the format that it arrived in
+            master = masters.master_of(tensor) if isinstance(tensor, nn.Parameter) else None
+            wide = tensor if master is None else master
+            if not masters.is_low(wide):
+                found.values.append((tensor, masters.local(wide)))
+        params = [weakref.ref(t) for t, _ in found.values if isinstance(t, nn.Parameter)]
+        for optimizer in every:
+            found.states.extend(state_of(optimizer, params))
+        return found
+
+    def trains(self, model: nn.Module) -> bool:
+        """Whether a parameter of a model is among them."""
+        own = {id(parameter) for parameter in model.parameters()}
+        return any(id(tensor) in own for tensor, _ in self.values)
+
+    def put_back(self) -> None:
+        """Have what is prepared next start from them."""
+        for tensor, values in self.values:
+            masters.remember_original(tensor, values)
+        put_back_state(self.states)
+
+    def settle(self) -> None:
+        """Remember no more, and give state the format of what has no master."""
+        for tensor, _ in self.values:
+            if not isinstance(tensor, nn.Parameter) or masters.master_of(tensor) is None:
+                masters.forget_original(tensor)
+        alone = [weakref.ref(p) for _, p, _ in self.states if masters.master_of(p) is None]
+        for optimizer in {id(o): o for o, _, _ in self.states}.values():
+            follow_state(optimizer, alone)
