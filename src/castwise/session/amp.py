@@ -275,13 +275,13 @@ class Amp:
         Raises:
             PlanError: A plan that does not exist or does not fit the model; see :meth:`prepare`.
             DeviceError: The device cannot run it.
-            StateError: A model that has run compiled, arrived in bf16 or fp16, is cut into shards, or is in
-                DistributedDataParallel where one of the plans stores parameters low.
+            StateError: A model that has run compiled, is cut into shards, or is in DistributedDataParallel where one of the plans
+                stores parameters low.
         """
         chosen = as_plan(plan)
         process.check_device(chosen, self.device_type)
         for model in self._members.models:
-            check_change(model, self.plan, chosen, arrived_low=bool(self._members.arrived.get(model)))
+            check_change(model, self.plan, chosen)
         before, state, skips = self.plan, self.state_dict(), self.skipped_steps
         calls = [*self._prepares]
         kept = storage.Kept.of(self._members.arrived.values(), self._members.optimizers)

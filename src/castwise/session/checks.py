@@ -205,7 +205,7 @@ def check_arrival(
     )
 
 
-def check_change(model: nn.Module, before: Plan, after: Plan, *, arrived_low: bool) -> None:
+def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
     """Refuse to change the plan of a model that would not go on with the weights that it has, or without the new plan.
 
     Raises:
@@ -215,8 +215,6 @@ def check_change(model: nn.Module, before: Plan, after: Plan, *, arrived_low: bo
     why = (
         "has run compiled, so that hooks put on now would be ignored"
         if _torch.ran_compiled(model)
-        else "arrived in bf16 or fp16, which its weights would be rounded to in between"
-        if arrived_low
         else "is cut into shards, whose groups are by the plan"
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
         else "is in DistributedDataParallel, which keeps parameters of the format that it has met"

@@ -75,7 +75,9 @@ class Members:
     def strays(self) -> list[torch.Tensor]:
         """Parameters of the models that none of the optimizers held when it was prepared."""
         optimizers = self.optimizers
-        if self._strays is None or len(optimizers) != self._alive:  # one may have died, and left its parameters
+        if (
+            self._strays is None or len(optimizers) != self._alive
+        ):  # one may have died, and left its parameters
             held = {
                 id(masters.model_param_of(parameter))
                 for optimizer in optimizers
