@@ -328,6 +328,38 @@ def test_a_change_of_plan_that_fails_loses_nothing() -> None:
     train(amp, model, optimizer)
 
 
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_an_optimizer_that_joins_does_not_train_low_what_came_later(how: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).bfloat16()
+    model[1].requires_grad_(how == "added")
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, torch.optim.SGD(model[0].parameters(), 0.1), widen=True)
+    if how == "added":
+        model[1] = nn.Linear(4, 3).bfloat16()
+    model[1].requires_grad_()
+    late = torch.optim.SGD(model[1].parameters(), 0.1)
+    with pytest.raises(StateError, match=r"1.weight, 1.bias .*after it was prepared.* bfloat16"):
+        amp.prepare(model, late, widen=True)
+    assert not amp.holds(late)
+    if how == "added":
+        model[1].float()
+        amp.prepare(model, late, widen=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("plan", MASTERS)
+def test_an_optimizer_without_masters_does_not_step_what_has_them(plan: str, dtype: torch.dtype) -> None:
+    model = arrive("plain", dtype)
+    optimizer, stranger = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+    (model(torch.randn(4, 6)).float() - 1).square().mean().backward()
+    with pytest.raises(StateError, match=r"SGD.step\(\)"):
+        stranger.step()
+    amp.close()
+    stranger.step()
+
+
 # --- in part --------------------------------------------------------------------------------------------------------
 
 

@@ -260,7 +260,8 @@ def test_skipped(assert_precision_safe):
     assert_precision_safe(model(Noisy()), loss, BATCHES, "bf16-mixed", undecided="skip")
 """)
     example = ROOT / "examples" / "test_plan.py"
-    done = pytest_of_its_own(tmp_path, "-n", "1", "-p", "no:cacheprovider", "test_mine.py", str(example))
+    words = ("-n", "1", "-p", "no:cacheprovider", "--junitxml", "found.xml")
+    done = pytest_of_its_own(tmp_path, *words, "test_mine.py", str(example))
     assert "2 failed, 2 passed, 1 skipped" in done.stdout, done.stdout
     assert "PrecisionUnsafe: bf16-mixed: fail." in done.stdout
     assert "PrecisionUndecided: bf16-mixed: undecided." in done.stdout, done.stdout
@@ -275,3 +276,4 @@ def test_skipped(assert_precision_safe):
         "test_skipped": "undecided",
         "test_the_plan_fits_the_model": "pass",
     }
+    assert (tmp_path / "found.xml").read_text().count('<property name="castwise" value="') == 5

@@ -32,6 +32,7 @@ from castwise.session.checks import (
     check_arrival,
     check_change,
     check_group,
+    check_late,
     check_masters,
     check_model,
     check_norm,
@@ -206,7 +207,7 @@ class Amp:
             widen = widen or kept.trains(model)  # masters have been fp32, which the parameters become
         late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
         if late and not (inference or self.plan.stores_low) and self._has(model):
-            self._join(_torch.without_compiler(model), late)
+            self._join(_torch.without_compiler(model), late, part)
             self._note_prepared(_torch.without_compiler(model), late, how)
             return
         target = check_model(model, self.device_type, wrapped=wrapped)
@@ -322,11 +323,12 @@ class Amp:
     def _has(self, model: Any) -> bool:
         return isinstance(model, nn.Module) and Amp.of(model) is self
 
-    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer], part: bool) -> None:
         """Take in optimizers that were made after their model was prepared."""
         for optimizer in optimizers:
             check_optimizer(optimizer, model, self.plan)
             self._watch.check_alone(optimizer)
+        check_late(model, optimizers, self.resolve(model, part=part))
         if self.scaler.is_enabled():
             check_apart(model, [*self._members.optimizers, *optimizers])
         with self._undo.transaction() as log:

@@ -91,7 +91,7 @@ def apply(
     if dtypes and not (plan.keeps_masters and optimizers):
         # what is remembered is loaded too; attaching sees to it elsewhere
         masters.install_hooks(model, log.callback)
-    if plan.keeps_masters and dtypes:
+    if plan.keeps_masters and (dtypes or arrived):
         refuse = functools.partial(_refuse_stranger, alive)
         log.callback(_torch.forget_every_step, refuse)
         _torch.watch_every_step(refuse)

@@ -228,6 +228,26 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
         )
 
 
+def check_late(model: nn.Module, optimizers: Iterable[Optimizer], resolution: Resolution) -> None:
+    """See that an optimizer which joins a model that is prepared trains nothing low that came, or was unfrozen, since.
+
+    Raises:
+        StateError: It does: ``prepare`` looks at how a model arrives once, and would have widened or refused it.
+    """
+    if resolution.plan.params != "fp32":
+        return
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    by_name = dict(model.named_parameters())
+    late = [name for name in resolution.left_low if id(by_name[name]) in held]
+    if late:
+        dtype = str(by_name[late[0]].dtype).removeprefix("torch.")
+        raise StateError(
+            f"prepare: {some(late, 3)} of this {type(model).__name__} came or were unfrozen after it was prepared, and are stored in "
+            f"{dtype}: the plan {resolution.plan} keeps parameters in fp32, and their updates would be rounded away. Store them in fp32 "
+            "first (.float()), or amp.close() and prepare model and optimizers with widen=True."
+        )
+
+
 def check_norm(call: str, max_norm: object) -> None:
     """Refuse what no norm can be held to; a tensor's value is not looked at, since that would wait for its device.
 
