@@ -386,14 +386,14 @@ class CastwisePrecision(Precision):
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Compute scaled gradients, by the module's own ``backward`` under a Trainer."""
-        if self._module is not None:
-            # in manual optimization this is within the training_step, whose casts are not for backward: regions have their own
-            with torch.autocast(self.amp.device_type, enabled=False):
+        # in manual optimization this is within the training_step, whose casts are not for backward: regions have their own
+        with torch.autocast(self.amp.device_type, enabled=False):
+            if self._module is not None:
                 super().backward(self.amp.scale(tensor), model, *args, **kwargs)
-        elif args or kwargs.get("gradient") is not None:
-            self.amp.scale(tensor).backward(*args, **kwargs)
-        else:
-            self.amp.backward(tensor, **kwargs)
+            elif args or kwargs.get("gradient") is not None:
+                self.amp.scale(tensor).backward(*args, **kwargs)
+            else:
+                self.amp.backward(tensor, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Lightning's callbacks after backward. Gradients hold the loss scale until they are clipped or stepped on."""
