@@ -737,6 +737,30 @@ def test_a_region_is_differentiated_in_its_format_in_manual_optimization(plan: s
     assert same(fit(Manual(), plan), by_hand(Net(), plan))
 
 
+@pytest.mark.parametrize("plan", FEW)
+def test_a_toggled_optimizer_alone_gets_gradients(plan: str) -> None:
+    class Toggles(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[place].parameters(), lr=0.1) for place in (0, 3)]
+
+        def training_step(self, batch: Batch) -> None:  # type: ignore[override]
+            for optimizer, other in ((self.optimizers()[0], 3), (self.optimizers()[1], 0)):
+                self.toggle_optimizer(optimizer)
+                assert not self.net[other].weight.requires_grad
+                self.manual_backward(self.loss(batch))
+                assert self.net[other].weight.grad is None
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+                assert self.net[other].weight.requires_grad
+
+    fit(Toggles(), plan)
+
+
 def test_every_average_of_rounded_weights_is_said() -> None:
     callback = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     with pytest.warns(UserWarning, match="Lightning's StochasticWeightAveraging keeps is of weights rounded to bf16"):
