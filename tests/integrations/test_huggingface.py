@@ -286,6 +286,20 @@ def test_a_trainer_without_a_plan_goes_on_from_a_checkpoint(plan: str, tmp_path:
     assert logged(rest, "loss")[2:] == pytest.approx(logged(run, "loss")[2:], rel=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_that_do_not_load_leave_the_plan_on(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    run = trainer(tmp_path, "bf16-master", model=peft.get_peft_model(gpt(), config), save_strategy="steps", save_steps=2)
+    run.train()
+    wanted = weights(run)
+    (tmp_path / "checkpoint-2" / "adapter_model.safetensors").write_bytes(b"broken")
+    with pytest.raises(Exception, match="deserializing"):
+        run._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
+    assert castwise.Amp.of(run.model) is run.accelerator.amp
+    equal(weights(run), wanted)
+
+
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )  # PEFT asks for it
@@ -488,6 +502,21 @@ def test_models_and_optimizers_come_in_any_order(order: str, plan: str) -> None:
     together = accelerator.prepare(*parts())
     loop(accelerator, *together, pairs())
     equal(found, state_of(accelerator.amp, *together))
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master"])
+def test_what_memory_was_freed_of_is_prepared_anew(plan: str) -> None:
+    accelerator = CastwiseAccelerator(plan)
+    model, *others = accelerator.prepare(*parts())
+    loop(accelerator, model, *others, pairs())
+    assert accelerator.free_memory(None) == [None]
+    assert castwise.Amp.of(model) is None
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[1]  # the first one lives still
+    inputs, targets = pairs(1)[0]
+    accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+    optimizer.step()
+    assert not optimizer.step_was_skipped
 
 
 @pytest.mark.parametrize("evaluated", [False, True])

@@ -29,7 +29,7 @@ pytest.importorskip("lightning", reason="needs castwise[lightning]")
 
 import lightning
 from lightning import Fabric, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from castwise.integrations.lightning import CastwisePrecision, StrategyError
@@ -697,6 +697,74 @@ def test_an_optimizer_of_nothing_in_the_model_steps_as_it_would() -> None:
 
     model = fit(Apart(), "bf16-mixed", model="net")
     assert model.other.item() == 0.5**6
+    for plan in ("fp16-mixed", "fp16-master"):
+        model = Apart()
+        with pytest.raises(StateError, match=r"SGD\.step\(\): .*has not prepared.*gradients hold the loss scale"):
+            fit(model, plan, model="net")
+        assert model.other.item() == 1.0
+
+
+@pytest.mark.parametrize("plan", FEW)
+def test_an_optimizer_made_in_the_middle_of_a_fit_steps_on_no_scaled_gradients(plan: str) -> None:
+    class Anew(Net):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.kept = {name: value.clone() for name, value in self.state_dict().items()}
+                self.trainer.optimizers = [self.configure_optimizers()]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model = Anew()
+    with pytest.raises(StateError, match=r"SGD\.step\(\): "):
+        fit(model, plan, max_epochs=2)
+    assert all(torch.equal(value, model.kept[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", [f"{name}+regions.net.3=fp32" for name in ("bf16-mixed", *FEW)])
+def test_a_region_is_differentiated_in_its_format_in_manual_optimization(plan: str) -> None:
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Batch) -> None:  # type: ignore[override]
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    assert same(fit(Manual(), plan), by_hand(Net(), plan))
+
+
+@pytest.mark.parametrize("plan", FEW)
+def test_a_toggled_optimizer_alone_gets_gradients(plan: str) -> None:
+    class Toggles(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[place].parameters(), lr=0.1) for place in (0, 3)]
+
+        def training_step(self, batch: Batch) -> None:  # type: ignore[override]
+            for optimizer, other in ((self.optimizers()[0], 3), (self.optimizers()[1], 0)):
+                self.toggle_optimizer(optimizer)
+                assert not self.net[other].weight.requires_grad
+                self.manual_backward(self.loss(batch))
+                assert self.net[other].weight.grad is None
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+                assert self.net[other].weight.requires_grad
+
+    fit(Toggles(), plan)
+
+
+def test_every_average_of_rounded_weights_is_said() -> None:
+    callback = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    with pytest.warns(UserWarning, match="Lightning's StochasticWeightAveraging keeps is of weights rounded to bf16"):
+        fit(Net(), "bf16-master", max_epochs=2, callbacks=[callback])
 
 
 def test_evaluation_by_fabric_needs_no_optimizer() -> None:

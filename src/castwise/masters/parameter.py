@@ -88,6 +88,20 @@ class Master:
     def grad(self) -> None:
         self.stored.grad = None
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter gets a gradient: who freezes what an optimizer holds, as a GAN's loop does, freezes the model."""
+        return self.stored.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.stored.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set :attr:`requires_grad`; returns the master."""
+        self.stored.requires_grad = requires_grad
+        return self
+
     def __hash__(self) -> int:
         return id(self.stored)
 

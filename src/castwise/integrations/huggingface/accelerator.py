@@ -313,6 +313,21 @@ class CastwiseAccelerator(Accelerator):
         with self.amp.autocast(enabled=handler is None or handler.enabled):
             yield
 
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Let go of all that was prepared, as Accelerate does, and take the plan off models; what is prepared next begins anew.
+
+        Args:
+            objects: As in Accelerate.
+
+        Returns:
+            As many times None.
+        """
+        if self.amp in _made:
+            self.amp.close()
+            self._taken.clear()
+        released: list[Any] = super().free_memory(*objects)
+        return released
+
     # --- state ------------------------------------------------------------------------------------------------
 
     @property

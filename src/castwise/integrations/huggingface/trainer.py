@@ -132,8 +132,10 @@ class CastwiseMixin:
             yield
             return
         self.accelerator.amp.close()
-        yield
-        self.accelerator.take_in(self.model, *([] if self.optimizer is None else [self.optimizer]))
+        try:
+            yield
+        finally:
+            self.accelerator.take_in(self.model, *([] if self.optimizer is None else [self.optimizer]))
 
     def _save_scaler(self, output_dir: str) -> None:
         scaler = self.accelerator.scaler

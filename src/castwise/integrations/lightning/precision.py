@@ -16,7 +16,7 @@ import torch
 from lightning import Fabric, LightningModule
 from lightning.fabric.strategies import ddp, dp, model_parallel
 from lightning.pytorch import strategies
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ _NAMES = {
 }
 """By what a plan computes in: Lightning's name of the nearest setting, where parameters stay fp32 and where they do not."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _SHARDED = (model_parallel.ModelParallelStrategy, strategies.ModelParallelStrategy)
 _WRAPPING = (
     ddp.DDPStrategy,
@@ -236,11 +237,12 @@ class CastwisePrecision(Precision):
         vars(trainer.strategy).pop("setup_optimizers", None)
         if not self._alive():
             self._prepare(module, optimizers)
-        if self.plan.stores_low and any(isinstance(one, WeightAveraging) for one in trainer.callbacks):
+        averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGING)]
+        if self.plan.stores_low and averaging:
             warnings.warn(
-                f"The average that Lightning's WeightAveraging keeps is of weights rounded to {self.plan.compute}, and is itself rounded "
-                f"at each validation, since the plan {self.plan} stores parameters low. Average by castwise.AveragedModel(model), or "
-                "use a plan that stores them in fp32.",
+                f"The average that Lightning's {averaging[0]} keeps is of weights rounded to {self.plan.compute}, and is itself rounded "
+                f"when the model takes it, since the plan {self.plan} stores parameters low. Average by castwise.AveragedModel(model), "
+                "or use a plan that stores them in fp32.",
                 stacklevel=2,
             )
         return model, optimizers, [Resting(config, self) for config in lr_schedulers]
@@ -384,12 +386,14 @@ class CastwisePrecision(Precision):
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Compute scaled gradients, by the module's own ``backward`` under a Trainer."""
-        if self._module is not None:
-            super().backward(self.amp.scale(tensor), model, *args, **kwargs)
-        elif args or kwargs.get("gradient") is not None:
-            self.amp.scale(tensor).backward(*args, **kwargs)
-        else:
-            self.amp.backward(tensor, **kwargs)
+        # in manual optimization this is within the training_step, whose casts are not for backward: regions have their own
+        with torch.autocast(self.amp.device_type, enabled=False):
+            if self._module is not None:
+                super().backward(self.amp.scale(tensor), model, *args, **kwargs)
+            elif args or kwargs.get("gradient") is not None:
+                self.amp.scale(tensor).backward(*args, **kwargs)
+            else:
+                self.amp.backward(tensor, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Lightning's callbacks after backward. Gradients hold the loss scale until they are clipped or stepped on."""
@@ -408,6 +412,13 @@ class CastwisePrecision(Precision):
         if self._module is not None and closure is not None:
             closure = functools.partial(self._wrap_closure, model, optimizer, closure)
         if not self.amp.holds(optimizer):
+            if self.plan.loss_scale is not None:
+                raise StateError(
+                    f"{type(optimizer).__name__}.step(): {self} has not prepared this optimizer, which updates nothing that the plan is "
+                    "for or was made in the middle of a fit, and gradients hold the loss scale. Have one optimizer update all, in "
+                    "groups; name each part that is trained, model=['net', 'other']; keep the optimizers that configure_optimizers "
+                    "made; or use a plan without a loss scale, such as 'bf16-mixed'"
+                )
             return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
         if kwargs:
             raise StateError(
