@@ -290,7 +290,9 @@ def test_a_trainer_without_a_plan_goes_on_from_a_checkpoint(plan: str, tmp_path:
 def test_adapters_that_do_not_load_leave_the_plan_on(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
-    run = trainer(tmp_path, "bf16-master", model=peft.get_peft_model(gpt(), config), save_strategy="steps", save_steps=2)
+    run = trainer(
+        tmp_path, "bf16-master", model=peft.get_peft_model(gpt(), config), save_strategy="steps", save_steps=2
+    )
     run.train()
     wanted = weights(run)
     (tmp_path / "checkpoint-2" / "adapter_model.safetensors").write_bytes(b"broken")
@@ -512,7 +514,9 @@ def test_what_memory_was_freed_of_is_prepared_anew(plan: str) -> None:
     assert accelerator.free_memory(None) == [None]
     assert castwise.Amp.of(model) is None
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[1]  # the first one lives still
+    optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[
+        1
+    ]  # the first one lives still
     inputs, targets = pairs(1)[0]
     accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
     optimizer.step()

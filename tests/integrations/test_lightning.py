@@ -29,7 +29,12 @@ pytest.importorskip("lightning", reason="needs castwise[lightning]")
 
 import lightning
 from lightning import Fabric, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from castwise.integrations.lightning import CastwisePrecision, StrategyError
@@ -699,7 +704,9 @@ def test_an_optimizer_of_nothing_in_the_model_steps_as_it_would() -> None:
     assert model.other.item() == 0.5**6
     for plan in ("fp16-mixed", "fp16-master"):
         model = Apart()
-        with pytest.raises(StateError, match=r"SGD\.step\(\): .*has not prepared.*gradients hold the loss scale"):
+        with pytest.raises(
+            StateError, match=r"SGD\.step\(\): .*has not prepared.*gradients hold the loss scale"
+        ):
             fit(model, plan, model="net")
         assert model.other.item() == 1.0
 
@@ -763,7 +770,9 @@ def test_a_toggled_optimizer_alone_gets_gradients(plan: str) -> None:
 
 def test_every_average_of_rounded_weights_is_said() -> None:
     callback = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
-    with pytest.warns(UserWarning, match="Lightning's StochasticWeightAveraging keeps is of weights rounded to bf16"):
+    with pytest.warns(
+        UserWarning, match="Lightning's StochasticWeightAveraging keeps is of weights rounded to bf16"
+    ):
         fit(Net(), "bf16-master", max_epochs=2, callbacks=[callback])
 
 
