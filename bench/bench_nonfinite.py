@@ -92,8 +92,8 @@ def _row(case: Case) -> dict[str, Any]:
         "found": bool(found) is not sound,
         "operator": sound or not maker.operators or found.operator in maker.operators,
         "module": sound or found.module == maker.module,
-        "phase": sound or found.kind not in ("operator", "constant") or found.phase == maker.phase,
-        "kind": sound or found.kind == maker.kind,
+        "phase": sound or found.origin not in ("operator", "constant") or found.phase == maker.phase,
+        "kind": sound or found.origin == maker.kind,
         "cause": sound or not maker.cause or found.cause in maker.cause,
         "cure": (found.cure is not None) is maker.cured,
     }
@@ -105,7 +105,7 @@ def _row(case: Case) -> dict[str, Any]:
         "right": all(right[key] for key in ("found", "operator", "module", "phase", "kind")),
         "cure_right": right["cure"] and (cured or not maker.cured),
         "wrong": [key for key, value in right.items() if not value],
-        "said": f"{found.kind} {found.operator} in {found.module!r} {found.phase}: {found.cause}"
+        "said": f"{found.origin} {found.operator} in {found.module!r} {found.phase}: {found.cause}"
         if found
         else "all is finite",
         "cure": None if found.cure is None else str(found.cure),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import castwise
@@ -684,6 +685,23 @@ def test_a_function_that_ran_compiled_around_a_model_is_compiled_anew(plan: str,
         for _ in range(2):
             assert torch.equal(compiled(x), model(x))
     assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_formulas_keep_their_formats_where_backward_is_called_inside_of_autocast(way: str) -> None:
+    def gradients(inside: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+        amp = castwise.Amp("bf16-mixed+regions.2=fp32", device="cpu")
+        amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        loss = model(torch.randn(12, 6)).square().mean()
+        with amp.autocast() if inside else contextlib.nullcontext():
+            if way == "grad":
+                return list(amp.grad(loss, list(model.parameters())))
+            amp.backward(loss)
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients(inside=True), gradients(inside=False)))
 
 
 def test_a_loss_that_is_not_a_scalar() -> None:

@@ -29,7 +29,7 @@ def test_names_operator_module_phase_and_cause(maker: Any) -> None:
     torch.manual_seed(0)
     found = first_nonfinite(maker.model(), maker.loss, maker.batch(), maker.plan, loss_scale=maker.scale)
     assert found
-    assert found.kind == maker.kind
+    assert found.origin == maker.kind
     assert found.module == maker.module
     assert found.in_model is maker.in_model
     assert found.call == maker.call
@@ -291,6 +291,6 @@ def test_statistics_that_batch_norm_writes_in_silence_are_a_result_and_no_origin
     with torch.no_grad():
         model[0].weight.fill_(3e38)
     found = first_nonfinite(model, _loss, corpus.noise())
-    assert (found.kind, found.operator, found.module) == ("operator", "addmm", "0")
+    assert (found.origin, found.operator, found.module) == ("operator", "addmm", "0")
     assert found.others == ()
     assert "buffer 1.running_mean" in found.reached

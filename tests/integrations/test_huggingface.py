@@ -260,6 +260,17 @@ def test_saved_weights_are_fp32_and_say_so(tmp_path: Path) -> None:
     equal(dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()), weights(run))
 
 
+def test_a_process_that_saves_nothing_leaves_the_configuration_of_the_one_that_does_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path, "bf16-master")
+    run.train()
+    (tmp_path / "config.json").write_text("of the other", encoding="utf-8")
+    monkeypatch.setattr(TrainingArguments, "should_save", False)
+    run.save_model()
+    assert (tmp_path / "config.json").read_text(encoding="utf-8") == "of the other"
+
+
 def test_the_best_model_is_loaded_into_the_masters(tmp_path: Path) -> None:
     args = arguments(
         tmp_path, save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1, load_best_model_at_end=True

@@ -127,7 +127,7 @@ def test_an_overflow_is_recorded_by_itself(name: str, tmp_path: Path) -> None:
     assert again.recorded_losses == (float("inf"),)
     assert same(then, again.gradients)
     assert again.first.name == "batch[1]"
-    assert again.first.kind == "data"
+    assert again.first.origin == "data"
 
 
 def test_another_plan_is_no_claim_of_exactness(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_dataloader_with_workers(tmp_path: Path) -> None:
     again = replay(tmp_path, Net(), loss)
     assert again.exact
     assert again.step == 5
-    assert again.first.kind == "data"
+    assert again.first.origin == "data"
 
 
 # --- what is written, and when --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -25,30 +25,28 @@ from castwise.inspection.causes import ADVICE
 from castwise.inspection.cures import Trial, try_cures, with_scale
 from castwise.inspection.origins import Kind, Origin, OriginTrace
 from castwise.inspection.passes import Pass, Passes
-from castwise.inspection.saving import save
 from castwise.inspection.trace import Place
 from castwise.inspection.values import Values, is_finite, is_floating
+from castwise.measure.environment import environment
 from castwise.plans.plan import Plan, as_plan
 from castwise.ranks import Ranks
-from castwise.schemas import RECORD_VERSION
+from castwise.result import Result
 
 if TYPE_CHECKING:
     import os
-
-    from rich.console import RenderableType
 
 MOST_SUSPECTS = 8
 """So often a pass is run again to find out which of several suspects it is."""
 
 
 @dataclass(frozen=True)
-class FirstNonfinite:
+class FirstNonfinite(Result):
     """The first operator that made something that is not finite; true where there is one.
 
     Attributes:
         plan: What the model ran by.
         reached: What is not finite: ``loss``, ``gradient of PATH``, ``buffer PATH``; empty where all is finite.
-        kind: What it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that held it before; a ``constant``
+        origin: What it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that held it before; a ``constant``
             of the program; ``memory`` that nobody has written to; ``unseen`` code; empty for nothing.
         name: Of the data, the parameter or the buffer.
         operator: Base name of the ATen operator, such as ``exp``; of the first reader where no operator made it.
@@ -81,9 +79,10 @@ class FirstNonfinite:
         note: What else to know, in a sentence.
     """
 
+    kind: ClassVar[str] = "nonfinite"
     plan: Plan
     reached: tuple[str, ...] = ()
-    kind: str = ""
+    origin: str = ""
     name: str = ""
     operator: str = ""
     module: str = ""
@@ -128,45 +127,35 @@ class FirstNonfinite:
     @property
     def answer(self) -> str:
         """The finding in a sentence or two."""
-        return str(self.to_dict()["answer"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The finding as plain JSON values."""
         from castwise.report.nonfinite import headline
 
-        record = {key: getattr(self, key) for key in _PLAIN}
+        return headline(self._said())
+
+    def _said(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         cure = self.cure
-        record |= {
-            "kind": "nonfinite",
-            "version": RECORD_VERSION,
+        return own | {
             "plan": str(self.plan),
             "found": bool(self),
-            "origin": self.kind,
             "cure": None if cure is None else str(cure),
-            **{key: list(getattr(self, key)) for key in ("reached", "through", "others", "ranks")},
-            **{key: [values.to_dict() for values in getattr(self, key)] for key in ("inputs", "outputs")},
-            "trials": [
-                {"what": t.what, "plan": str(t.plan), "finite": t.finite, "error": t.error}
-                for t in self.trials
-            ],
+            **{key: [dataclasses.asdict(values) for values in own[key]] for key in ("inputs", "outputs")},
+            "trials": [{**vars(trial), "plan": str(trial.plan)} for trial in self.trials],
         }
-        return record | {"answer": headline(record)}
 
-    def table(self) -> RenderableType:
-        """The finding, for ``rich.print``."""
-        from castwise.report.show import table
-
-        return table(self.to_dict())
+    def _fields(self) -> dict[str, Any]:
+        return self._said() | {
+            "answer": self.answer,
+            "description": "",
+            "environment": dataclasses.asdict(environment(self.device)),
+        }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder, which is made; returns the page's path."""
-        return save(self.to_dict(), self.device, folder)
+        """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder, which is made.
 
-
-_PLAIN = (
-    "name", "operator", "module", "in_model", "call", "phase", "source", "code", "node", "forward", "nan", "cause", "why", "became_nan",
-    "confirmed", "advice", "loss", "loss_scale", "operators", "harmless", "workload", "device", "note",
-)  # fmt: skip
+        Returns:
+            The path of the page; where Jinja is missing a warning says so, and it is that of the JSON file.
+        """
+        return self._save(Path(folder) / "nonfinite.html", Path(folder) / "nonfinite.json")[0]
 
 
 @dataclass
@@ -269,7 +258,7 @@ def _find(passes: Passes, plan: Plan, cures: bool) -> FirstNonfinite:
     if culprit is None:
         return FirstNonfinite(
             **common,
-            kind="unseen",
+            origin="unseen",
             cause="unseen",
             why="no operator that was seen made it",
             advice=ADVICE["unseen"],
@@ -393,7 +382,7 @@ def _said(origin: Origin) -> dict[str, Any]:
     kind: Kind = origin.kind
     place = origin.place
     said: dict[str, Any] = {
-        "kind": kind,
+        "origin": kind,
         "name": origin.name,
         "nan": origin.nan,
         "through": tuple(dict.fromkeys(origin.modules))[:32],

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,14 @@ from castwise import _torch
 from castwise.casting.trees import tensors_in
 from castwise.errors import UnknownNameError, check_count
 from castwise.inspection.passes import Passes
-from castwise.inspection.saving import save
 from castwise.inspection.trace import Phase, Place, Trace
+from castwise.measure.environment import environment
 from castwise.plans.formats import get_format
 from castwise.plans.plan import Plan, as_plan
-from castwise.schemas import RECORD_VERSION
+from castwise.result import Result
 
 if TYPE_CHECKING:
     import os
-
-    from rich.console import RenderableType
 
 Avoidable = Literal["", "repeated", "round trip"]
 """``repeated``: that tensor was cast to that format before. ``round trip``: it was just cast from that format."""
@@ -110,7 +108,7 @@ class CastUse:
 
 
 @dataclass(frozen=True)
-class OperatorTable:
+class OperatorTable(Result):
     """Operators by format, and casts.
 
     Attributes:
@@ -124,6 +122,7 @@ class OperatorTable:
         notes: What else to know, in sentences.
     """
 
+    kind: ClassVar[str] = "operators"
     plan: Plan
     operators: tuple[OperatorUse, ...]
     regions: tuple[RegionUse, ...]
@@ -151,37 +150,31 @@ class OperatorTable:
     @property
     def answer(self) -> str:
         """How much runs in which format, and what casts take, in a sentence."""
-        return str(self.to_dict()["answer"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The table as plain JSON values."""
         from castwise.report.operators import headline
 
-        record: dict[str, Any] = {
-            "kind": "operators",
-            "version": RECORD_VERSION,
-            "plan": str(self.plan),
-            "operators": [dataclasses.asdict(use) for use in self.operators],
-            "regions": [dataclasses.asdict(use) for use in self.regions],
-            "casts": [dataclasses.asdict(use) for use in self.casts],
-            "views": self.views,
-            "time_s": self.time_s,
-            "cast_bytes": self.cast_bytes,
-            "workload": self.workload,
-            "device": self.device,
-            "notes": list(self.notes),
+        return headline(self._said())
+
+    def _said(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        uses = {
+            key: [dataclasses.asdict(use) for use in own[key]] for key in ("operators", "regions", "casts")
         }
-        return record | {"answer": headline(record)}
+        return own | uses | {"plan": str(self.plan), "time_s": self.time_s, "cast_bytes": self.cast_bytes}
 
-    def table(self) -> RenderableType:
-        """Operators by format, and casts, for ``rich.print``."""
-        from castwise.report.show import table
-
-        return table(self.to_dict())
+    def _fields(self) -> dict[str, Any]:
+        return self._said() | {
+            "answer": self.answer,
+            "description": "",
+            "environment": dataclasses.asdict(environment(self.device)),
+        }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``operators.json`` and the page ``operators.html`` into a folder, which is made; returns the page's path."""
-        return save(self.to_dict(), self.device, folder)
+        """Write ``operators.json`` and the page ``operators.html`` into a folder, which is made.
+
+        Returns:
+            The path of the page; where Jinja is missing a warning says so, and it is that of the JSON file.
+        """
+        return self._save(Path(folder) / "operators.html", Path(folder) / "operators.json")[0]
 
 
 @dataclass

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +38,6 @@ class Values:
     nan: int
     inf: int
     negative_inf: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return dataclasses.asdict(self) | {"shape": list(self.shape)}
 
 
 def plain(tensor: Tensor) -> Tensor:

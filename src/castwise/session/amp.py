@@ -426,6 +426,11 @@ class Amp:
             raise PlanError(
                 f"backward: the loss has shape {list(loss.shape)}; a scalar is needed. Reduce it with .mean() or .sum()."
             )
+        if torch.is_autocast_enabled(
+            self.device_type
+        ):  # formulas run in the formats that forward has left them
+            with torch.autocast(self.device_type, enabled=False):
+                return self.backward(loss, name, **kwargs)
         window, scaler = self._window, self.scaler
         scales = window.scales
         if scales or not window.settled:
@@ -465,6 +470,9 @@ class Amp:
         Returns:
             One gradient per input, its dtype fp32 at least.
         """
+        if torch.is_autocast_enabled(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
+                return self.grad(loss, inputs, create_graph, **kwargs)
         if self._root is not None and self._root.follow_backward:
             loss = mark_boundary(loss, self._root.frame)
         if not self.scaler.is_enabled():

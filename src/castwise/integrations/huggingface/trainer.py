@@ -104,9 +104,8 @@ class CastwiseMixin:
         model = self.accelerator.unwrap_model(self.model)
         super()._save(output_dir, state_dict or self.accelerator.amp.model_state_dict(model))  # type: ignore[misc]
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        if (
-            folder / "config.json"
-        ).is_file():  # it names the format that the model is stored in; adapters have none
+        # The configuration names the format that the model is stored in; adapters have none. One process writes.
+        if self.args.should_save and (folder / "config.json").is_file():
             stored, model.config.dtype = model.config.dtype, torch.float32
             model.config.save_pretrained(folder)
             model.config.dtype = stored
