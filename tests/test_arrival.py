@@ -657,3 +657,30 @@ def test_other_values_of_widen_are_refused(value: Any) -> None:
             PlanError, match=rf"{call.__name__}\(widen=.* is not allowed. Allowed: False; True"
         ):
             call(nn.Linear(2, 2), widen=value)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=8"])
+def test_parameters_that_join_an_optimizer_in_bf16_are_refused_at_its_next_step(plan: str) -> None:
+    model, extra = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+
+    def step() -> None:
+        amp.backward(extra(model(torch.ones(2, 4)).to(extra.weight.dtype)).float().sum())
+        amp.step(optimizer)
+
+    optimizer.add_param_group({"params": extra.parameters()})
+    before = extra.weight.clone()
+    for _ in range(2):
+        with pytest.raises(
+            StateError, match=r"added to this optimizer after prepare, 2 of them.*in bfloat16"
+        ):
+            step()
+        assert torch.equal(extra.weight, before)
+    extra.float()
+    step()
+    assert not torch.equal(extra.weight, before)
+    amp.close()
+    optimizer.add_param_group({"params": nn.Linear(1, 1).bfloat16().parameters()})
+    optimizer.step()

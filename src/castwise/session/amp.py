@@ -38,6 +38,7 @@ from castwise.session.checks import (
     check_norm,
     check_optimizer,
     check_uncompiled,
+    refuse_low_additions,
 )
 from castwise.session.dropped import DroppedUpdates
 from castwise.session.guard import give_late_masters, scaler_for
@@ -342,6 +343,8 @@ class Amp:
                 self._members.add_optimizer(optimizer)
                 if _torch.has_step_hooks(optimizer):
                     self._watch.follow(optimizer, log.callback)
+                    if self.plan.params == "fp32":
+                        refuse_low_additions(optimizer, self.plan, log.callback)
                     if self.plan.master == "none":
                         self._dropped.follow(optimizer, log.callback)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch, borders, masters
 from castwise.arrival import low_tensors, more_bytes
@@ -246,6 +248,45 @@ def check_late(model: nn.Module, optimizers: Iterable[Optimizer], resolution: Re
             f"{dtype}: the plan {resolution.plan} keeps parameters in fp32, and their updates would be rounded away. Store them in fp32 "
             "first (.float()), or amp.close() and prepare model and optimizers with widen=True."
         )
+
+
+def refuse_low_additions(
+    optimizer: Optimizer, plan: Plan, log: Callable[[Callable[[], None]], object]
+) -> None:
+    """See at each step that groups which joined an optimizer hold nothing that would train in bf16 or fp16 unasked.
+
+    ``log`` gets what ends it, before it begins.
+    """
+    known: Any = WeakTensorKeyDictionary()
+    groups = 0
+    alive = weakref.ref(optimizer)
+
+    def look(optimizer: Optimizer, *_: object) -> None:
+        nonlocal groups
+        if len(optimizer.param_groups) == groups:
+            return
+        low = [p for group in optimizer.param_groups for p in group["params"] if masters.is_low(p)]
+        added = [
+            p for p in low if groups and p.requires_grad and p not in known and masters.original_of(p) is None
+        ]
+        if added:
+            dtype = str(added[0].dtype).removeprefix("torch.")
+            raise StateError(
+                f"{type(optimizer).__name__}.step(): parameters that were added to this optimizer after prepare, "
+                f"{len(added)} of them, the first of shape {tuple(added[0].shape)}, are stored in {dtype}: the plan {plan} keeps "
+                "parameters in fp32, and their updates would be rounded away. Store them in fp32 before they are added (.float())"
+            )
+        known.update(dict.fromkeys(low))
+        groups = len(optimizer.param_groups)
+
+    def end() -> None:
+        target = alive()
+        if target is not None:
+            _torch.remove_hooks(target, look)
+
+    look(optimizer)
+    log(end)
+    optimizer.register_step_pre_hook(look)
 
 
 def check_norm(call: str, max_norm: object) -> None:
