@@ -32,7 +32,7 @@ class Result:
 
     def to_json(self) -> str:
         """The record as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        return _text(self.to_dict())
 
     def table(self) -> RenderableType:
         """What was found as text and tables for ``rich.print``."""
@@ -44,10 +44,11 @@ class Result:
         """Write the record, and where the libraries are there the page with its pictures; folders are made."""
         from castwise.report.show import write
 
+        record = self.to_dict()  # once: it may say what time it is
         page.parent.mkdir(parents=True, exist_ok=True)
-        data.write_text(self.to_json() + "\n", encoding="utf-8")
+        data.write_text(_text(record) + "\n", encoding="utf-8")
         with left_out(f"{page.name} with its pictures"):
-            path, *pictures = write(self.to_dict(), page)
+            path, *pictures = write(record, page)
             return (path, data, *pictures)
         return (data,)
 
@@ -55,6 +56,10 @@ class Result:
 def finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it."""
     return value if math.isfinite(value) else None
+
+
+def _text(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=1, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ def _on_one_rank(rank: int, size: int, wrapped: bool) -> Any:
     if rank == size - 1:
         batch[1, 2] = math.nan
     found = first_nonfinite(model, lambda m, b: m(b).square().mean(), batch)
-    return found.kind, found.name, found.ranks, all(p.grad is None for p in model.parameters())
+    return found.origin, found.name, found.ranks, all(p.grad is None for p in model.parameters())
 
 
 def test_what_one_rank_alone_has_is_told_on_all(two: World) -> None:
