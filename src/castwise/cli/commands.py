@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from castwise.cli.options import (
+    Device,
+    IsModule,
+    Json,
+    PlanName,
+    Script,
+    ScriptArguments,
+    Seed,
+    Traceback,
+    WorkloadName,
+    as_path,
+    listed,
+    path_option,
+)
 from castwise.cli.terminal import Commands, answering, folder_for
 from castwise.errors import CastwiseError
 
@@ -21,40 +34,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-WorkloadName = Annotated[
-    str,
-    typer.Argument(
-        metavar="WORKLOAD",
-        help="sine, gpt or digits, with options as in 'sine?size=256'; or file.py:attribute, or package.module:attribute.",
-        show_default=False,
-    ),
-]
-
-
-def _is_device(name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(r"(cpu|cuda|xpu|mps)(:\d+)?", name):
-        raise typer.BadParameter(f"{name!r} is not a device; allowed: cpu, cuda, xpu, mps, cuda:1 and so on")
-    return name
-
-
-def _path(given: str) -> Path:
-    if not given.strip():
-        raise typer.BadParameter("'' is no path; name one, or leave the option out")
-    return Path(given)
-
-
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU", callback=_is_device
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of weights and data.")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object, the record or an error, and nothing else.")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -100,13 +79,7 @@ def bench(
     memory: Annotated[bool, typer.Option(help="Measure memory, each plan in a process of its own.")] = True,
     inference: Annotated[bool, typer.Option(help="Measure inference too.")] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the page and the record.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/bench-WORKLOAD",
-        ),
+        Path | None, path_option("Folder for the page and the record.", "runs/bench-WORKLOAD")
     ] = None,
     json: Json = False,
     show_traceback: Traceback = False,
@@ -116,7 +89,7 @@ def bench(
         from castwise.jobs import bench as job
         from castwise.plans.plan import as_plan
 
-        chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
+        chosen = listed(plans)
         if not chosen:
             raise CastwiseError(f"--plans {plans!r} names no plan; give one or more, such as fp32,bf16-mixed")
         for plan in chosen:
@@ -131,15 +104,9 @@ def bench(
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
-    script: Annotated[
-        str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
-    ] = None,
-    plan: Annotated[
-        str, typer.Option(help="A preset, a plan line or the path of a plan file.")
-    ] = "bf16-mixed",
+    script: Script,
+    arguments: ScriptArguments = None,
+    plan: PlanName = "bf16-mixed",
     widen: Annotated[
         bool,
         typer.Option(
@@ -147,7 +114,7 @@ def run(
             help="Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.",
         ),
     ] = False,
-    module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
+    module: IsModule = False,
 ) -> None:
     """Run an unmodified training script under a plan; under torchrun on all ranks."""
     with answering(show_traceback=False):
@@ -169,12 +136,8 @@ def run(
 
 @app.command(name="try", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def try_(
-    script: Annotated[
-        str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
-    ] = None,
+    script: Script,
+    arguments: ScriptArguments = None,
     plans: Annotated[
         str, typer.Option(help="Between commas: presets, plan lines or paths of plan files.")
     ] = "fp32,bf16-mixed,bf16-master,fp16-mixed",
@@ -190,23 +153,17 @@ def try_(
     ] = False,
     budget: Annotated[float, typer.Option(help="Seconds that tuning may take, about.")] = 170.0,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the tuned plan, its evidence and its page.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/try-SCRIPT",
-        ),
+        Path | None, path_option("Folder for the tuned plan, its evidence and its page.", "runs/try-SCRIPT")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the record instead of the table.")] = False,
-    module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
+    json: Json = False,
+    module: IsModule = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Run a script's first steps under several plans, in turns, and show what each makes of them."""
     with answering(show_traceback, json=json) as answer:
         from castwise.script import try_script
 
-        chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
+        chosen = listed(plans)
         result = try_script(
             script,
             arguments or (),
@@ -271,13 +228,7 @@ def tune(
     device: Device = None,
     seed: Seed = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the plan, the evidence and the page.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/tune-WORKLOAD",
-        ),
+        Path | None, path_option("Folder for the plan, the evidence and the page.", "runs/tune-WORKLOAD")
     ] = None,
     json: Json = False,
     show_traceback: Traceback = False,
@@ -291,7 +242,7 @@ def tune(
         from castwise.jobs.processes import joined
         from castwise.tuning.axes import FORMATS
 
-        chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
+        chosen = FORMATS if formats is None else tuple(listed(formats))
         with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
             first = rank == 0  # which alone shows and writes
             with folder_for(out, "tune", workload, make=first) as folder:
@@ -307,16 +258,9 @@ def tune(
 @app.command()
 def train(
     workload: WorkloadName,
-    plan: Annotated[
-        str, typer.Option(help="A preset, a plan line or the path of a plan file.")
-    ] = "bf16-mixed",
+    plan: PlanName = "bf16-mixed",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the results.", parser=_path, metavar="PATH", show_default="runs/train-WORKLOAD"
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("Folder for the results.", "runs/train-WORKLOAD")] = None,
     device: Device = None,
     seed: Seed = 0,
     layout: Annotated[
@@ -368,12 +312,10 @@ def doctor(
     ] = None,
     lint: Annotated[
         Path | None,
-        typer.Option(
-            help="Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there "
-            "is something.",
-            parser=_path,
-            metavar="PATH",
-            show_default=False,
+        path_option(
+            "Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there is "
+            "something.",
+            False,
         ),
     ] = None,
     device: Device = None,
@@ -407,7 +349,7 @@ def inspect(
     only: Annotated[
         str, typer.Option(help="Between commas: nonfinite, operators, compare, forecast.")
     ] = "nonfinite,operators,compare,forecast",
-    plan: Annotated[str, typer.Option(help="A preset, a plan line or a plan file.")] = "bf16-mixed",
+    plan: PlanName = "bf16-mixed",
     against: Annotated[str, typer.Option(help="The plan that compare compares it with.")] = "fp32",
     formats: Annotated[
         str,
@@ -419,13 +361,7 @@ def inspect(
     device: Device = None,
     seed: Seed = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the pages and the records.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/inspect-WORKLOAD",
-        ),
+        Path | None, path_option("Folder for the pages and the records.", "runs/inspect-WORKLOAD")
     ] = None,
     json: Json = False,
     show_traceback: Traceback = False,
@@ -436,14 +372,10 @@ def inspect(
 
         with folder_for(out, "inspect", workload) as folder:
             result = job.inspect(
-                workload, only=_listed(only), plan=plan, against=against, formats=_listed(formats), device=device, seed=seed,
+                workload, only=listed(only), plan=plan, against=against, formats=listed(formats), device=device, seed=seed,
                 progress=True,
             )  # fmt: skip
             answer(result, lambda: result.save(folder))
-
-
-def _listed(given: str) -> list[str]:
-    return [part for part in (word.strip() for word in given.split(",")) if part]
 
 
 @app.command()
@@ -453,7 +385,7 @@ def replay(
         typer.Argument(
             metavar="DIR",
             help="A recorded step, or a folder of them, of which the newest is taken.",
-            parser=_path,
+            parser=as_path,
             show_default=False,
         ),
     ],
@@ -469,12 +401,7 @@ def replay(
     ] = None,
     device: Device = None,
     find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the record of it.", parser=_path, metavar="PATH", show_default="none is written"
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("Folder for the record of it.", "none is written")] = None,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
@@ -491,7 +418,7 @@ def migrate(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A script, or a folder of them.", parser=_path, show_default=False
+            metavar="PATH", help="A script, or a folder of them.", parser=as_path, show_default=False
         ),
     ],
     write: Annotated[
@@ -520,4 +447,5 @@ def schema(
         from castwise import schemas
 
         found = schemas.schema(name)
-        answer.give(lambda: found, lambda console: console.out(dumps(found, indent=1), highlight=False))
+        record = {"kind": "schema", "version": schemas.RECORD_VERSION, "name": name, "schema": found}
+        answer.give(lambda: record, lambda console: console.out(dumps(found, indent=1), highlight=False))
