@@ -19,7 +19,10 @@ _STYLES = {
     "unsupported": "yellow", "failed": "yellow",
 }  # fmt: skip
 """Colours of rows in the terminal, by status."""
-_WORDS = ("plan", "region", "modules", "module", "format", "operator", "verdict", "why")
+WORDS = (
+    "plan", "region", "modules", "module", "format", "formats", "operator", "tensor", "cast", "phase", "alarm", "state", "verdict",
+    "why", "where",
+)  # fmt: skip
 """Columns that hold words; the others hold numbers, which stand to the right."""
 
 
@@ -151,7 +154,7 @@ def _width(grid: Grid, level: int) -> int:
         parts = [
             part
             for text in shown
-            for part in (breakable(text).split() if name in _WORDS else text.split("\n"))
+            for part in (breakable(text).split() if name in WORDS else text.split("\n"))
         ]
         out += max(map(len, parts), default=0) + 2
     return out
@@ -174,7 +177,7 @@ def _table(grid: Grid, level: int) -> Table:
     if marked:
         table.add_column("")
     for name in grid.header:
-        words = name in _WORDS
+        words = name in WORDS
         head = name if words else _cell(name, level, head=True)
         table.add_column(
             Text(head), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
@@ -184,7 +187,7 @@ def _table(grid: Grid, level: int) -> Table:
         if grid.header[0] == "plan":
             name = breakable(name)
         cells = [
-            cell if head in _WORDS else _cell(cell, level)
+            cell if head in WORDS else _cell(cell, level)
             for head, cell in zip(grid.header[1:], cells, strict=True)
         ]
         mark = [">" if row.status == "chosen" else ""] if marked else []

@@ -58,7 +58,7 @@ def grids(record: Record, most: int | None = None) -> list[Grid]:
         "calls": lambda cast: f"{cast['calls']:,}",
         "bytes": lambda cast: words.size(cast["bytes"]),
         "time": lambda cast: words.time(cast["time_s"]),
-        "why": _why,
+        "where": _where,
     }
     regions: Columns = {
         "region": lambda use: use["path"] or "(model, loss)",
@@ -93,8 +93,8 @@ def values(record: Record) -> dict[str, Any]:
     return {"answer": record["answer"], "grids": grids(record), "notes": record["notes"]}
 
 
-def _why(cast: Record) -> str:
-    """Why a cast could be avoided, and where it stands."""
+def _where(cast: Record) -> str:
+    """Where a cast stands, and why it could be avoided."""
     where = cast["source"]
     if cast["avoidable"] == "repeated":
         return f"cast before in {cast['first'] or 'the model'}; {where}"
@@ -104,4 +104,4 @@ def _why(cast: Record) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}".replace("%", " %")
+    return words.percent(part / whole)

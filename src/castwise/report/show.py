@@ -25,7 +25,7 @@ from castwise.report import (
     tune,
     words,
 )
-from castwise.report.grids import terminal
+from castwise.report.grids import WORDS, terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,6 +58,7 @@ def page(record: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["words"] = WORDS
     kind = _KINDS[record["kind"]]
     pictures = [
         (name, plots.to_svg(figure, kind.PICTURES[name].label), kind.PICTURES[name].caption)
