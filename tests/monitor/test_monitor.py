@@ -717,7 +717,7 @@ def test_the_report_as_table_json_and_page(tmp_path: Path) -> None:
         "skipped_in_a_row",
         "Gradient norm",
         "Loss scale",
-        'type="search"',
+        'class="sortable"',
         "not to be told from",
         "was cleared",
     ):

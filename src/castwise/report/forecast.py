@@ -53,6 +53,7 @@ def lines(record: Record) -> list[Grid | Line]:
         *([Grid.of("Why not", why[:_MOST], reasons)] if why else ()),
         *([Line(f"and {len(why) - _MOST} more reasons", "dim")] if len(why) > _MOST else ()),
         *(Line(note, "yellow") for note in record["notes"]),
+        *(Line(f"reached: {TERMS['reached']}.", "dim") for _ in [*record["spreads"]][:1]),
         Line(f"{_means(record)} {words.where(record)}", "dim"),
     ]
 
@@ -90,7 +91,6 @@ def _means(record: Record) -> str:
     return (
         f"From {record['microbatches']} microbatches in fp32, casts as under {record['plan']}. A format holds a region where none of "
         "its numbers overflow and underflow takes at most 0.01 % of their square; whether its digits are enough, castwise.parity tests."
-        + (f" reached: {TERMS['reached']}." if record["spreads"] else "")
     )
 
 

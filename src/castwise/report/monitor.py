@@ -83,7 +83,7 @@ def _cell(name: str) -> Callable[[Mapping[str, Any]], str]:
         value = region[name]
         if value is None:
             return "not finite" if name in region["not_finite"] else "-"
-        return words.percent(value) if name in _SHARES else number(value)
+        return words.percent(value).replace("less than ", "<") if name in _SHARES else number(value)
 
     return cell
 
@@ -102,10 +102,10 @@ def region_grid(record: Mapping[str, Any], most: int | None = None) -> Grid:
         if any(r[field] is not None or field in r["not_finite"] for r in rows)
     }
     columns: Columns = {"module": lambda r: r["path"] or "(model)"} | known
-    grid = Grid.of(last(record), rows[:most], columns)
+    grid = Grid.of(last(record), rows[:most], columns, spare=("weights", "zero", "subnormal"))
     if left:
         more = Row((f"and {left} more", *("" for _ in known)))
-        grid = Grid(grid.title, grid.header, (*grid.rows, more))
+        grid = dataclasses.replace(grid, rows=(*grid.rows, more))
     return grid
 
 

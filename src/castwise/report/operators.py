@@ -72,9 +72,11 @@ def grids(record: Record, most: int | None = None) -> list[Grid]:
     out = [Grid.of("Operators", record["operators"][:most], operators)]
     if record["casts"]:
         status = lambda cast: "avoid" if cast["avoidable"] else ""  # noqa: E731 - as the columns are said
-        out.append(Grid.of("Casts", record["casts"][:most], casts, status))
+        out.append(Grid.of("Casts", record["casts"][:most], casts, status, spare=("time",)))
     by_time = sorted(record["regions"], key=lambda use: -use["time_s"])
-    out.append(Grid.of("Regions", by_time[:most] if most else record["regions"], regions))
+    out.append(
+        Grid.of("Regions", by_time[:most] if most else record["regions"], regions, spare=("operators",))
+    )
     return out
 
 
@@ -95,7 +97,7 @@ def values(record: Record) -> dict[str, Any]:
 
 def _where(cast: Record) -> str:
     """Where a cast stands, and why it could be avoided."""
-    where = cast["source"]
+    where = cast["source"].replace(", line ", ":")
     if cast["avoidable"] == "repeated":
         return f"cast before in {cast['first'] or 'the model'}; {where}"
     if cast["avoidable"] == "round trip":
