@@ -74,14 +74,9 @@ def _but(bad: Sequence[RegionForecast], why: str) -> str:
 def spreading(name: str, spread: Spread) -> str:
     """What becomes of an overflow, in a sentence."""
     count = len(spread.reached)
-    where = (
-        f"it reaches {count} other region{'s' if count > 1 else ''}"
-        if count
-        else "it reaches no other region"
-    )
-    if spread.gradients:
-        return f"Where {name} overflows, {where}, and the gradients: they are not finite."
-    return f"Where {name} overflows, {where}, and is gone before the gradients."
+    where = f"{count} other region{'s' if count > 1 else ''}" if count else "no other region"
+    end = "makes gradients that are not finite" if spread.gradients else "does nothing to the gradients"
+    return f"What overflows in {name} reaches {where} and {end}."
 
 
 def _first_reasons(

@@ -49,7 +49,8 @@ def _path(record: Record, direction: str) -> Figure | None:
     colours = [COLOURS[6] if call[direction]["verdict"] == "born" else COLOURS[2] for call in calls]
     axes.scatter(places, heights("own"), c=colours, s=10, zorder=3, label="own")
     axes.set_yscale("log")
-    axes.set_ylim(floor / 4, top * 8)  # room for the legend, and for names
+    born = any(call[direction]["verdict"] == "born" for call in calls)
+    axes.set_ylim(floor / 4, top * (30 if born else 4))  # room for the legend, and for names
     axes.grid(visible=True, axis="y")
     axes.set_title(f"{direction.capitalize()}: the way of the error")
     axes.set_xlabel(
@@ -95,11 +96,15 @@ def _ticks(paths: Sequence[str]) -> list[int]:
     return spaced
 
 
-def _short(path: str) -> str:
-    """A path's last two parts, of which the first stands where the second is a number."""
-    *_, last = parts = path.split(".")
-    name = ".".join(parts[-2:]) if last.isdecimal() else last
-    return name if len(name) <= 14 else f"{name[:13]}…"
+def _short(path: str, most: int = 14) -> str:
+    """As many of a path's last parts as fit, and the one before a number in any case."""
+    first, *rest = reversed(path.split("."))
+    name = first
+    for at, part in enumerate(rest):
+        if len(name) + len(part) >= most and not (at == 0 and first.isdecimal()):
+            break
+        name = f"{part}.{name}"
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _is_inside(path: str, outer: str) -> bool:
@@ -113,7 +118,7 @@ def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:
     for step, at in enumerate(sorted(worst)):
         right = at > len(calls) / 2
         axes.annotate(
-            plain(label(calls[at])), (at, calls[at][direction]["own"] or axes.get_ylim()[0]), xytext=(-4 if right else 4, 8 + 11 * step),
+            plain(_short(label(calls[at]), 24)), (at, calls[at][direction]["own"] or axes.get_ylim()[0]), xytext=(-4 if right else 4, 8 + 11 * step),
             textcoords="offset points", ha="right" if right else "left", fontsize=8, color=COLOURS[6],
         ).set_in_layout(False)  # fmt: skip
 

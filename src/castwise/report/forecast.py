@@ -212,7 +212,7 @@ def _cell(record: Record, region: Record, tensor: Record, name: str) -> Cell:
     bad = region["troubles"].get(name, "") if not tensor["kept"] else ""
     return Cell(
         name,
-        ", ".join(said).replace(" %", "\N{NO-BREAK SPACE}%"),
+        ", ".join(said),
         1e3 * cast["overflow"] + cast["flush"] + cast["error"],
         f"the {tensor['kind']} " in bad,
     )
