@@ -89,7 +89,9 @@ class Script:
         return not self.has_stars(call) and (enabled is None or self.view.code(enabled) == "True")
 
     def line(self, node: cst.CSTNode) -> int:
+        """The line that something begins on."""
         return self.view.line(node)
 
     def function(self, node: cst.CSTNode) -> int:
+        """What tells the function apart that something is in."""
         return id(self.view.function(node))
