@@ -131,10 +131,9 @@ def test_the_answer_is_one_object(command: str) -> None:
     assert done.exit_code == 0, done.stderr
     found = one_object(done.stdout)
     assert "error" not in found
-    if command == "schema":
-        assert found["$id"].startswith("urn:castwise:schema:plan:")
-        return
     assert (found["kind"], found["version"]) == (command, 1)
+    if command == "schema":
+        assert found["schema"]["$id"].startswith("urn:castwise:schema:plan:")
     assert all(Path(path).exists() for path in found.get("wrote", []))
     assert bool(found.get("wrote")) is (command in ("bench", "inspect", "train", "tune"))
     record = next((path for path in found.get("wrote", []) if path.endswith((f"{command}.json", "result.json", "evidence.json"))), None)  # fmt: skip

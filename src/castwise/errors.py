@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "DeviceError",
     "DivergedError",
+    "LintError",
     "LossScaleError",
     "MigrateError",
     "MissingLibraryError",
@@ -85,6 +86,10 @@ class DivergedError(CastwiseError, ArithmeticError):
 
 class WorkloadError(CastwiseError, ValueError):
     """A workload that cannot be found, imported or run as given."""
+
+
+class LintError(CastwiseError, ValueError):
+    """A script or folder that cannot be looked through as asked."""
 
 
 class MigrateError(CastwiseError, ValueError):

@@ -131,6 +131,60 @@ def test_an_overflow_is_found_where_it_is_and_the_plan_that_follows_is_finite(po
     assert forecast(model, squared, batches(), ("bf16", "fp16")).recommendation == "bf16-mixed"
 
 
+def low(model: nn.Module, plan: str) -> tuple[set[str], bool]:
+    """Modules whose outputs are not finite in a real run under a plan, and whether gradients are not."""
+    bad: set[str] = set()
+
+    def see(path: str) -> Any:
+        return lambda _module, _args, out: None if bool(torch.isfinite(out).all()) else bad.add(path)
+
+    handles = [module.register_forward_hook(see(path)) for path, module in model.named_modules() if path]
+    with Amp(plan) as amp:
+        amp.prepare(model)
+        amp.backward(squared(model, batches()[0]))
+        bad_gradients = not all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    model.zero_grad()
+    for handle in handles:
+        handle.remove()
+    return bad, bad_gradients
+
+
+@pytest.mark.parametrize("behind", [(Times(1e-6), nn.LayerNorm(8)), (nn.Tanh(),)])
+def test_what_an_overflow_reaches_is_what_a_real_run_shows(behind: tuple[nn.Module, ...]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Times(1e8), *behind, nn.Linear(8, 4))
+    found = forecast(model, squared, batches(), ("fp16", "bf16"))
+    bad, gradients = low(model, "fp16-mixed+loss_scale=none")
+    assert set(found.spreads) == {"fp16"}
+    spread = found.spreads["fp16"]
+    assert spread.sources == ("1",)
+    assert {*spread.sources, *spread.reached} == bad
+    assert spread.gradients is gradients
+    assert gradients is (len(behind) > 1)
+    assert ("reaches 3 other regions and makes gradients that are not finite" in found.answer) is gradients
+    assert ("reaches no other region and does nothing to the gradients" in found.answer) is not gradients
+
+
+def test_the_plan_is_judged_by_what_it_computes_where() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Times(1e8), Times(1e-8), nn.Linear(8, 4))
+    whole = forecast(model, squared, batches(), ("fp16", "bf16"), plan="fp16-mixed", microbatches=1)
+    assert whole.region("1").computed == ("fp16",)
+    assert "overflow" in whole.region("1").trouble
+    assert "fp16-mixed computes in fp16 in 4 of 5 regions and holds 3 of them, not 1 (" in whole.plan_answer
+    cured = forecast(model, squared, batches(), ("fp16",), plan="fp16-mixed+regions.1=fp32", microbatches=1)
+    assert cured.region("1").computed == ()
+    assert not any(region.trouble for region in cured.regions)
+    assert cured.plan_answer.endswith("in fp16 in 2 of 5 regions and holds all of them.")
+    small = lambda m, b: 1e-6 * squared(m, b)  # noqa: E731 - gradients that fp16 holds only with a scale
+    for scale, fits in (
+        ("loss_scale=none", False),
+        ("loss_scale.init=1+loss_scale.dynamic=false", False),
+        ("loss_scale.init=1", True),
+    ):
+        found = forecast(sound(), small, batches(), ("fp16",), plan=f"fp16-mixed+{scale}", microbatches=1)
+        assert (not any(region.trouble for region in found.regions)) is fits, scale
+    assert not forecast(model, squared, batches(), ("fp16",), plan="bf16-mixed", microbatches=1).plan_answer
+
+
 class Divides(nn.Module):
     """By a root mean square that is zero where its input is, but for an epsilon."""
 

@@ -12,7 +12,7 @@ from tests.soak import SOAKING, some
 from typer.testing import CliRunner
 
 from castwise.cli import app
-from castwise.errors import MigrateError
+from castwise.errors import LintError
 from castwise.lint import lint
 from castwise.lint.rules import RULES, findings
 from castwise.migrate.view import View
@@ -198,7 +198,7 @@ def test_the_folder_of_a_project_and_files_that_are_no_python(tmp_path: Path) ->
     assert [path.name for path, _ in found.problems] == ["old.py"]
     assert found.looked_at == 3
     assert found.to_dict()["findings"][0]["instead"].startswith("scaler.unscale_(optimizer)")
-    with pytest.raises(MigrateError, match="there is no file or folder"):
+    with pytest.raises(LintError, match="there is no file or folder"):
         lint(tmp_path / "none")
 
 

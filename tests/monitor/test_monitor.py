@@ -390,7 +390,8 @@ def test_it_lives_as_long_as_the_session_and_no_longer() -> None:
     assert whole() is None
 
 
-def test_compiled_modules_are_not_seen_and_not_compiled_again(tmp_path: Path) -> None:
+def compiled() -> tuple[castwise.Amp, Any, torch.optim.Optimizer, list[int]]:
+    """A session, its model compiled, its optimizer, and a list that grows with each graph that is compiled."""
     net = model(dropout=0.0)
     made = torch.optim.SGD(net.parameters(), 1e-2)
     amp = castwise.Amp("bf16-mixed")
@@ -402,6 +403,11 @@ def test_compiled_modules_are_not_seen_and_not_compiled_again(tmp_path: Path) ->
         return graph.forward
 
     fast = torch.compile(net, backend=backend)
+    return amp, fast, made, compiles
+
+
+def test_compiled_modules_are_not_seen_and_not_compiled_again(tmp_path: Path) -> None:
+    amp, fast, made, compiles = compiled()
     train(amp, fast, made, 2)
     count = len(compiles)
     with Monitor(amp, every=1) as monitor:
@@ -413,17 +419,7 @@ def test_compiled_modules_are_not_seen_and_not_compiled_again(tmp_path: Path) ->
 
 
 def test_a_monitor_that_is_there_when_a_model_is_compiled() -> None:
-    net = model(dropout=0.0)
-    made = torch.optim.SGD(net.parameters(), 1e-2)
-    amp = castwise.Amp("bf16-mixed")
-    amp.prepare(net, made)
-    compiles: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiles.append(1)
-        return graph.forward
-
-    fast = torch.compile(net, backend=backend)
+    amp, fast, made, compiles = compiled()
     with Monitor(amp, every=1):
         train(amp, fast, made, 4)
     train(amp, fast, made, 1)
@@ -721,7 +717,7 @@ def test_the_report_as_table_json_and_page(tmp_path: Path) -> None:
         "skipped_in_a_row",
         "Gradient norm",
         "Loss scale",
-        'type="search"',
+        'class="sortable"',
         "not to be told from",
         "was cleared",
     ):

@@ -103,7 +103,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     seen = EventAccumulator(str(tmp_path)).Reload()
     last = monitor.samples[-1]
     for name, value in last.scalars().items():
-        event = seen.Scalars(f"monitor/{name}")[-1]
+        path, _, number = name.rpartition("/")
+        event = seen.Scalars(f"monitor {number}/{path}" if path else f"monitor/{name}")[-1]
         assert (event.step, event.value) == (last.step, pytest.approx(value, rel=1e-6))
     assert seen.Scalars("monitor/alarm/near_overflow")[-1].value == 1.0
 
@@ -139,7 +140,9 @@ def test_a_logger_gets_names_and_numbers_with_the_step() -> None:
     assert all(isinstance(value, float) for _, values in seen for value in values.values())
 
 
-def test_the_terminal_shows_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_terminal_shows_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rich import console
 
     drawn = io.StringIO()
@@ -150,10 +153,14 @@ def test_the_terminal_shows_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(console, "Console", Terminal)
     amp, net, made, monitor = watched(live=True)
-    train(amp, net, made, 4)
+    train(amp, net, made, 2)
+    assert drawn.getvalue().rfind("\x1b[?25h") > drawn.getvalue().rfind("\x1b[?25l")  # no cursor is hidden, if it ends here
+    print("loss 1.5")  # into a file or a pipe
+    train(amp, net, made, 2)
     monitor.close()
     assert "fp16-mixed: 4 steps" in drawn.getvalue()
     assert "Step 4" in drawn.getvalue()
+    assert capsys.readouterr().out == "loss 1.5\n"
 
 
 def test_without_a_terminal_nothing_is_drawn(capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from tests.report.conftest import ENVIRONMENT
 from tests.report.pages import read
 
 from castwise.inspection.forecast import Forecast, RegionForecast, TensorForecast
+from castwise.inspection.forecast_result import Spread
 from castwise.numerics.casts import Cast
 from castwise.numerics.gradient_range import Histogram, ScaleRange
 from castwise.plans.plan import Plan
@@ -54,13 +55,14 @@ def make(count: int = 3, name: str = "layers") -> dict[str, Any]:
             f"{name}.{at}", "Linear",
             (tensor("weights"), tensor("activations", overflow=0.031 if at == 0 else 0.0, largest=1.2e5 if at == 0 else 8.0),
              tensor("activations", kept=True), tensor("gradients", scale=8192.0), tensor("updates")),
-            scales, {}, {"fp16": reason} if at == 0 else {}, {},
+            scales, {}, {"fp16": reason} if at == 0 else {}, {}, ("bf16",) if at else (),
         )
         for at in range(count)
     )  # fmt: skip
     return Forecast(
-        "GPT", Plan.preset("bf16-mixed"), FORMATS, f"fp16 holds {count - 1} of {count} regions, not {name}.0 ({reason}).", "bf16-mixed",
-        regions, scales, 8192.0, 4, 10, ("A <note>.",), ENVIRONMENT,
+        "GPT", Plan.preset("bf16-mixed"), FORMATS, f"fp16 holds {count - 1} of {count} regions, not {name}.0 ({reason}).",
+        "The plan holds them.", "bf16-mixed", regions, scales, 8192.0, 4, 10,
+        {"fp16": Spread((f"{name}.0",), (f"{name}.1",), gradients=True)}, ("A <note>.",), ENVIRONMENT,
     ).to_dict()  # fmt: skip
 
 
@@ -76,7 +78,9 @@ def test_the_table_says_what_holds_and_why_not_and_names_the_plan() -> None:
     assert "Plan: bf16-mixed" in said
     assert "and 28 more regions" in said
     assert "layers.0" in said
-    assert re.search(r"layers\.0 +no +holds +holds", said)
+    assert re.search(r"layers\.0 +no +holds +holds +fp32", said)
+    assert re.search(r"layers\.1 +reached +holds +holds +bf16", said)
+    assert "The plan holds them." in said
     assert "overflow" in said.split("Why not")[1]
     assert "A <note>." in said
     assert max(map(len, said.splitlines())) <= 80
@@ -94,6 +98,8 @@ def test_the_page_has_a_row_per_region_and_kind_and_needs_nothing_from_elsewhere
         "less than 0.01 % become 0",
         "A <note>.",
         "0.06 to 131,072",
+        "reached by inf from layers.0",
+        "Linear; fp32 by the plan",
     ):
         assert words in said, words
     marked = re.findall(r'<td data-label="(\w+)" class="cell \w+ bad"', page)
@@ -129,12 +135,14 @@ def test_a_forecast_without_anything_has_a_page_too() -> None:
         Plan.preset("bf16-mixed"),
         ("bf16",),
         "bf16 holds all 0 regions.",
+        "",
         None,
         (),
         None,
         1.0,
         1,
         3,
+        {},
         (),
         ENVIRONMENT,
     ).to_dict()

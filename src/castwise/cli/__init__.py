@@ -4,7 +4,8 @@ Results go to standard output, progress and errors to standard error; with ``--j
 which an error is, too. Exit codes: 0; 1 where what was asked for could not be done; 2 where the command was not understood;
 130 where it was interrupted, 143 where it was terminated.
 
-``commands``: the commands and their options. ``terminal``: what goes where. It needs Typer, which the core does without.
+``commands``: the commands; ``scripts``: those that take scripts. ``options``: what several of them take. ``terminal``: what goes
+where. It needs Typer, which the core does without.
 """
 
 from __future__ import annotations

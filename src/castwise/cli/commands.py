@@ -1,15 +1,25 @@
-"""The commands and their options; no logic."""
+"""The commands and their options; no logic. Those that take scripts are in :mod:`castwise.cli.scripts`."""
 
 from __future__ import annotations
 
-import os
-import re
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from castwise.cli import scripts
+from castwise.cli.options import (
+    Device,
+    Json,
+    PlanName,
+    Seed,
+    Traceback,
+    WorkloadName,
+    as_path,
+    listed,
+    path_option,
+)
 from castwise.cli.terminal import Commands, answering, folder_for
 from castwise.errors import CastwiseError
 
@@ -21,40 +31,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-WorkloadName = Annotated[
-    str,
-    typer.Argument(
-        metavar="WORKLOAD",
-        help="sine, gpt or digits, with options as in 'sine?size=256'; or file.py:attribute, or package.module:attribute.",
-        show_default=False,
-    ),
-]
-
-
-def _is_device(name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(r"(cpu|cuda|xpu|mps)(:\d+)?", name):
-        raise typer.BadParameter(f"{name!r} is not a device; allowed: cpu, cuda, xpu, mps, cuda:1 and so on")
-    return name
-
-
-def _path(given: str) -> Path:
-    if not given.strip():
-        raise typer.BadParameter("'' is no path; name one, or leave the option out")
-    return Path(given)
-
-
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU", callback=_is_device
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of weights and data.")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object, the record or an error, and nothing else.")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -100,13 +76,7 @@ def bench(
     memory: Annotated[bool, typer.Option(help="Measure memory, each plan in a process of its own.")] = True,
     inference: Annotated[bool, typer.Option(help="Measure inference too.")] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the page and the record.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/bench-WORKLOAD",
-        ),
+        Path | None, path_option("Folder for the page and the record.", "runs/bench-WORKLOAD")
     ] = None,
     json: Json = False,
     show_traceback: Traceback = False,
@@ -116,7 +86,7 @@ def bench(
         from castwise.jobs import bench as job
         from castwise.plans.plan import as_plan
 
-        chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
+        chosen = listed(plans)
         if not chosen:
             raise CastwiseError(f"--plans {plans!r} names no plan; give one or more, such as fp32,bf16-mixed")
         for plan in chosen:
@@ -129,97 +99,9 @@ def bench(
             answer(result, lambda: result.save(folder))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def run(
-    script: Annotated[
-        str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
-    ] = None,
-    plan: Annotated[
-        str, typer.Option(help="A preset, a plan line or the path of a plan file.")
-    ] = "bf16-mixed",
-    widen: Annotated[
-        bool,
-        typer.Option(
-            "--widen",
-            help="Store in fp32 what the plan does not store low of a model that arrives in bf16 or fp16.",
-        ),
-    ] = False,
-    module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
-) -> None:
-    """Run an unmodified training script under a plan; under torchrun on all ranks."""
-    with answering(show_traceback=False):
-        from castwise.plans.plan import as_plan
-        from castwise.script import EnoughError, Follower, Gate, check, execute
-
-        check(script, module)
-        follower = Follower(as_plan(plan), widen=widen)
-    follower.begin()
-    if (gate := Gate.of_this_process(follower)) is not None:
-        gate.begin()
-    try:
-        execute(script, arguments or (), is_module=module)
-    except EnoughError:
-        os._exit(0)  # what the script would do at its end is not wanted
-    finally:
-        follower.end()
-
-
-@app.command(name="try", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def try_(
-    script: Annotated[
-        str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
-    ] = None,
-    plans: Annotated[
-        str, typer.Option(help="Between commas: presets, plan lines or paths of plan files.")
-    ] = "fp32,bf16-mixed,bf16-master,fp16-mixed",
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds that are timed.", min=1)] = 8,
-    in_place: Annotated[
-        bool, typer.Option("--in-place", help="Run in the working folder, and not in copies of it.")
-    ] = False,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune", help="Find the plan for the script's model, loss and batches, and try it too."
-        ),
-    ] = False,
-    budget: Annotated[float, typer.Option(help="Seconds that tuning may take, about.")] = 170.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the tuned plan, its evidence and its page.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/try-SCRIPT",
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the record instead of the table.")] = False,
-    module: Annotated[bool, typer.Option("-m", help="Run a module as a script.")] = False,
-    show_traceback: Traceback = False,
-) -> None:
-    """Run a script's first steps under several plans, in turns, and show what each makes of them."""
-    with answering(show_traceback, json=json) as answer:
-        from castwise.script import try_script
-
-        chosen = [plan for plan in (part.strip() for part in plans.split(",")) if plan]
-        result = try_script(
-            script,
-            arguments or (),
-            is_module=module,
-            plans=chosen,
-            rounds=rounds,
-            in_place=in_place,
-            tune=tune,
-            budget_s=budget,
-            out=out,
-            progress=True,
-        )
-        answer(result, lambda: [Path(file) for file in result.files])
+_OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+app.command(context_settings=_OF_A_SCRIPT)(scripts.run)
+app.command(name="try", context_settings=_OF_A_SCRIPT)(scripts.try_)
 
 
 @app.command()
@@ -271,13 +153,7 @@ def tune(
     device: Device = None,
     seed: Seed = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the plan, the evidence and the page.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/tune-WORKLOAD",
-        ),
+        Path | None, path_option("Folder for the plan, the evidence and the page.", "runs/tune-WORKLOAD")
     ] = None,
     json: Json = False,
     show_traceback: Traceback = False,
@@ -291,7 +167,7 @@ def tune(
         from castwise.jobs.processes import joined
         from castwise.tuning.axes import FORMATS
 
-        chosen = FORMATS if formats is None else tuple(f.strip() for f in formats.split(",") if f.strip())
+        chosen = FORMATS if formats is None else tuple(listed(formats))
         with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
             first = rank == 0  # which alone shows and writes
             with folder_for(out, "tune", workload, make=first) as folder:
@@ -307,16 +183,9 @@ def tune(
 @app.command()
 def train(
     workload: WorkloadName,
-    plan: Annotated[
-        str, typer.Option(help="A preset, a plan line or the path of a plan file.")
-    ] = "bf16-mixed",
+    plan: PlanName = "bf16-mixed",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the results.", parser=_path, metavar="PATH", show_default="runs/train-WORKLOAD"
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("Folder for the results.", "runs/train-WORKLOAD")] = None,
     device: Device = None,
     seed: Seed = 0,
     layout: Annotated[
@@ -368,12 +237,10 @@ def doctor(
     ] = None,
     lint: Annotated[
         Path | None,
-        typer.Option(
-            help="Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there "
-            "is something.",
-            parser=_path,
-            metavar="PATH",
-            show_default=False,
+        path_option(
+            "Instead, say what a script, or those of a folder, have silently wrong about precision; exit code 1 where there is "
+            "something.",
+            False,
         ),
     ] = None,
     device: Device = None,
@@ -407,7 +274,7 @@ def inspect(
     only: Annotated[
         str, typer.Option(help="Between commas: nonfinite, operators, compare, forecast.")
     ] = "nonfinite,operators,compare,forecast",
-    plan: Annotated[str, typer.Option(help="A preset, a plan line or a plan file.")] = "bf16-mixed",
+    plan: PlanName = "bf16-mixed",
     against: Annotated[str, typer.Option(help="The plan that compare compares it with.")] = "fp32",
     formats: Annotated[
         str,
@@ -419,13 +286,7 @@ def inspect(
     device: Device = None,
     seed: Seed = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the pages and the records.",
-            parser=_path,
-            metavar="PATH",
-            show_default="runs/inspect-WORKLOAD",
-        ),
+        Path | None, path_option("Folder for the pages and the records.", "runs/inspect-WORKLOAD")
     ] = None,
     json: Json = False,
     show_traceback: Traceback = False,
@@ -436,14 +297,10 @@ def inspect(
 
         with folder_for(out, "inspect", workload) as folder:
             result = job.inspect(
-                workload, only=_listed(only), plan=plan, against=against, formats=_listed(formats), device=device, seed=seed,
+                workload, only=listed(only), plan=plan, against=against, formats=listed(formats), device=device, seed=seed,
                 progress=True,
             )  # fmt: skip
             answer(result, lambda: result.save(folder))
-
-
-def _listed(given: str) -> list[str]:
-    return [part for part in (word.strip() for word in given.split(",")) if part]
 
 
 @app.command()
@@ -453,7 +310,7 @@ def replay(
         typer.Argument(
             metavar="DIR",
             help="A recorded step, or a folder of them, of which the newest is taken.",
-            parser=_path,
+            parser=as_path,
             show_default=False,
         ),
     ],
@@ -469,12 +326,7 @@ def replay(
     ] = None,
     device: Device = None,
     find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the record of it.", parser=_path, metavar="PATH", show_default="none is written"
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("Folder for the record of it.", "none is written")] = None,
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
@@ -486,27 +338,7 @@ def replay(
         answer(result, lambda: [] if out is None else sorted(result.save(out).iterdir()))
 
 
-@app.command()
-def migrate(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH", help="A script, or a folder of them.", parser=_path, show_default=False
-        ),
-    ],
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the files; without it they are shown and left alone.")
-    ] = False,
-    json: Json = False,
-    show_traceback: Traceback = False,
-) -> None:
-    """Move scripts of Apex amp, Colossal-AI AMP or torch.amp to castwise; show the change, and list what is left to you."""
-    with answering(show_traceback, json=json) as answer:
-        from castwise import migrate as room
-
-        result = room.migrate(path, write=write)
-        answer.give(result.to_dict, result.show)
-        result.check()
+app.command()(scripts.migrate)
 
 
 @app.command()
@@ -520,4 +352,5 @@ def schema(
         from castwise import schemas
 
         found = schemas.schema(name)
-        answer.give(lambda: found, lambda console: console.out(dumps(found, indent=1), highlight=False))
+        record = {"kind": "schema", "version": schemas.RECORD_VERSION, "name": name, "schema": found}
+        answer.give(lambda: record, lambda console: console.out(dumps(found, indent=1), highlight=False))

@@ -96,7 +96,7 @@ def forecast(
         if optimizer is not None:
             _check_steps(made(optimizer, prober.model, "forecast"))
             run.see_updates(one_update(model, loss, make(seed), optimizer, where, seed))
-    return run.forecast(environment(where))
+        return run.forecast(environment(where))
 
 
 def _check_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -61,8 +61,10 @@ class RegionForecast:
         scales: Loss scales under which fp16 holds its gradients; None without any.
         poles: By format the share of values that become 0 and that a function divides by, or takes the root or the logarithm of;
             of the function with the most.
-        troubles: By format why it does not hold them under the plan; formats that hold are absent.
+        troubles: By format why it does not hold them where the plan casts; formats that hold are absent.
         stored: The same where everything, parameters too, is stored in the format, without masters and loss scale.
+        computed: Low formats that the plan itself computes in here; none where it keeps all in fp32.
+        trouble: Why one of these does not hold the numbers; empty where they do, or were not asked for.
     """
 
     path: str
@@ -72,10 +74,27 @@ class RegionForecast:
     poles: dict[str, tuple[str, float]]
     troubles: dict[str, str]
     stored: dict[str, str]
+    computed: tuple[str, ...] = ()
+    trouble: str = ""
 
     def tensor(self, kind: Kind, kept: bool = False) -> TensorForecast | None:
         """The tensors of a kind, or None."""
         return next((t for t in self.tensors if t.kind == kind and t.kept is kept), None)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What becomes of values that overflow in a format, seen in a run of the plan in it.
+
+    Attributes:
+        sources: Regions whose own activations overflow.
+        reached: Others whose results are not finite then.
+        gradients: Whether gradients of parameters are not finite either, so that the step is lost.
+    """
+
+    sources: tuple[str, ...]
+    reached: tuple[str, ...]
+    gradients: bool
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,7 @@ class Forecast(Result):
         plan: The plan whose casts are assumed.
         formats: Asked for.
         answer: In a few sentences.
+        plan_answer: What the plan's own formats do, region by region, in a sentence; empty where they were not asked for.
         recommendation: The line of the plan whose format holds the most, with regions in fp32 where it does not; None where no
             format of ``bf16`` and ``fp16`` was asked for or holds the model itself.
         regions: In the model's order, those that compute something.
@@ -94,6 +114,7 @@ class Forecast(Result):
         loss_scale: With which gradients were cast to fp16; 1 without.
         microbatches: That were run.
         passes: Forward/backwards it took.
+        spreads: By format in which activations overflow what these become.
         notes: What else to know, a sentence each.
         environment: Where it was made.
     """
@@ -103,12 +124,14 @@ class Forecast(Result):
     plan: Plan
     formats: tuple[str, ...]
     answer: str
+    plan_answer: str
     recommendation: str | None
     regions: tuple[RegionForecast, ...]
     scales: ScaleRange | None
     loss_scale: float
     microbatches: int
     passes: int
+    spreads: dict[str, Spread]
     notes: tuple[str, ...]
     environment: Environment
 
@@ -131,6 +154,7 @@ class Forecast(Result):
         regions = [dataclasses.asdict(region) for region in self.regions]
         return {**fields, "plan": str(self.plan), "regions": regions, "scales": _asdict(self.scales),
                 "environment": _asdict(self.environment), "workload": self.model, "description": "",
+                "spreads": {name: _asdict(spread) for name, spread in self.spreads.items()},
                 "ranges": {name: _ends(FORMATS[name]) for name in self.formats}}  # fmt: skip
 
     def save(self, folder: str | os.PathLike[str]) -> Path:

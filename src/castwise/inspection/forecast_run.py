@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -9,9 +10,19 @@ import torch
 from torch import Tensor
 
 from castwise import _torch
-from castwise.inspection.forecast_result import Forecast, RegionForecast, TensorForecast
+from castwise.errors import CastwiseError
+from castwise.inspection.forecast_result import Forecast, RegionForecast, Spread, TensorForecast
 from castwise.inspection.plan_casts import PlanCasts
-from castwise.inspection.range_verdicts import answer, recommended, stored_troubles, troubles
+from castwise.inspection.range_verdicts import (
+    answer,
+    plan_answer,
+    plan_trouble,
+    recommended,
+    spreading,
+    stored_troubles,
+    troubles,
+)
+from castwise.inspection.spread import overflowing, spread
 from castwise.inspection.watch import Kind, Site, site_of
 from castwise.measure.environment import Environment
 from castwise.numerics.casts import Tally, Values, cast_of
@@ -37,8 +48,8 @@ class Ledger:
         self.magnitudes = Magnitudes()
         self.tallies: dict[tuple[str, float | str | None], dict[Site, Tally]] = {}
 
-    def add(self, site: Site, tensor: Tensor, formats: Iterable[tuple[Format, float | str | None]]) -> None:
-        """Cast a tensor's values to formats, each with its scale."""
+    def add(self, site: Site, tensor: Tensor, formats: Iterable[tuple[Format, float | str | None]]) -> bool:
+        """Cast a tensor's values to formats, each with its scale; whether all are finite."""
         values = Values.of(tensor)
         numbers = tensor.numel() * (2 if tensor.is_complex() else 1)
         self.count += numbers
@@ -47,6 +58,7 @@ class Ledger:
         for format, scale in formats:
             factor = values.own_scale(format) if isinstance(scale, str) else scale or 1.0
             self.put(site, format.name, scale, values.tally(format, factor))
+        return numbers == values.count
 
     def put(self, site: Site, format: str, scale: float | str | None, found: Tally) -> None:
         """Add what a format makes of a site's values."""
@@ -75,6 +87,7 @@ class Run:
         self.ledgers: dict[tuple[str, Kind, bool], Ledger] = {}
         self.casts = PlanCasts()
         self.low: set[str] = set()
+        self.not_finite: set[Site] = set()
         self.poles: dict[str, dict[str, dict[str, Tally]]] = {}
         self._ranges: dict[str, Magnitudes] = {}
         prober.extend(1)
@@ -104,7 +117,8 @@ class Run:
         """Cast a tensor to every format."""
         if kind == "activations" and tensor.dtype in LOW_DTYPES:
             self.low.add(site.path)
-        self._ledger(kind, site).add(site, tensor, self._scaled(kind))
+        if not self._ledger(kind, site).add(site, tensor, self._scaled(kind)):
+            self.not_finite.add(site)
 
     def _poles(self, inputs: list[tuple[Site, Tensor]], _results: list[Tensor]) -> None:
         """Count what must not become 0 and does."""
@@ -169,19 +183,36 @@ class Run:
             region = RegionForecast(
                 path, type(module).__name__, tensors, scales, self._worst_poles(path), {}, {}
             )
-            regions.append(dataclasses.replace(
+            region = dataclasses.replace(
                 region,
                 troubles=troubles(region, names),
                 stored=stored_troubles(region, names),
-            ))  # fmt: skip
-        plan = recommended(regions, names, self.loss_scale)
+                computed=tuple(sorted(self.casts.formats.get(path, ()))),
+            )
+            regions.append(dataclasses.replace(region, trouble=plan_trouble(region, self.plan, names)))
+        plan, spreads = recommended(regions, names, self.loss_scale), self._spreads(regions)
+        said = [
+            answer(regions, names, self.loss_scale, self.scales),
+            *(spreading(*one) for one in spreads.items()),
+        ]
         return Forecast(
             model=type(self.prober.model).__name__,
-            plan=self.plan, formats=names, answer=answer(regions, names, self.loss_scale, self.scales),
+            plan=self.plan, formats=names, answer=" ".join(said), plan_answer=plan_answer(regions, self.plan, names),
             recommendation=None if plan is None else str(plan), regions=tuple(regions), scales=self.scales,
-            loss_scale=self.loss_scale, microbatches=self.microbatches, passes=self.prober.passes, notes=self._notes(regions),
-            environment=where,
+            loss_scale=self.loss_scale, microbatches=self.microbatches, passes=self.prober.passes, spreads=spreads,
+            notes=self._notes(regions), environment=where,
         )  # fmt: skip
+
+    def _spreads(self, regions: Sequence[RegionForecast]) -> dict[str, Spread]:
+        """By format in which something overflows what becomes of it, where the device can run it."""
+        out = {}
+        for name in (format.name for format in self.formats if format.name in LOW):
+            if sources := overflowing(regions, name):
+                with contextlib.suppress(CastwiseError):
+                    out[name] = spread(
+                        self.prober, self.plan, name, sources, self.loss_scale, self.not_finite
+                    )
+        return out
 
     def _worst_poles(self, path: str) -> dict[str, tuple[str, float]]:
         """By format the function whose values become 0 most, and their share."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from castwise.inspection.watch import AtCall, Kind, Look, Site, Watch, site_of
-from castwise.plans.formats import LOW_DTYPES
+from castwise.plans.formats import LOW_DTYPES, get_format
 
 _MIXING = (" batch_norm", " group_norm", " instance_norm", " layer_norm", " rms_norm")
 """Functions that take fp32 parameters beside a low input as they are."""
@@ -25,12 +25,14 @@ class PlanCasts:
         kept: Sites of results that are wider than the plan's low formats.
         cast: Sites of inputs that are wide and are cast at their use.
         poles: Sites of low inputs that a function takes the quotient, the root or the logarithm of.
+        formats: By module path the low formats of its results, by name.
     """
 
     def __init__(self) -> None:
         self.kept: set[Site] = set()
         self.cast: set[Site] = set()
         self.poles: set[Site] = set()
+        self.formats: dict[str, set[str]] = {}
         self._parameters: dict[Site, bool] = {}
 
     def observing(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -51,8 +53,12 @@ class PlanCasts:
                     self.poles.add(site)
 
         def look(kind: Kind, site: Site, tensor: Tensor) -> None:
-            if kind == "activations" and tensor.dtype not in LOW_DTYPES:
+            if kind != "activations":
+                return
+            if tensor.dtype not in LOW_DTYPES:
                 self.kept.add(site)
+            elif not site.name.startswith("input "):
+                self.formats.setdefault(site.path, set()).add(get_format(tensor.dtype).name)
 
         return Watch(look, at_call=at_call).observing(model)
 

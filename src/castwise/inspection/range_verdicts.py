@@ -14,18 +14,69 @@ from castwise.plans.plan import Plan, Region
 from castwise.report import words
 
 if TYPE_CHECKING:
-    from castwise.inspection.forecast_result import RegionForecast, TensorForecast
+    from castwise.inspection.forecast_result import RegionForecast, Spread, TensorForecast
 
 
-def troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
-    """By format why it does not hold a region's numbers under a plan that autocasts; nothing where it does."""
+def troubles(region: RegionForecast, formats: Sequence[str], scaled: bool = True) -> dict[str, str]:
+    """By format why it does not hold a region's numbers under a plan that autocasts; nothing where it does.
+
+    Args:
+        region: Which.
+        formats: Asked for.
+        scaled: Whether gradients in fp16 have a loss scale.
+    """
     judged = [tensor for tensor in region.tensors if not tensor.kept and tensor.kind != "updates"]
-    return _first_reasons(region, judged, formats, scaled=True)
+    return _first_reasons(region, judged, formats, scaled)
 
 
 def stored_troubles(region: RegionForecast, formats: Sequence[str]) -> dict[str, str]:
     """The same where everything is stored in the format: what is kept counts too, and updates that rounding drops."""
     return _first_reasons(region, region.tensors, [name for name in formats if name in LOW], scaled=False)
+
+
+def plan_trouble(region: RegionForecast, plan: Plan, formats: Sequence[str]) -> str:
+    """Why a plan's own formats do not hold a region's numbers; empty where they do, or were not asked for."""
+    asked = [name for name in region.computed if name in formats]
+    if plan.stores_low and not plan.keeps_masters:
+        found = {name: region.stored[name] for name in asked if name in region.stored}
+    else:
+        found = troubles(region, asked, scaled=plan.loss_scale is not None)
+    scale = plan.loss_scale
+    if (
+        not found
+        and "fp16" in asked
+        and scale is not None
+        and not scale.dynamic
+        and region.scales is not None
+    ):
+        low, high = region.scales.lowest_scale, region.scales.highest_scale
+        if not low <= scale.init <= high:
+            return f"its gradients need a loss scale of {words.number(low)} to {words.number(high)}, not {words.number(scale.init)}"
+    return next(iter(found.values()), "")
+
+
+def plan_answer(regions: Sequence[RegionForecast], plan: Plan, formats: Sequence[str]) -> str:
+    """What a plan's own formats do, in a sentence; empty where none of them was asked for."""
+    low = [region for region in regions if region.computed]
+    used = list(dict.fromkeys(name for region in low for name in region.computed))
+    if not used or not set(used) <= set(formats):
+        return ""
+    bad = [region for region in low if region.trouble]
+    said = f"{plan} computes in {words.listed(used)} in {len(low)} of {len(regions)} regions and holds "
+    return said + (f"{len(low) - len(bad)} of them{_but(bad, bad[0].trouble)}" if bad else "all of them.")
+
+
+def _but(bad: Sequence[RegionForecast], why: str) -> str:
+    others = f"; nor {len(bad) - 1} other{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
+    return f", not {bad[0].path or 'the model itself'} ({why}){others}."
+
+
+def spreading(name: str, spread: Spread) -> str:
+    """What becomes of an overflow, in a sentence."""
+    count = len(spread.reached)
+    where = f"{count} other region{'s' if count > 1 else ''}" if count else "no other region"
+    end = "makes gradients that are not finite" if spread.gradients else "does nothing to the gradients"
+    return f"What overflows in {name} reaches {where} and {end}."
 
 
 def _first_reasons(
@@ -110,9 +161,4 @@ def _sentence(
     said = f"{name}{how} holds "
     if not bad:
         return f"{said}all {len(regions)} regions."
-    first = bad[0]
-    others = f"; nor {len(bad) - 1} others" if len(bad) > 1 else ""
-    return (
-        f"{said}{len(regions) - len(bad)} of {len(regions)} regions, not {first.path or 'the model itself'} "
-        f"({first.troubles[name]}){others}."
-    )
+    return f"{said}{len(regions) - len(bad)} of {len(regions)} regions{_but(bad, bad[0].troubles[name])}"

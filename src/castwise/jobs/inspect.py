@@ -14,6 +14,7 @@ from castwise.errors import CastwiseError, PlanError, sentence
 from castwise.extras import left_out
 from castwise.jobs import Event, Progress, heard
 from castwise.numerics.isolation import seed_all, undisturbed
+from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan, as_plan
 from castwise.plans.text import close_matches
 from castwise.process import find_device
@@ -109,7 +110,7 @@ def inspect(
     Args:
         workload: A workload, or how to find one.
         only: Tools to run, of :data:`TOOLS`.
-        plan: To look at.
+        plan: To look at. ``forecast`` takes it for whose casts it assumes; one that computes in fp32 alone leaves that its default.
         against: What ``compare`` compares it with.
         formats: Those that ``forecast`` is asked about; by default all that it knows.
         device: By default the accelerator at hand, else the CPU.
@@ -145,6 +146,7 @@ def inspect(
             "compare": lambda run: run(model, found.loss, batch, other, chosen, device=where, seed=seed),
             "forecast": lambda run: run(
                 model, found.loss, found.batches, optimizer=found.optimizer, device=where, seed=seed,
+                **({} if chosen.formats.isdisjoint(LOW) else {"plan": chosen}),  # else its own: fp32 casts nothing
                 **({"formats": tuple(formats)} if formats else {}),
             ),
         }  # fmt: skip

@@ -1,16 +1,15 @@
 """What is silently wrong with precision in a training script, found by reading it.
 
-``rules``: what is looked for. ``files``: which files, and the finding of each. Scripts are parsed as :mod:`castwise.migrate`
-parses them, and neither they nor torch are imported. A rule says something where the script itself shows it; what may come from
+``rules``: what is looked for. ``script``: what they see of a script. ``files``: which files, and the finding of each. Scripts are
+parsed as :mod:`castwise.migrate` parses them, and neither they nor torch are imported. A rule says something where the script itself shows it; what may come from
 elsewhere (an argument, a configuration, another file) is taken to be right.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
-from castwise.errors import MissingLibraryError
+from castwise.extras import needs
 from castwise.lint.result import Finding, Lint
 
 __all__ = ["Finding", "Lint", "lint"]
@@ -27,13 +26,10 @@ def lint(path: str | os.PathLike[str]) -> Lint:
         What was found, by file and line.
 
     Raises:
-        MigrateError: There is no such path.
+        LintError: There is no such path.
         MissingLibraryError: LibCST is not installed.
     """
-    if importlib.util.find_spec("libcst") is None:
-        raise MissingLibraryError(
-            'doctor --lint needs libcst, which is not installed. Install it with: pip install "castwise[migrate]"'
-        )
-    from castwise.lint.files import lint_files
+    with needs("doctor --lint"):
+        from castwise.lint.files import lint_files
 
     return lint_files(path)

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from castwise.errors import MigrateError
+from castwise.errors import LintError
 from castwise.lint.result import Finding, Lint
 from castwise.lint.rules import findings
 from castwise.migrate.files import decode, scripts_below
@@ -20,11 +20,11 @@ def lint_files(path: str | os.PathLike[str]) -> Lint:
     """As :func:`castwise.lint.lint`, with LibCST there.
 
     Raises:
-        MigrateError: There is no such path.
+        LintError: There is no such path.
     """
     given = Path(path)
     if not given.exists():
-        raise MigrateError(f"doctor --lint: there is no file or folder {str(given)!r}")
+        raise LintError(f"doctor --lint: there is no file or folder {str(given)!r}")
     files = scripts_below(given)[0] if given.is_dir() else [given]
     found: list[Finding] = []
     problems: list[tuple[Path, str]] = []

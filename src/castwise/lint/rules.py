@@ -7,16 +7,15 @@ run, its state in checkpoints), the reports that these go back to, and what cast
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import libcst as cst
 
-from castwise.migrate.torch_loop import AUTOCAST, SCALER
+from castwise.lint.script import Script
+from castwise.migrate.torch_loop import AUTOCAST
 from castwise.migrate.view import View, inside, root
 
-BF16 = {"torch.bfloat16"}
-FP16 = {"torch.float16", "torch.half"}
 _CASTS = {"half": "fp16", "bfloat16": "bf16"}
 _CLIPS = re.compile(r"(^|\.)clip_grad_(norm|value)_?$")
 _LOOPS = (cst.For, cst.While)
@@ -40,94 +39,12 @@ class Said(NamedTuple):
 
 def findings(view: View) -> list[Said]:
     """All that the rules say of a script, each line once a rule."""
-    script = _Script(view)
+    script = Script(view)
     found = [said for rule in RULES for said in rule(script)]
     return sorted(dict.fromkeys(found))
 
 
-class _Script:
-    """A script, and what of it the rules look at."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.calls = [node for node in view.nodes if isinstance(node, cst.Call)]
-        self.named = [(call, view.origin(call.func) or "") for call in self.calls]
-        self.autocasts = [call for call, name in self.named if name in AUTOCAST]
-        self.scalers = self._scalers()
-        self.modules = {
-            name
-            for node in view.nodes
-            if isinstance(node, (cst.Import, cst.ImportFrom))
-            for name in [view.code(node)]
-        }
-
-    def _scalers(self) -> Mapping[str, cst.Call]:
-        """GradScalers by the name that they are bound to, ``self.scaler`` too; a name of several is nobody's."""
-        found: dict[str, list[cst.Call]] = {}
-        for call, name in self.named:
-            target = self.view.parent(call)
-            if name in SCALER and isinstance(target, cst.Assign) and len(target.targets) == 1:
-                found.setdefault(self.view.code(target.targets[0].target), []).append(call)
-        return {name: calls[0] for name, calls in found.items() if len(calls) == 1}
-
-    def methods(self, of: str, method: str) -> list[cst.Call]:
-        """Calls of a method of what a name stands for."""
-        wanted = f"{of}.{method}"
-        return [call for call in self.calls if self.view.code(call.func) == wanted]
-
-    def argument(self, call: cst.Call, name: str, place: int | None = None) -> cst.BaseExpression | None:
-        """What a call gives for a parameter, by its name or place."""
-        for at, each in enumerate(call.args):
-            if each.star:
-                return None
-            if (each.keyword is not None and each.keyword.value == name) or (
-                each.keyword is None and at == place
-            ):
-                return each.value
-        return None
-
-    def has_stars(self, call: cst.Call) -> bool:
-        """Whether it gives arguments that are not written out."""
-        return any(each.star for each in call.args)
-
-    def device(self, call: cst.Call) -> str | None:
-        """The device type that an autocast or a scaler is for, where it is written out."""
-        known = {**AUTOCAST, **SCALER}.get(self.view.origin(call.func) or "")
-        if known is not None:
-            return known
-        place = self.argument(call, "device_type", 0) or self.argument(call, "device", 0)
-        text = place.evaluated_value if isinstance(place, cst.SimpleString) else None
-        return text if isinstance(text, str) else None
-
-    def dtype(self, node: cst.BaseExpression | None) -> str | None:
-        """``bf16`` or ``fp16`` where an expression is torch's dtype of that name."""
-        name = None if node is None else self.view.origin(node)
-        text = node.evaluated_value if isinstance(node, cst.SimpleString) else None
-        if name in BF16 or text in ("bfloat16", "bf16"):
-            return "bf16"
-        return "fp16" if name in FP16 or text in ("float16", "fp16") else None
-
-    def autocast_dtype(self, call: cst.Call) -> str | None:
-        """The format of an autocast, where it is written out or its device's default."""
-        name = self.view.origin(call.func) or ""
-        given = self.argument(call, "dtype", 1 if AUTOCAST.get(name) is None else None)
-        if given is not None or self.has_stars(call):
-            return self.dtype(given)
-        return {"cpu": "bf16", "cuda": "fp16"}.get(self.device(call) or "")
-
-    def is_on(self, call: cst.Call) -> bool:
-        """Whether nothing can switch it off."""
-        enabled = self.argument(call, "enabled")
-        return not self.has_stars(call) and (enabled is None or self.view.code(enabled) == "True")
-
-    def line(self, node: cst.CSTNode) -> int:
-        return self.view.line(node)
-
-    def function(self, node: cst.CSTNode) -> int:
-        return id(self.view.function(node))
-
-
-def fp16_on_a_cpu(script: _Script) -> Iterator[Said]:
+def fp16_on_a_cpu(script: Script) -> Iterator[Said]:
     """fp16 autocast for the CPU."""
     for call in script.autocasts:
         if script.device(call) == "cpu" and script.autocast_dtype(call) == "fp16" and script.is_on(call):
@@ -139,7 +56,7 @@ def fp16_on_a_cpu(script: _Script) -> Iterator[Said]:
             )
 
 
-def device_that_is_not_there(script: _Script) -> Iterator[Said]:
+def device_that_is_not_there(script: Script) -> Iterator[Said]:
     """Autocast or a scaler for CUDA in a script that also runs without it."""
     falls_back = any(
         isinstance(node, (cst.IfExp, cst.If))
@@ -163,7 +80,7 @@ def device_that_is_not_there(script: _Script) -> Iterator[Said]:
             )
 
 
-def scaler_with_bf16(script: _Script) -> Iterator[Said]:
+def scaler_with_bf16(script: Script) -> Iterator[Said]:
     """A loss scale where everything is bf16, whose range is fp32's."""
     formats = {script.autocast_dtype(call) for call in script.autocasts}
     if formats != {"bf16"}:
@@ -179,7 +96,7 @@ def scaler_with_bf16(script: _Script) -> Iterator[Said]:
             )
 
 
-def clipping_before_unscale(script: _Script) -> Iterator[Said]:
+def clipping_before_unscale(script: Script) -> Iterator[Said]:
     """Gradients clipped while the loss scale is in them."""
     for name, made in script.scalers.items():
         if not script.is_on(made):
@@ -206,7 +123,7 @@ def clipping_before_unscale(script: _Script) -> Iterator[Said]:
                 )
 
 
-def scaler_never_updated(script: _Script) -> Iterator[Said]:
+def scaler_never_updated(script: Script) -> Iterator[Said]:
     """A scaler whose scale never moves."""
     for name, made in script.scalers.items():
         steps = script.methods(name, "step")
@@ -224,7 +141,7 @@ def scaler_never_updated(script: _Script) -> Iterator[Said]:
             )
 
 
-def step_on_scaled_gradients(script: _Script) -> Iterator[Said]:
+def step_on_scaled_gradients(script: Script) -> Iterator[Said]:
     """``optimizer.step()`` where ``scaler.step(optimizer)`` is meant."""
     for name, made in script.scalers.items():
         scales = script.methods(name, "scale")
@@ -251,7 +168,7 @@ def step_on_scaled_gradients(script: _Script) -> Iterator[Said]:
                 )
 
 
-def scaler_made_in_the_loop(script: _Script) -> Iterator[Said]:
+def scaler_made_in_the_loop(script: Script) -> Iterator[Said]:
     """A scaler that begins anew in every step."""
     for name, made in script.scalers.items():
         for outer in script.view.around(made):
@@ -271,7 +188,7 @@ def scaler_made_in_the_loop(script: _Script) -> Iterator[Said]:
                 break
 
 
-def scaler_not_saved(script: _Script) -> Iterator[Said]:
+def scaler_not_saved(script: Script) -> Iterator[Said]:
     """Checkpoints of optimizers without the scaler's state."""
     for name, made in script.scalers.items():
         if not script.is_on(made) or _handed_on(script, name) or not script.methods(name, "step"):
@@ -291,7 +208,7 @@ def scaler_not_saved(script: _Script) -> Iterator[Said]:
                 break
 
 
-def low_weights_without_masters(script: _Script) -> Iterator[Said]:
+def low_weights_without_masters(script: Script) -> Iterator[Said]:
     """A model stored in bf16 or fp16 that an optimizer of torch updates as it is."""
     text = script.view.module.code
     if any(_KEEPS_MASTERS.search(line) for line in script.modules) or _NO_TRAINING.search(text):
@@ -334,7 +251,7 @@ def low_weights_without_masters(script: _Script) -> Iterator[Said]:
             )
 
 
-def loss_in_fp16(script: _Script) -> Iterator[Said]:
+def loss_in_fp16(script: Script) -> Iterator[Said]:
     """A loss of the outputs of a model that was made fp16."""
     low = {(name, script.function(node)) for name, node, kind in _low_models(script) if kind == "fp16"}
     if not low or script.autocasts or any(_KEEPS_MASTERS.search(line) for line in script.modules):
@@ -360,7 +277,7 @@ def loss_in_fp16(script: _Script) -> Iterator[Said]:
             )
 
 
-def _low_models(script: _Script) -> Iterator[tuple[str, cst.Call, str]]:
+def _low_models(script: Script) -> Iterator[tuple[str, cst.Call, str]]:
     """Variables that hold modules whose weights are made low: name, place and format. One that is made fp32 again is none."""
     text = script.view.module.code
     optimized = {
@@ -388,7 +305,7 @@ def _low_models(script: _Script) -> Iterator[tuple[str, cst.Call, str]]:
                 yield name, node, kind
 
 
-def _made_low(script: _Script, call: cst.Call) -> str | None:
+def _made_low(script: Script, call: cst.Call) -> str | None:
     """The format that a call makes a module's weights: ``.half()``, ``.to(torch.bfloat16)``, ``from_pretrained(dtype=...)``."""
     if not isinstance(call.func, cst.Attribute):
         return None
@@ -411,11 +328,11 @@ def _made_low(script: _Script, call: cst.Call) -> str | None:
     return None
 
 
-def _is_unconditional(script: _Script, node: cst.CSTNode) -> bool:
+def _is_unconditional(script: Script, node: cst.CSTNode) -> bool:
     return not any(isinstance(outer, (cst.If, cst.IfExp, cst.Try)) for outer in script.view.around(node))
 
 
-def _handed_on(script: _Script, name: str) -> bool:
+def _handed_on(script: Script, name: str) -> bool:
     """Whether other code may do something with a scaler: it is given to a function, returned, or kept elsewhere."""
     if name.startswith("self."):
         return True

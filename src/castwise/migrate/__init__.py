@@ -12,10 +12,9 @@ A change is made where it is certain to keep the meaning of the script; the rest
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
-from castwise.errors import MissingLibraryError
+from castwise.extras import needs
 from castwise.migrate.result import FileResult, Finding, Migration
 
 __all__ = ["FileResult", "Finding", "Migration", "migrate"]
@@ -36,10 +35,7 @@ def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
         MigrateError: There is no such path.
         MissingLibraryError: LibCST is not installed.
     """
-    if importlib.util.find_spec("libcst") is None:
-        raise MissingLibraryError(
-            'migrate needs libcst, which is not installed. Install it with: pip install "castwise[migrate]"'
-        )
-    from castwise.migrate.files import migrate_files
+    with needs("migrate"):
+        from castwise.migrate.files import migrate_files
 
     return migrate_files(path, write=write)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from castwise import _torch
 from castwise.errors import CheckpointError, NonFiniteError, PlanError, check_count
 from castwise.monitor.alarms import Alarms, Line, lines_of
 from castwise.monitor.audit import Auditor, badness, failed
-from castwise.monitor.records import Alarm, Audit, MonitorReport, RegionSample, Sample
+from castwise.monitor.judging import Judge
+from castwise.monitor.records import Alarm, Audit, MonitorReport, Sample
+from castwise.monitor.sampling import Sampler
 from castwise.monitor.sinks import Board, JsonLines, Log, Screen, Sinks
-from castwise.monitor.statistics import Number, Outputs, Update, aside, join, read, region_of, shares
-from castwise.monitor.turns import RECENT, Turn
-from castwise.plans.formats import FORMATS
-from castwise.plans.text import some
+from castwise.monitor.statistics import Outputs
+from castwise.monitor.turns import Turn
 from castwise.ranks.group import Ranks
 from castwise.scaler import StepResult
 from castwise.session.amp import Amp, Inside, inside
@@ -40,9 +38,6 @@ AUDIT_EVERY = 5000
 
 KEPT = 512
 """Samples, alarms and audits that are kept."""
-SEEKS = 16
-"""Steps in a row that may be skipped while the loss scale is sought, before the first that is made."""
-_T = TypeVar("_T")
 
 
 class Monitor:
@@ -125,14 +120,10 @@ class Monitor:
         self._every, self._audit_every, self._on_alarm = every, audit_every, on_alarm
         self._crossed = Alarms(lines_of(lines))
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
-        self._outputs = Outputs(amp.device_type)
-        self._blind = 0
-        self._compiled: weakref.WeakSet[nn.Module] | None = None
-        self._unseen: dict[str, None] = {}
+        self._sampler = Sampler(amp)
+        self._judge = Judge(amp, self._crossed)
         self._turns: dict[int, Turn] = {}
         self._turn_by_id: dict[int, tuple[weakref.ref[Optimizer], Turn]] = {}
-        self._dropped: Any = WeakIdKeyDictionary()
-        self._logged = False
         self._to_tell: list[Alarm] = []
         self._sinks = Sinks(
             [
@@ -146,7 +137,7 @@ class Monitor:
         )
         # the hooks of all optimizers do not hold the monitor; the session does, so that it lives as long
         alive = weakref.ref(self)
-        self._end = weakref.finalize(self, _end, _hooks(alive), self._outputs)
+        self._end = weakref.finalize(self, _end, _hooks(alive), self._sampler.outputs)
         self._end.atexit = False
         self._listened = amp.listen(steps=self._stepped)
 
@@ -166,7 +157,7 @@ class Monitor:
         """What was seen so far. Waits for the device where a fused optimizer on it decided about skipping."""
         return MonitorReport(
             str(self._amp.plan), self._amp.device_type, self.step, self._session.window.skipped_steps, self._every,
-            tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._unseen), self.open_alarms,
+            tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,
         )  # fmt: skip
 
     def table(self) -> RenderableType:
@@ -255,21 +246,7 @@ class Monitor:
         turn = self._turn(optimizer)
         turn.closure, turn.skips, turn.update = closure, session.window.skips, None
         if turn.due and not _torch.dynamo_callback():
-            self._try("gradients and weights", self._look, optimizer, turn)
-
-    def _look(self, optimizer: Optimizer, turn: Turn) -> None:
-        pieces, world = self._session.agreement.pieces, self._ranks.size
-        update = Update(
-            optimizer,
-            region_of(self._session.members.models),
-            lambda p: pieces.count(p) / world if world > 1 else 1.0,
-        )
-        if not turn.closure:
-            aside(self._amp.device_type, update.see_gradients)
-        aside(self._amp.device_type, update.see_weights)
-        # fused kernels unscale by themselves
-        update.scaled = getattr(optimizer, "grad_scale", None) is not None
-        turn.update = update
+            self._sampler.attempt("gradients and weights", self._sampler.look, optimizer, turn)
 
     def _after(self, optimizer: Optimizer) -> None:
         """Behind the step of any optimizer."""
@@ -278,16 +255,11 @@ class Monitor:
             return
         turn = self._turn(optimizer)
         if turn.update is not None:
-            self._try("updates", self._look_again, turn, turn.update)
+            self._sampler.attempt("updates", self._sampler.look_again, turn, turn.update)
         if (
             id(optimizer) not in session.window.stepping
         ):  # else the session tells when all of its step is done
             self._ended(optimizer, session.window.skips > turn.skips)
-
-    def _look_again(self, turn: Turn, update: Update) -> None:
-        if turn.closure:
-            aside(self._amp.device_type, update.see_gradients)
-        aside(self._amp.device_type, update.see_update)
 
     def _stepped(self, optimizers: Sequence[Optimizer], result: StepResult) -> None:
         """Behind a step of the session."""
@@ -300,165 +272,28 @@ class Monitor:
         due, update, turn.update = turn.due, turn.update, None
         turn.count(skipped)
         if skipped:
-            self._note_skip(optimizer, turn)
+            self._judge.note_skip(optimizer, turn)
         elif self._crossed.open and turn.streak == 0:
-            self._see("skipped_in_a_row", {"": float(turn.streak)}, turn)
+            self._judge.see("skipped_in_a_row", {"": float(turn.streak)}, turn)
+        self._take_news()
         if due:
-            self._sample(turn, update, skipped)
+            sample = self._sampler.sample(turn, update, skipped)
+            self.samples.append(sample)
+            self._write(sample)
+            self._judge.judge(turn, sample)
+            self._take_news()
         if (
             self._auditor is not None
             and turn.number == 0
             and (turn.steps % self._audit_every == 0 or turn.steps == 1)
         ):
             self._note_audit(self._ranks.every(self._audit_or_say))
-        if self._outputs.armed or turn.due:
-            self._arm()
+        if self._sampler.outputs.armed or turn.due:
+            self._sampler.arm(self._turns.values())
         while self._to_tell:
             alarm = self._to_tell.pop(0)
             if self._on_alarm is not None:
                 self._on_alarm(alarm)
-
-    def _arm(self) -> None:
-        """Watch outputs of the next step if it is a sample.
-
-        Not of the first: code that is compiled with hooks on its modules is compiled anew when they go.
-        """
-        session = self._session
-        held = len(session.members.optimizers)
-        turns = [turn for number, turn in self._turns.items() if number < held]
-        due = self._blind < 2 and any(turn.due and turn.steps for turn in turns)
-        if due == self._outputs.armed:
-            return
-        if not due:
-            self._outputs.disarm()
-            return
-        models = session.members.models
-        if self._compiled is None:
-            self._compiled = weakref.WeakSet(_torch.inside_compiled(models))
-        if not self._logged:
-            self._logged = True
-            alive = weakref.ref(self)
-            session.undo.callback(lambda: _put_down(alive))
-        self._outputs.arm(models, self._compiled)
-
-    def _put_down(self) -> None:
-        """The session is closed: nothing stays on its models."""
-        self._logged, self._compiled, self._blind = False, None, 0
-        self._outputs.disarm()
-
-    # --- samples ------------------------------------------------------------------------------------------
-
-    def _sample(self, turn: Turn, update: Update | None, skipped: bool | None) -> None:
-        outputs = self._outputs.take()
-        found = [*outputs, *([] if update is None else update.numbers)]
-        scaler = self._amp.scaler
-        scales = self._session.window.scales
-        if scales:
-            found.append(Number("", "max_scale", scaler.scale_tensor()))
-        mine = self._try("figures", read, found) or {}
-        self._add_lost(mine)
-        ranks = self._ranks
-        numbers = join(ranks.duplicate().gather(mine)) if ranks.size > 1 else mine
-        if self._outputs.failed:
-            self._note_unseen(self._outputs.failed)
-        if turn.steps > 1 and self._blind < 2:
-            self._blind = 0 if outputs else self._blind + 1
-        if self._compiled or self._blind > 1:
-            which = "compiled modules" if self._compiled and outputs else "modules"
-            self._note_unseen(
-                f"outputs of {which}, and their gradients: under torch.compile modules are not called one by one"
-            )
-        scale = numbers.pop(("", "max_scale"), None)
-        unscaled = 1.0 if update is None or not update.scaled or not scale else scale
-        regions = []
-        for path in dict.fromkeys(region for region, _ in numbers):
-            said = shares(numbers, path)
-            if unscaled != 1.0 and said["grad_norm"] is not None:
-                said["grad_norm"] /= unscaled
-            regions.append(RegionSample(path, **said))
-        whole = shares(_whole(numbers), "")
-        sample = Sample(
-            turn.steps, turn.number, skipped, self._session.window.skips, scale,
-            None if whole["grad_norm"] is None else whole["grad_norm"] / unscaled,
-            whole["update_ratio"], whole["lost_updates"], tuple(regions),
-        )  # fmt: skip
-        self.samples.append(sample)
-        self._write(sample)
-        self._judge(turn, sample)
-
-    def _add_lost(self, numbers: dict[tuple[str, str], float]) -> None:
-        """Add what rounding dropped since the last sample."""
-        counts = list(self._session.dropped.by_parameter.items())
-        regions = region_of(self._session.members.models) if counts else {}
-        for parameter, (moved, lost) in counts:
-            before = self._dropped.get(parameter, (0, 0))
-            path = regions.get(id(parameter), "")
-            for name, count in (("moved", moved - before[0]), ("lost", lost - before[1])):
-                if moved > before[0]:
-                    numbers[path, name] = numbers.get((path, name), 0.0) + count
-            self._dropped[parameter] = moved, lost
-
-    def _judge(self, turn: Turn, sample: Sample) -> None:
-        regions = sample.regions
-
-        def by_region(name: str) -> dict[str, float]:
-            return {r.path: value for r in regions if (value := getattr(r, name)) is not None}
-
-        low = {
-            r.path: r.output / FORMATS["fp16"].max
-            for r in regions
-            if r.near_overflow is not None and r.output is not None
-        }
-        self._see("near_overflow", low, turn)
-        if sample.skipped is not True:
-            if sample.skipped is False:
-                bad = {
-                    r.path: float(
-                        any(v is not None and not math.isfinite(v) for v in (r.grad_norm, r.output))
-                    )
-                    for r in regions
-                }
-                self._see("nonfinite", bad, turn)
-            self._see("underflow", by_region("underflow"), turn)
-            self._see("update_ratio", by_region("update_ratio"), turn)
-            over = turn.over_median(sample.grad_norm)
-            self._see("grad_norm", {} if over is None else {"": over}, turn)
-        self._see("lost_updates", {} if sample.lost_updates is None else {"": sample.lost_updates}, turn)
-        self._see_scale(turn, sample.loss_scale)
-        self._see_share(turn)
-
-    def _note_skip(self, optimizer: Optimizer, turn: Turn) -> None:
-        if turn.made or turn.streak > SEEKS:
-            self._see("skipped_in_a_row", {"": float(turn.streak)}, turn, lambda: self._blame(optimizer))
-        if self._session.window.scales:
-            self._see_scale(turn, self._amp.get_scale(), lambda: self._blame(optimizer))
-        self._see_share(turn, lambda: self._blame(optimizer))
-
-    def _see_scale(self, turn: Turn, scale: float | None, detail: Callable[[], str] = str) -> None:
-        moves = self._amp.plan.loss_scale is not None and self._amp.plan.loss_scale.dynamic
-        self._see("loss_scale", {"": scale} if moves and scale is not None else {}, turn, detail)
-
-    def _see_share(self, turn: Turn, detail: Callable[[], str] = str) -> None:
-        if len(turn.recent) == RECENT:
-            self._see("skipped_share", {"": sum(turn.recent) / RECENT}, turn, detail)
-
-    def _blame(self, optimizer: Optimizer) -> str:
-        """Where gradients are not finite, in words."""
-        paths = dict.fromkeys(
-            name.rpartition(".")[0] or "the model" for name in self._amp.scaler.non_finite_params(optimizer)
-        )
-        return f" in {some([*paths], 3)}" if paths else ""
-
-    def _see(
-        self, kind: str, values: Mapping[str, float], turn: Turn, detail: Callable[[], str] = str
-    ) -> None:
-        alarm = self._crossed.see(kind, values, turn.steps, turn.number, detail)
-        if alarm is None:
-            return
-        if alarm.cleared is None:
-            self.alarms.append(alarm)
-            self._to_tell.append(alarm)
-        self._write(alarm)
 
     # --- audits -------------------------------------------------------------------------------------------
 
@@ -470,7 +305,7 @@ class Monitor:
             if not (self.audits or isinstance(error, NonFiniteError)):
                 raise  # what is wrong with loss or batches is an error, at once
             mine = failed(error)
-            self._note_unseen(mine.reason)
+            self._sampler.note_unseen(mine.reason)
             return mine
 
     def _audit(self) -> Audit:
@@ -495,35 +330,29 @@ class Monitor:
         self._write(audit)
         if audit.verdict != "undecided" and self._turns:
             value = float(audit.verdict == "fail")
-            self._see("audit", {"": value}, self._turns[min(self._turns)], lambda: audit.reason)
+            self._judge.see("audit", {"": value}, self._turns[min(self._turns)], lambda: audit.reason)
+            self._take_news()
         return audit
 
     # --- giving out ---------------------------------------------------------------------------------------
 
+    def _take_news(self) -> None:
+        while self._judge.news:
+            alarm = self._judge.news.pop(0)
+            if alarm.cleared is None:
+                self.alarms.append(alarm)
+                self._to_tell.append(alarm)
+            self._write(alarm)
+
     def _write(self, event: Sample | Alarm | Audit) -> None:
         if self._ranks.rank == 0:
             self._sinks.write(event, self.report)
-
-    def _try(self, what: str, call: Callable[..., _T], *args: Any) -> _T | None:
-        """Look at something; what fails is noted, and the training goes on."""
-        try:
-            return call(*args)
-        except Exception as error:
-            self._note_unseen(f"{what}: {type(error).__name__}: {error}")
-            return None
-
-    def _note_unseen(self, what: str) -> None:
-        self._unseen.setdefault(what)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _whole(numbers: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    return join({("", name): value} for (_, name), value in numbers.items())
 
 
 def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
@@ -545,9 +374,3 @@ def _hooks(alive: weakref.ref[Monitor]) -> Callable[[], None]:
 def _end(unhook: Callable[[], None], outputs: Outputs) -> None:
     unhook()
     outputs.disarm()
-
-
-def _put_down(alive: weakref.ref[Monitor]) -> None:
-    monitor = alive()
-    if monitor is not None:
-        monitor._put_down()

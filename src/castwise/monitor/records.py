@@ -178,12 +178,19 @@ class MonitorReport:
     open_alarms: tuple[Alarm, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The record that reports are made from: JSON's own types, with numbers that are not finite as None."""
+        """The record that reports are made from: JSON's own types.
+
+        Numbers that are not finite are None, and named in the sample's or the region's ``not_finite``.
+        """
         out: dict[str, Any] = plain({
             "kind": "monitor",
             "version": RECORD_VERSION,
             **dataclasses.asdict(self),
         })
+        for row, sample in zip(out["samples"], self.samples, strict=True):
+            row["not_finite"] = _not_finite(sample)
+            for region, seen in zip(row["regions"], sample.regions, strict=True):
+                region["not_finite"] = _not_finite(seen)
         for alarm in out["alarms"]:
             alarm["open"] = alarm in out["open_alarms"]
         return out
@@ -223,3 +230,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
+
+
+def _not_finite(seen: Sample | RegionSample) -> list[str]:
+    """Names of the numbers that JSON has none for."""
+    return [
+        name for name, value in vars(seen).items() if isinstance(value, float) and not math.isfinite(value)
+    ]

@@ -5,9 +5,11 @@ What fails here is a warning, once, and never the training's end.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -93,9 +95,13 @@ class Board:
 
     @interrupts_wait()
     def write(self, event: Event, report: Callable[[], MonitorReport]) -> None:
-        """Add an event's numbers."""
+        """Add an event's numbers: those of the whole in one group of charts, and each of modules' in one of its own."""
         for name, value in scalars(event).items():
-            self._writer.add_scalar(f"monitor/{name}", value, event.step)
+            path, _, number = name.rpartition("/")
+            grouped = isinstance(event, Sample) and path
+            self._writer.add_scalar(
+                f"monitor {number}/{path}" if grouped else f"monitor/{name}", value, event.step
+            )
         if isinstance(event, Alarm):
             self._writer.add_text("monitor/alarms", f"{event.kind}: {event.message}", event.step)
 
@@ -139,14 +145,18 @@ class Screen:
         if self._live is None:
             from rich.live import Live
 
-            self._live = Live(console=self._console, auto_refresh=False)
+            # what the training prints to a file goes on going there
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
             self._live.start()
+            self._console.show_cursor(True)  # a process that is killed leaves it as it is
+            atexit.register(self.close)
         self._live.update(report().table(), refresh=True)
 
     def close(self) -> None:
         """Leave what was drawn last."""
         live, self._live = self._live, None
         if live is not None:
+            atexit.unregister(self.close)
             live.stop()
 
 

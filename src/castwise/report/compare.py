@@ -149,8 +149,12 @@ def _calls(record: Record, direction: str, calls: Sequence[Record]) -> Grid:
     }
     return Grid.of(
         direction.capitalize(), calls, columns, lambda call: "stopped" if call[direction]["verdict"] == "born" else "",
-        lambda call: f"{call['kind']}, {call['format']}{', its ' + call[direction]['where'] if call[direction]['where'] else ''}",
+        lambda call: ", ".join(filter(None, (call["kind"], call["format"], _where(call[direction]["where"])))),
     )  # fmt: skip
+
+
+def _where(where: str) -> str:
+    return where if where.startswith("the ") or not where else f"its {where}"
 
 
 def _born(record: Record) -> list[Record]:

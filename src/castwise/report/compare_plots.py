@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 _NAMED = 3
 """Calls that are named in a picture."""
+_TICKS, _APART = 9, 0.045
+"""Most calls that are named on the axis, and the least share of it between two of them."""
 _DECADES = 6.0
 """A picture reaches so far below its largest error."""
 
@@ -28,10 +31,13 @@ def _path(record: Record, direction: str) -> Figure | None:
     calls = [call for call in _by_end(record["calls"]) if call[direction]["error"] is not None]
     if not any(call[direction]["error"] for call in calls):
         return None
-    figure = new_figure(3.1)
+    figure = new_figure(3.6)
     axes = figure.subplots()
     top = max(value for call in calls for key in ("error", "own") if (value := call[direction][key]))
-    floor = top / 10**_DECADES
+    least = min(
+        value for call in calls for key in ("error", "own", "expected") if (value := call[direction][key])
+    )
+    floor = max(top / 10**_DECADES, least / 2)
 
     def heights(key: str) -> list[float]:
         known = [call[direction][key] for call in calls]
@@ -43,12 +49,18 @@ def _path(record: Record, direction: str) -> Figure | None:
     colours = [COLOURS[6] if call[direction]["verdict"] == "born" else COLOURS[2] for call in calls]
     axes.scatter(places, heights("own"), c=colours, s=10, zorder=3, label="own")
     axes.set_yscale("log")
-    axes.set_ylim(floor / 1.5, top * 12)
+    born = any(call[direction]["verdict"] == "born" for call in calls)
+    axes.set_ylim(floor / 4, top * (30 if born else 4))  # room for the legend, and for names
     axes.grid(visible=True, axis="y")
     axes.set_title(f"{direction.capitalize()}: the way of the error")
     axes.set_xlabel(
         "calls, as they end" if direction == "forward" else "calls; backward goes from right to left"
     )
+    ticks = _ticks([call["path"] for call in calls])
+    axes.set_xticks(
+        ticks, [plain(_short(calls[at]["path"])) for at in ticks], rotation=40, ha="right", fontsize=8
+    )
+    axes.tick_params(axis="x", pad=1)
     axes.set_ylabel("relative error")
     axes.legend(loc="lower right", fontsize=8, ncols=3)
     _name(axes, calls, direction)
@@ -66,6 +78,35 @@ def _by_end(calls: Sequence[Record]) -> list[Record]:
     return [*out, *reversed(running)]
 
 
+def _ticks(paths: Sequence[str]) -> list[int]:
+    """Places of the calls that the axis names: the innermost modules of the deepest level that it has room for."""
+    called = set(paths)
+    levels = [sum(path[:at] in called for at, letter in enumerate(path) if letter == ".") for path in paths]
+    chosen: list[int] = []
+    for deepest in (3, 2, 1, 0):
+        kept = [at for at, path in enumerate(paths) if levels[at] <= deepest and path not in ("", "(loss)")]
+        outer = {paths[at][:end] for at in kept for end, letter in enumerate(paths[at]) if letter == "."}
+        chosen = [at for at in kept if paths[at] not in outer]
+        if len(chosen) <= _TICKS:
+            break
+    spaced: list[int] = []
+    for at in chosen[:: math.ceil(len(chosen) / _TICKS) or 1]:
+        if not spaced or at - spaced[-1] >= _APART * len(paths):
+            spaced.append(at)
+    return spaced
+
+
+def _short(path: str, most: int = 14) -> str:
+    """As many of a path's last parts as fit, and the one before a number in any case."""
+    first, *rest = reversed(path.split("."))
+    name = first
+    for at, part in enumerate(rest):
+        if len(name) + len(part) >= most and not (at == 0 and first.isdecimal()):
+            break
+        name = f"{part}.{name}"
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
 def _is_inside(path: str, outer: str) -> bool:
     return outer in ("", "(loss)") or path.startswith(f"{outer}.")
 
@@ -77,7 +118,7 @@ def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:
     for step, at in enumerate(sorted(worst)):
         right = at > len(calls) / 2
         axes.annotate(
-            plain(label(calls[at])), (at, calls[at][direction]["own"] or axes.get_ylim()[0]), xytext=(-4 if right else 4, 8 + 11 * step),
+            plain(_short(label(calls[at]), 24)), (at, calls[at][direction]["own"] or axes.get_ylim()[0]), xytext=(-4 if right else 4, 8 + 11 * step),
             textcoords="offset points", ha="right" if right else "left", fontsize=8, color=COLOURS[6],
         ).set_in_layout(False)  # fmt: skip
 

@@ -27,10 +27,15 @@ def lines(record: Record) -> list[Grid | Line]:
     bad = [region for region in record["regions"] if region["troubles"]]
     columns: Columns = {
         "region": lambda region: region["path"] or "(the model itself)",
-        **{name: _holds(name) for name in record["formats"]},
+        **{name: _holds(record, name) for name in record["formats"]},
+        "plan": _planned,
         "loss scales": lambda region: _scales(region["scales"]),
     }
-    shown = sorted(record["regions"], key=lambda region: -len(region["troubles"]))[:_MOST]
+    reached = {path for spread in record["spreads"].values() for path in spread["reached"]}
+    worst = sorted(
+        record["regions"], key=lambda region: (-len(region["troubles"]), region["path"] not in reached)
+    )
+    shown = worst[:_MOST]
     more = len(record["regions"]) - len(shown)
     why = [
         {"region": region["path"] or "(the model itself)", "format": name, "why": reason}
@@ -41,12 +46,14 @@ def lines(record: Record) -> list[Grid | Line]:
     return [
         Line(record["answer"], "bold"),
         *(Line(f"Plan: {plan}", "green") for plan in [record["recommendation"]] if plan),
+        *(Line(said) for said in [record["plan_answer"]] if said),
         Line(),
         Grid.of("What holds", shown, columns),
         *([Line(f"and {more} more regions", "dim")] if more else ()),
         *([Grid.of("Why not", why[:_MOST], reasons)] if why else ()),
         *([Line(f"and {len(why) - _MOST} more reasons", "dim")] if len(why) > _MOST else ()),
         *(Line(note, "yellow") for note in record["notes"]),
+        *(Line(f"reached: {TERMS['reached']}.", "dim") for _ in [*record["spreads"]][:1]),
         Line(f"{_means(record)} {words.where(record)}", "dim"),
     ]
 
@@ -66,7 +73,18 @@ def values(record: Record) -> dict[str, Any]:
         "colours": {name: _COLOURS[name] for name in record["formats"]},
         "axis": (low, high),
         "means": _means(record),
+        "terms": TERMS,
     }
+
+
+TERMS = {
+    "overflow": "too large for the format: infinite there, or its largest value in fp8_e4m3, which has no infinity",
+    "become 0": "too small for the format, and not 0 before",
+    "subnormal": "so small that the format holds them with fewer digits than others",
+    "dropped": "of the updates: too small beside their weight to change it where that is stored in the format, without masters",
+    "error": "of rounding, relative: the norm of what it changes over that of the values",
+    "reached": "holds its own numbers, and is given infinities by a region that does not",
+}
 
 
 def _means(record: Record) -> str:
@@ -76,8 +94,20 @@ def _means(record: Record) -> str:
     )
 
 
-def _holds(name: str) -> Any:
-    return lambda region: "no" if name in region["troubles"] else "holds"
+def _holds(record: Record, name: str) -> Any:
+    reached = record["spreads"].get(name, {"reached": ()})["reached"]
+    return lambda region: (
+        "no" if name in region["troubles"] else "reached" if region["path"] in reached else "holds"
+    )
+
+
+def _planned(region: Record) -> str:
+    """The format that the plan computes a region in."""
+    return (
+        ", ".join(region["computed"]) + (", no" if region["trouble"] else "")
+        if region["computed"]
+        else "fp32"
+    )
 
 
 def _scales(scales: Record | None) -> str | None:
@@ -121,11 +151,13 @@ class PageRow:
     """A region's tensors of one kind.
 
     Attributes:
+        plan: The format that the plan computes the region in.
         bars: Lowest exponent and counts of the histogram, for the page's script; the zeros last.
     """
 
     path: str
     module: str
+    plan: str
     kind: str
     kept: bool
     count: int
@@ -138,11 +170,12 @@ class PageRow:
 
 
 def _row(record: Record, region: Record, tensor: Record, low: int, high: int) -> PageRow:
-    cells = tuple(_cell(region, tensor, name) for name in record["formats"])
+    cells = tuple(_cell(record, region, tensor, name) for name in record["formats"])
     histogram = tensor["histogram"]
     return PageRow(
         region["path"] or "(the model itself)",
         region["module"],
+        _planned(region).replace(", no", ", which does not hold it"),
         tensor["kind"],
         tensor["kept"],
         tensor["count"],
@@ -161,7 +194,11 @@ def _cast(tensor: Record, name: str) -> Record | None:
     return next((cast for cast in found if cast["scale"] is not None), found[0] if found else None)
 
 
-def _cell(region: Record, tensor: Record, name: str) -> Cell:
+def _some(paths: Sequence[str]) -> str:
+    return (paths[0] or "the model itself") + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
+def _cell(record: Record, region: Record, tensor: Record, name: str) -> Cell:
     cast = _cast(tensor, name)
     if cast is None:
         return Cell(name, "-", -1.0, False)
@@ -169,6 +206,9 @@ def _cell(region: Record, tensor: Record, name: str) -> Cell:
     parts = {"overflow": cast["overflow"], lost: cast["flush"], "subnormal": cast["subnormal"]}
     said = [f"{words.percent(share)} {what}" for what, share in parts.items() if share]
     said.append(f"error {words.percent(cast['error'])}")
+    spread = record["spreads"].get(name)
+    if spread is not None and tensor["kind"] == "activations" and region["path"] in spread["reached"]:
+        said.insert(0, f"reached by inf from {_some(spread['sources'])}")
     bad = region["troubles"].get(name, "") if not tensor["kept"] else ""
     return Cell(
         name,
@@ -206,6 +246,7 @@ def _picture(record: Record, tensor: Record, low: int, high: int) -> str:
             tall = _BARS * math.sqrt(count / most)
             path += f"M{x(at)} {_BARS}V{_BARS - tall:.1f}H{x(at + 1)}V{_BARS}Z"
     parts.append(f'<path d="{path}" fill="currentColor" opacity=".55"/>')
+    parts.append(f'<path d="M{x(0)} 0V{height}" stroke="currentColor" stroke-width=".7" opacity=".6"/>')
     for row, name in enumerate(record["formats"]):
         ends = record["ranges"][name]
         parts += _strip(name, x, _shift(tensor, name, ends[2]), _BARS + 2 + _STRIP * row, ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,10 @@ _STYLES = {
     "unsupported": "yellow", "failed": "yellow",
 }  # fmt: skip
 """Colours of rows in the terminal, by status."""
-_WORDS = ("plan", "region", "modules", "module", "format", "operator", "verdict", "why")
+WORDS = (
+    "plan", "region", "modules", "module", "format", "formats", "operator", "tensor", "cast", "phase", "alarm", "state", "verdict",
+    "why", "where",
+)  # fmt: skip
 """Columns that hold words; the others hold numbers, which stand to the right."""
 
 
@@ -59,12 +62,14 @@ class Grid:
         header: Column names; the first column holds what rows are about.
         rows: From the top down.
         wraps: Whether numbers may wrap where the terminal is narrow, or only words.
+        spare: Columns that a terminal too narrow for all leaves out, in this order; below the table it names them.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[Row, ...]
     wraps: bool = True
+    spare: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -74,6 +79,7 @@ class Grid:
         columns: Columns,
         status: Said = "",
         why: Said = "",
+        spare: tuple[str, ...] = (),
     ) -> Grid:
         """Make a table of records, one per row.
 
@@ -83,6 +89,7 @@ class Grid:
             columns: By name what each says of a record: the name of a value, or a function of it; ``-`` for None.
             status: The row's status, said in the same way; empty for none.
             why: The reason of it.
+            spare: Columns that a narrow terminal leaves out first.
         """
 
         def cell(said: Said, record: Mapping[str, Any]) -> str:
@@ -97,7 +104,7 @@ class Grid:
             )
             for record in records
         )
-        return cls(title, tuple(columns), tuple(rows))
+        return cls(title, tuple(columns), tuple(rows), spare=spare)
 
     def where(self, status: str, has: bool = True) -> Grid:
         """The table with the rows that have a status, or with the others."""
@@ -122,13 +129,61 @@ def terminal(lines: Iterable[Grid | Line]) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A table that gives way where the terminal is too narrow to show whole words: what follows a number goes below it."""
+    """A table that gives way where the terminal is too narrow to show whole words.
+
+    Spare columns go, so that names stay whole; what follows a number goes below it; names go on below at a dot or an underscore.
+    """
 
     grid: Grid
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        fits = (level for level in range(len(_STACKED)) if _width(self.grid, level) <= options.max_width)
-        yield _table(self.grid, next(fits, len(_STACKED) - 1))
+        grid, room = self.grid, options.max_width
+        waiting = [name for name in grid.spare if name in grid.header]
+        while waiting and _width(grid, 1) + _longest(grid) - _least(grid) > room:
+            gone = waiting.pop(0)
+            grid = grid.only(grid.title, *(name for name in grid.header if name != gone))
+        fits = (level for level in range(len(_STACKED)) if _width(grid, level) <= room)
+        level = next(fits, len(_STACKED) - 1)
+        left = room - _width(grid, level) + _least(grid)
+        if any(name in ("why", "where") for name in grid.header[1:]):
+            left -= _WRAPPED
+        hidden = [name for name in self.grid.header if name not in grid.header]
+        yield _table(grid, level, min(_longest(grid), max(left, _least(grid))), hidden)
+
+
+_NAME, _WRAPPED = 32, 10
+"""A name's length up to which columns are left out for it, and characters that a column of sentences has beyond its longest word."""
+
+
+def _longest(grid: Grid) -> int:
+    """Characters that the first column would take."""
+    return max([len(grid.header[0]), *(min(len(row.cells[0]), _NAME) for row in grid.rows)])
+
+
+def _least(grid: Grid) -> int:
+    """Characters that it needs so that no part of a name, and no more of a plan's line than must be, is broken."""
+    names = [grid.header[0], *(row.cells[0] for row in grid.rows)]
+    words = [word for name in names for word in breakable(name).split()]
+    parts = words if grid.header[0] == "plan" else [part for word in words for part in _pieces(word)]
+    return max(map(len, parts), default=0)
+
+
+def _pieces(word: str) -> list[str]:
+    return re.split(r"(?<=\w)(?=[._])", word)
+
+
+def _folded(name: str, width: int) -> str:
+    """A name with line breaks at dots and underscores, where it is longer than a column."""
+    words = []
+    for word in name.split(" "):
+        rows = [""]
+        for part in _pieces(word) if len(word) > width else [word]:
+            if rows[-1] and len(rows[-1] + part) > width:
+                rows.append(part)
+            else:
+                rows[-1] += part
+        words.append("\n".join(rows))
+    return " ".join(words)
 
 
 _STACKED = (None, re.compile(r" (?=\(|to )"), re.compile(r" (?=\(|to |±)"))
@@ -145,13 +200,14 @@ def _cell(text: str, level: int, head: bool = False) -> str:
 
 def _width(grid: Grid, level: int) -> int:
     """Columns of the terminal that a table needs so that no number, and no word of a plan's name, is broken."""
-    out = 4 if any(row.status == "chosen" for row in grid.rows) else 1
-    for name, *cells in zip(grid.header, *(row.cells for row in grid.rows), strict=True):
+    out = 3 + (3 if any(row.status == "chosen" for row in grid.rows) else 0) + _least(grid)
+    columns = zip(grid.header, *(row.cells for row in grid.rows), strict=True)
+    for name, *cells in list(columns)[1:]:
         shown = [_cell(name, level, head=True), *(_cell(cell, level) for cell in cells)]
         parts = [
             part
             for text in shown
-            for part in (breakable(text).split() if name in _WORDS else text.split("\n"))
+            for part in (breakable(text).split() if name in WORDS else text.split("\n"))
         ]
         out += max(map(len, parts), default=0) + 2
     return out
@@ -162,29 +218,30 @@ def breakable(plan: str) -> str:
     return plan.replace("+", " +")
 
 
-def _table(grid: Grid, level: int) -> Table:
+def _table(grid: Grid, level: int, first: int, hidden: Sequence[str] = ()) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(
-        title=Text(grid.title), title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=Text(grid.title), title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
+        caption=Text(f"No room for: {', '.join(hidden)}") if hidden else None, caption_justify="left",
     )  # fmt: skip
     marked = any(row.status == "chosen" for row in grid.rows)
     if marked:
         table.add_column("")
-    for name in grid.header:
-        words = name in _WORDS
+    for place, name in enumerate(grid.header):
+        words = name in WORDS
         head = name if words else _cell(name, level, head=True)
         table.add_column(
             Text(head), justify="left" if words else "right", overflow="fold", no_wrap=not words and not grid.wraps,
+            width=first if place == 0 and words and name != "plan" else None,
         )  # fmt: skip
     for row in grid.rows:
         name, *cells = row.cells
-        if grid.header[0] == "plan":
-            name = breakable(name)
+        name = breakable(name) if grid.header[0] == "plan" else _folded(name, first)
         cells = [
-            cell if head in _WORDS else _cell(cell, level)
+            cell if head in WORDS else _cell(cell, level)
             for head, cell in zip(grid.header[1:], cells, strict=True)
         ]
         mark = [">" if row.status == "chosen" else ""] if marked else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from castwise.report import words
@@ -35,19 +35,25 @@ def values(record: Record) -> dict[str, Any]:
 
 
 def headline(record: Record) -> str:
-    """How far apart the two sides are, in a sentence for each plan."""
-    train = record["plan_train"]
-    return " ".join(_sentence(row, train, record["clip"]) for row in record["serve"])
-
-
-def _sentence(row: Record, train: str, clip: Sequence[float]) -> str:
-    if row["max_abs"] == 0.0:
-        return f"Served by {row['plan']} every token has the very probability that it has under {train}."
-    return (
-        f"Served by {row['plan']} and trained by {train}, a token's log-probability differs by {_digits(row['mean_abs'])} nats in the mean "
-        f"and {_digits(row['max_abs'])} at most; {_percent(row['clipped'])} of the ratios are outside of {clip[0]:g} to {clip[1]:g}, and "
-        f"the effective sample is {_percent(row['effective'])} of the tokens, {_percent(row['effective_sequences'])} of the sequences."
-    )
+    """How far apart the two sides are: of the plan that is furthest off, and which are not off at all."""
+    train, clip = record["plan_train"], record["clip"]
+    same = [row["plan"] for row in record["serve"] if row["max_abs"] == 0.0]
+    off = [row for row in record["serve"] if row["max_abs"] != 0.0]
+    said = []
+    if off:
+        row = max(off, key=lambda row: float("inf") if row["mean_abs"] is None else row["mean_abs"])
+        most = " most, by" if len(off) > 1 else " by"
+        said.append(
+            f"Trained by {train} and served by {row['plan']}, a token's log-probability differs{most} {_digits(row['mean_abs'])} nats "
+            f"in the mean and {_digits(row['max_abs'])} at most; {_percent(row['clipped'])} of the ratios are outside of {clip[0]:g} to "
+            f"{clip[1]:g}, and the effective sample is {_percent(row['effective'])} of the tokens, {_percent(row['effective_sequences'])} "
+            "of the sequences."
+        )
+    if same:
+        said.append(
+            f"Served by {words.listed(same)} every token has the very probability that it has under {train}."
+        )
+    return " ".join(said)
 
 
 def grids(record: Record) -> list[Grid]:
@@ -67,7 +73,7 @@ def grids(record: Record) -> list[Grid]:
         "plan": "plan", "mean nats": digits("mean_abs"), "most nats": digits("max_abs"), "other likeliest": percent("argmax"),
     }  # fmt: skip
     ratios: Columns = {
-        "plan": "plan", "r at 1 %": level("0.01"), "at 50 %": level("0.5"), "at 99 %": level("0.99"), "clipped": percent("clipped"),
+        "plan": "plan", "r, 1\N{NO-BREAK SPACE}%": level("0.01"), "50\N{NO-BREAK SPACE}%": level("0.5"), "99\N{NO-BREAK SPACE}%": level("0.99"), "clipped": percent("clipped"),
         "effective": percent("effective"), "clipped sequences": percent("clipped_sequences"),
         "effective sequences": percent("effective_sequences"),
     }  # fmt: skip
@@ -115,8 +121,9 @@ def meaning(record: Record) -> str:
         else "those of the batches; k1 and k3 are unbiased where the serving side has sampled them"
     )
     return (
-        f"{record['count']:,} tokens in {record['sequences']:,} sequences, {drawn}. Ratios are r = p(train) / p(serve), of a sequence the "
-        "product over its tokens. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman 2020); exact is from all logits. Effective: "
+        f"{record['count']:,} tokens in {record['sequences']:,} sequences, {drawn}. nats: differences of natural logarithms, so that 0.01 is "
+        "a probability 1 % off. other likeliest: positions at which the two plans hold different tokens for the likeliest. Ratios are r = "
+        "p(train) / p(serve), of a sequence the product over its tokens, and of them the quantiles at 1, 50 and 99 %; clipped: those outside of the clip range of PPO. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman 2020); exact is from all logits. Effective: "
         "(sum r)^2 / sum r^2 over their number (Kish 1965)."
     )
 

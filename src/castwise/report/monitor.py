@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from castwise.report import words
 from castwise.report.grids import Columns, Grid, Line, Row
-from castwise.report.plots import COLOURS, Picture, Record, new_figure
+from castwise.report.plots import COLOURS, Picture, Record, name_decades, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +20,16 @@ _COLUMNS = {
     "near overflow": "near_overflow", "zero": "zero", "subnormal": "subnormal", "underflow": "underflow",
     "lost": "lost_updates",
 }  # fmt: skip
+COLUMNS = {
+    "gradient, weights": "norms, of gradients before the step and without the loss scale",
+    "update": "how far the weights moved in the step, over their norm",
+    "output": "the largest magnitude that the module returned",
+    "near overflow": "share of its fp16 outputs above an eighth of 65504",
+    "zero, subnormal": "shares of the gradients of its fp16 outputs that are 0, or too small for fp16 to hold with all digits",
+    "underflow": "what rounding to these adds to the gradients: the square of the error over theirs",
+    "lost": "share of the updates that rounding dropped, where parameters are stored low without masters",
+}
+"""What columns say, for the page."""
 _SHARES = ("near_overflow", "zero", "subnormal", "lost_updates")
 
 
@@ -44,6 +54,8 @@ def answer(record: Mapping[str, Any]) -> str:
     """The run in a sentence."""
     count = sum(alarm["open"] for alarm in record["alarms"])
     alarms = "no alarm open" if not count else f"{count} alarm{'s' if count > 1 else ''} open"
+    if cleared := len(record["alarms"]) - count:
+        alarms += f", {cleared} cleared"
     return f"{record['plan']}: {record['steps']} steps, {record['skipped_steps']} skipped, {alarms}"
 
 
@@ -53,7 +65,11 @@ def last(record: Mapping[str, Any]) -> str:
         return ""
     sample = record["samples"][-1]
     names = {"grad_norm": "gradient norm", "update_ratio": "update", "loss_scale": "loss scale"}
-    known = [f"{what} {number(sample[name])}" for name, what in names.items() if sample[name] is not None]
+    known = [
+        f"{what} {'not finite' if sample[name] is None else number(sample[name])}"
+        for name, what in names.items()
+        if sample[name] is not None or name in sample["not_finite"]
+    ]
     return f"Step {sample['step']}" + (f": {', '.join(known)}" if known else "")
 
 
@@ -65,7 +81,9 @@ def number(value: float | None) -> str:
 def _cell(name: str) -> Callable[[Mapping[str, Any]], str]:
     def cell(region: Mapping[str, Any]) -> str:
         value = region[name]
-        return "-" if value is None else f"{value:.1%}" if name in _SHARES else f"{value:.3g}"
+        if value is None:
+            return "not finite" if name in region["not_finite"] else "-"
+        return words.percent(value).replace("less than ", "<") if name in _SHARES else number(value)
 
     return cell
 
@@ -79,13 +97,15 @@ def region_grid(record: Mapping[str, Any], most: int | None = None) -> Grid:
     rows = sorted(sample["regions"], key=lambda r: (r["path"] not in named, -(r["update_ratio"] or 0.0)))
     left = max(0, len(rows) - most) if most else 0
     known = {
-        name: _cell(field) for name, field in _COLUMNS.items() if any(r[field] is not None for r in rows)
+        name: _cell(field)
+        for name, field in _COLUMNS.items()
+        if any(r[field] is not None or field in r["not_finite"] for r in rows)
     }
     columns: Columns = {"module": lambda r: r["path"] or "(model)"} | known
-    grid = Grid.of(last(record), rows[:most], columns)
+    grid = Grid.of(last(record), rows[:most], columns, spare=("weights", "zero", "subnormal"))
     if left:
         more = Row((f"and {left} more", *("" for _ in known)))
-        grid = Grid(grid.title, grid.header, (*grid.rows, more))
+        grid = dataclasses.replace(grid, rows=(*grid.rows, more))
     return grid
 
 
@@ -113,7 +133,7 @@ def values(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "answer": answer(record), "regions": region_grid(record), "alarms": alarm_grid(record),
         "audits": audit_grid(record), "remarks": [f"Not seen: {what}" for what in record["unseen"]],
-        "meaning": words.MEANING,
+        "meaning": words.MEANING, "columns": COLUMNS,
     }  # fmt: skip
 
 
@@ -128,6 +148,8 @@ def _curve(field: str, title: str, colour: str, base: int = 10) -> Callable[[Rec
         for alarm in record["alarms"]:
             axes.axvline(alarm["step"], color=COLOURS[6], lw=1.0, ls=":")
         axes.set_yscale("log", base=base)
+        if base == 10:
+            name_decades(axes, [value for _, value in seen])
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.grid(visible=True)

@@ -11,6 +11,11 @@ from castwise.report.plots import Picture
 Record = Mapping[str, Any]
 
 PICTURES: Mapping[str, Picture] = {}
+MEANING = (
+    "lowest and highest: of the finite values. smallest: of the magnitudes beside 0. became NaN: the operator that made NaN of the "
+    "infinities. passed through: modules between there and what is not finite at the end. Each plan that is tried runs the same pass once more."
+)
+_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
 def headline(record: Record) -> str:
@@ -83,8 +88,8 @@ def grids(record: Record) -> list[Grid]:
     tensors = [*record["inputs"], *record["outputs"]]
     if tensors:
         columns: Columns = {
-            "operator": "name",
-            "format": "dtype",
+            "tensor": "name",
+            "format": lambda v: _FORMATS.get(v["dtype"], v["dtype"]),
             "shape": lambda v: " x ".join(map(str, v["shape"])) or "scalar",
             "lowest": lambda v: _number(v["low"]),
             "highest": lambda v: _number(v["high"]),
@@ -122,6 +127,7 @@ def values(record: Record) -> dict[str, Any]:
         "cure": cure(record),
         "facts": facts(record),
         "grids": grids(record),
+        "meaning": MEANING,
     }
 
 

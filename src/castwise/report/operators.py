@@ -58,7 +58,7 @@ def grids(record: Record, most: int | None = None) -> list[Grid]:
         "calls": lambda cast: f"{cast['calls']:,}",
         "bytes": lambda cast: words.size(cast["bytes"]),
         "time": lambda cast: words.time(cast["time_s"]),
-        "why": _why,
+        "where": _where,
     }
     regions: Columns = {
         "region": lambda use: use["path"] or "(model, loss)",
@@ -72,9 +72,11 @@ def grids(record: Record, most: int | None = None) -> list[Grid]:
     out = [Grid.of("Operators", record["operators"][:most], operators)]
     if record["casts"]:
         status = lambda cast: "avoid" if cast["avoidable"] else ""  # noqa: E731 - as the columns are said
-        out.append(Grid.of("Casts", record["casts"][:most], casts, status))
+        out.append(Grid.of("Casts", record["casts"][:most], casts, status, spare=("time",)))
     by_time = sorted(record["regions"], key=lambda use: -use["time_s"])
-    out.append(Grid.of("Regions", by_time[:most] if most else record["regions"], regions))
+    out.append(
+        Grid.of("Regions", by_time[:most] if most else record["regions"], regions, spare=("operators",))
+    )
     return out
 
 
@@ -93,9 +95,9 @@ def values(record: Record) -> dict[str, Any]:
     return {"answer": record["answer"], "grids": grids(record), "notes": record["notes"]}
 
 
-def _why(cast: Record) -> str:
-    """Why a cast could be avoided, and where it stands."""
-    where = cast["source"]
+def _where(cast: Record) -> str:
+    """Where a cast stands, and why it could be avoided."""
+    where = cast["source"].replace(", line ", ":")
     if cast["avoidable"] == "repeated":
         return f"cast before in {cast['first'] or 'the model'}; {where}"
     if cast["avoidable"] == "round trip":
@@ -104,4 +106,4 @@ def _why(cast: Record) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}".replace("%", " %")
+    return words.percent(part / whole)

@@ -110,6 +110,18 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
+def name_decades(axes: Axes, values: Sequence[float]) -> None:
+    """Name what stands on a logarithmic axis in plain numbers, between decades too where it has few."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.yaxis.set_major_formatter("{x:g}")
+    if max(values) < 1000 * min(values):
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def draw_curves(
     figure: Figure | SubFigure,
     curves: Mapping[str, Sequence[float | None]],
@@ -134,12 +146,8 @@ def draw_curves(
             x[: len(y)], y, color=colours[name], lw=1.8, ls=dashes[index % len(dashes)], label=folded(name)
         )
     if known and min(known) > 0 and max(known) > 10 * min(known):
-        from matplotlib.ticker import LogLocator
-
         axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        name_decades(axes, known)
     axes.set_title("Training loss")
     axes.set_xlabel("step")
     axes.grid(visible=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from castwise.report import (
     tune,
     words,
 )
-from castwise.report.grids import terminal
+from castwise.report.grids import WORDS, terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,13 +59,17 @@ def page(record: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["words"] = WORDS
     kind = _KINDS[record["kind"]]
     pictures = [
         (name, plots.to_svg(figure, kind.PICTURES[name].label), kind.PICTURES[name].caption)
         for name, figure in plots.draw(kind.PICTURES, record, plots.SENTINEL).items()
     ]
     template = environment.get_template(f"{record['kind']}.html.j2")
-    return template.render(record=record, pictures=pictures, where=words.where(record), **kind.values(record))
+    said: str = template.render(
+        record=record, pictures=pictures, where=words.where(record), **kind.values(record)
+    )
+    return re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", said)  # a number and its sign stay on a line
 
 
 def write(record: Mapping[str, Any], path: Path) -> list[Path]:

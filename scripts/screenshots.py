@@ -1,0 +1,88 @@
+"""Write the screenshots of docs/img: the pages that the examples of the documentation write, as Chromium shows them.
+
+    python scripts/screenshots.py [NAME ...]
+
+Needs chromium and chromedriver on the PATH. A name is that of a page of docs/; without one all are made.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+WIDTH = 1100
+COLOURS = 48
+
+
+class Shot(NamedTuple):
+    """A screenshot.
+
+    Attributes:
+        saves: Python behind the examples, whose value has ``save(folder)``.
+        height: Pixels from the page's top.
+        blocks: So many of the page's examples are run.
+        change: Script that changes the page before, as a click would.
+    """
+
+    saves: str
+    height: int
+    blocks: int = 1
+    change: str = ""
+
+
+SHOTS = {
+    "forecast": Shot("castwise.forecast(model, loss, batches, optimizer=torch.optim.AdamW)", 1010),
+    "compare": Shot("found", 1180),
+    "operators": Shot("table", 900),
+    "nonfinite": Shot("found", 900),
+    "mismatch": Shot("found", 1000),
+    "monitor": Shot("monitor", 1000, blocks=2),
+}
+
+
+def write(name: str, folder: Path) -> Path:
+    """Run a page's examples, and write the report of what they found; returns the path of its page."""
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    script = folder / "train.py"
+    script.write_text(
+        "\n".join([*examples[: SHOTS[name].blocks], f"result = {SHOTS[name].saves}\n"]), encoding="utf-8"
+    )
+    os.chdir(folder)
+    result = runpy.run_path(str(script))["result"]
+    result.save(folder)
+    return folder / f"{name}.html"
+
+
+def main(names: list[str]) -> None:
+    """Write the screenshots of some pages."""
+    from PIL import Image
+    from tests.report.browser import browser
+
+    with tempfile.TemporaryDirectory() as scratch, browser(Path(scratch)) as window:
+        for name in names:
+            shot = SHOTS[name]
+            folder = Path(scratch, name)
+            folder.mkdir()
+            window.show(write(name, folder), WIDTH)
+            window.run(shot.change)
+            clip = {"x": 0, "y": 0, "width": WIDTH, "height": shot.height, "scale": 1}
+            taken = window.devtools("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+            image = Image.open(io.BytesIO(base64.b64decode(taken["data"]))).convert("RGB").quantize(COLOURS)
+            path = ROOT / "docs" / "img" / f"{name}-page.png"
+            image.save(path, optimize=True)
+            print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or [*SHOTS])

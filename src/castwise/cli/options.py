@@ -1,0 +1,61 @@
+"""Arguments and options that several commands have, and how what is written there is read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def listed(given: str) -> list[str]:
+    """The names between commas."""
+    return [part for part in (word.strip() for word in given.split(",")) if part]
+
+
+def as_path(given: str) -> Path:
+    """A path, which is not empty."""
+    if not given.strip():
+        raise typer.BadParameter("'' is no path; name one, or leave the option out")
+    return Path(given)
+
+
+def _is_device(name: str | None) -> str | None:
+    if name is not None and not re.fullmatch(r"(cpu|cuda|xpu|mps)(:\d+)?", name):
+        raise typer.BadParameter(f"{name!r} is not a device; allowed: cpu, cuda, xpu, mps, cuda:1 and so on")
+    return name
+
+
+def path_option(help: str, default: str | bool) -> Any:
+    """An option that takes a path, and what is shown for its default."""
+    return typer.Option(help=help, parser=as_path, metavar="PATH", show_default=default)
+
+
+WorkloadName = Annotated[
+    str,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help="sine, gpt or digits, with options as in 'sine?size=256'; or file.py:attribute, or package.module:attribute.",
+        show_default=False,
+    ),
+]
+Script = Annotated[
+    str, typer.Argument(help="The script, or with -m the module, as for python.", show_default=False)
+]
+ScriptArguments = Annotated[
+    list[str] | None, typer.Argument(help="The script's own.", metavar="[ARGS]...", show_default=False)
+]
+IsModule = Annotated[bool, typer.Option("-m", help="Run a module as a script.")]
+PlanName = Annotated[str, typer.Option(help="A preset, a plan line or the path of a plan file.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU", callback=_is_device
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Of weights and data.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, show where it came from.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, the record or an error, and nothing else.")
+]
