@@ -18,7 +18,7 @@ import castwise
 from castwise.casting.kernels import registered
 from castwise.plans import rules, tables
 from castwise.plans.plan import PRESETS
-from tests.soak import pairs, some
+from tests.soak import each_value, pairs, some
 
 MASTERS = ["bf16-master", "fp16-master"]
 PLANS = [f"{name}{more}" for name in MASTERS for more in ("", "+rules=cuda", "+rules=apex")]
@@ -113,6 +113,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return float((got.detach() - want.detach()).norm() / want.detach().norm())
 
 
+@each_value(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", AFTER)
 def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:
@@ -298,6 +299,7 @@ def test_weights_computed_by_weight_norm_get_no_border() -> None:
 _LOW = torch.eye(5) * 2 + 0.1
 
 
+@each_value(2)
 @pytest.mark.parametrize("name", PLANS[:3])
 @pytest.mark.parametrize(
     "call",

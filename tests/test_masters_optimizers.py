@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise.masters import Master, attach
+from tests.soak import each_value
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 LOW = [torch.bfloat16, torch.float16]
@@ -126,6 +127,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
+@each_value()
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("kind", "make"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_equals_the_oracle(kind: type[nn.Module], make: Make, dtype: torch.dtype) -> None:

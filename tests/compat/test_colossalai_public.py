@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import run_ranks
+from tests.soak import each_value
 
 SCRIPTS = Path(__file__).parent / "colossalai_scripts"
 
@@ -70,6 +71,7 @@ def test_the_resnet(mode: str, words: tuple[str, ...], size: int, tmp_path: Path
     assert right[-1] > 0.6  # of four classes guessed blindly it is 0.25
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("config", "size"),
     [

@@ -13,7 +13,7 @@ import castwise
 from castwise.casting import frames
 from castwise.errors import DeviceError
 from castwise.plans.plan import PRESETS
-from tests.soak import pairs
+from tests.soak import each_value, pairs
 
 from .models import CASES, Case
 
@@ -51,6 +51,7 @@ def train(
     return losses
 
 
+@each_value(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns(name: str, case: Case) -> None:
@@ -63,6 +64,7 @@ def test_it_learns(name: str, case: Case) -> None:
     amp.close()
 
 
+@each_value(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("name", NAMES)
 def test_save_and_load_continue_bit_for_bit(name: str, case: Case) -> None:

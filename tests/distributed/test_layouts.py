@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from castwise import Plan
-from tests.soak import examples, pairs, some
+from tests.soak import each_value, examples, pairs, some
 
 from . import model
 from .model import BATCH, LOSS, Net, Options, Trace
@@ -83,6 +83,7 @@ PLANS = ["fp32", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", 
 """Two of them on each layout, dealt out in turn; every preset, for fifty steps, is in ``make soak``."""
 
 
+@each_value()
 @pytest.mark.parametrize(("layout", "plan"), pairs(ONE, PLANS, 2))
 def test_two_processes_train_like_one(two: World, layout: str, plan: str) -> None:
     long = plan == "fp16-master"
@@ -173,6 +174,7 @@ def oracle(skipped: int, steps: int, fused: bool) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("layout", "plan", "when", "fused"),
     [

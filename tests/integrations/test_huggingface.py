@@ -33,6 +33,7 @@ import castwise
 from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.integrations.huggingface import CastwiseAccelerator, CastwiseMixin, CastwiseTrainer, versions
 from tests.processes import run_ranks
+from tests.soak import each_value
 
 PLANS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true"]
 SCALED = [name for name in PLANS if "fp16" in name]
@@ -140,6 +141,7 @@ def test_the_trainer_computes_what_the_loop_by_hand_does(plan: str, tmp_path: Pa
     assert run.accelerator.amp.plan == castwise.Plan.preset(plan)
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("plan", "stored"),
     [
@@ -193,6 +195,7 @@ class Spoiled(CastwiseTrainer):
             self.seen.append(weights(self))
 
 
+@each_value()
 @pytest.mark.filterwarnings(
     "ignore:prepare. more than 1 % of the weights:UserWarning"
 )  # biases, two steps from zero

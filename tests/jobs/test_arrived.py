@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import each_value
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -70,6 +71,7 @@ def workload(adapters: bool) -> Workload:
     return Workload("tokens", lambda: Tokens(adapters), adamw, batches, loss)
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("adapters", "goal"), [(False, "time"), (True, "time"), (True, "memory"), (False, "numerics")]
 )

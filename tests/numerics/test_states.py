@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import each_value
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -181,6 +182,7 @@ def test_state_that_stops_is_named(place: Callable[[], nn.Module], plan: str, na
     assert "does not move" in found[name] or "times as far in a few steps" in found[name]
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("place", "plan"),
     [

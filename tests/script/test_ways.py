@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import Forked
+from tests.soak import each_value
 
 from castwise.cli import main
 
@@ -170,6 +171,7 @@ class M(nn.Module):
 """
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["bf16-master", "bf16-true"])
 @pytest.mark.parametrize("what", OUTSIDE)
 def test_parts_of_a_model_that_is_stored_low_are_called_from_outside(
