@@ -49,6 +49,14 @@ def each_value(times: int = 1) -> pytest.MarkDecorator:
     return pytest.mark.each_value(times)
 
 
+def every(step: int, start: int = 0) -> pytest.MarkDecorator:
+    """Of a test's parameter sets every so many run, of which others test the same in another way; all in a soak.
+
+    What is named by its whole id runs always.
+    """
+    return pytest.mark.every(step, start)
+
+
 def covering(cases: Sequence[Mapping[str, object]], times: int) -> set[int]:
     """Cases, by number, that meet each value of each parameter so often, where there are so many; spread evenly."""
     told = [[_key(name, value) for name, value in case.items()] for case in cases]
@@ -72,14 +80,20 @@ def _key(name: str, value: object) -> Hashable:
 
 
 def dealt(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """What of the tests under :func:`each_value` is left to a soak."""
+    """What of the tests under :func:`each_value` and :func:`every` is left to a soak."""
     families: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("each_value"):
+        if isinstance(item, pytest.Function) and (
+            item.get_closest_marker("each_value") or item.get_closest_marker("every")
+        ):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left: set[pytest.Item] = set()
     for family in families.values():
-        (times,) = family[0].get_closest_marker("each_value").args  # type: ignore[union-attr]
-        kept = covering([item.callspec.params for item in family], times)
+        kept = set(range(len(family)))
+        if values := family[0].get_closest_marker("each_value"):
+            kept = covering([item.callspec.params for item in family], *values.args)
+        elif (steps := family[0].get_closest_marker("every")) and len(family) > 1:
+            step, start = steps.args
+            kept = set(range(start, len(family), step))
         left |= {item for number, item in enumerate(family) if number not in kept}
     return left

@@ -104,7 +104,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # --- the digits -----------------------------------------------------------------------------------------------------
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [*((kind, "fused adamw") for kind in MODELS), *(("plain", name) for name in ("sgd", "adamw"))],
@@ -144,7 +144,7 @@ def test_masters_hold_the_very_values_that_arrived(plan: str, dtype: torch.dtype
 # --- in place, and back ---------------------------------------------------------------------------------------------
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(kind, torch.bfloat16) for kind in MODELS] + [("batch norm", torch.float16)]
@@ -521,7 +521,7 @@ def tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("widen", [False, "all"])
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("plan", ALL)

@@ -80,7 +80,7 @@ def alike(one: Any, other: Any) -> None:
     assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("plan", ALL)
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_a_model_from_a_bf16_config_trains_like_the_float_model(kind: str, plan: str) -> None:

@@ -26,7 +26,7 @@ from castwise.checkpoint import storage
 from castwise.checkpoint.folder import measure
 from castwise.errors import CheckpointError
 from tests.processes import forks
-from tests.soak import each_value
+from tests.soak import each_value, every
 from tests.test_checkpoint import Run, names, same
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -284,6 +284,7 @@ def _same_json(one: bytes, other: bytes) -> bool:
         return False
 
 
+@every(2, 1)
 @pytest.mark.parametrize(
     "key", ["format", "version", "step", "castwise", "torch", "plan", "digest", "world_size", "files"]
 )

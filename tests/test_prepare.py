@@ -21,7 +21,7 @@ from castwise.casting import frames, kernels
 from castwise.errors import DeviceError, PlanError, StateError
 from castwise.masters import state
 from castwise.plans.plan import PRESETS
-from tests.soak import each_value
+from tests.soak import each_value, every
 
 NAMES = [name for name in PRESETS if name != "tf32"]
 MASTERS = ["bf16-master", "fp16-master", "O2", "naive"]
@@ -303,6 +303,7 @@ def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
         assert torch.equal(value, trained[key]), key
 
 
+@every(3, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_inference_weights_come_back(name: str) -> None:
     model = Net().eval()

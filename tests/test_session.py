@@ -234,7 +234,7 @@ def test_a_scheduler_can_be_gated_by_the_result() -> None:
 SMALL = LossScale(init=1.0)  # a larger scale would overflow, and there would be nothing to clip
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     "plan",
     [

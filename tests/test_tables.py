@@ -137,7 +137,7 @@ def data() -> Tensor:
     return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("name", WITHOUT_AUTOCASTING)
 @pytest.mark.parametrize("kind", MODELS)
 def test_tables_stay_and_their_model_runs(kind: str, name: str) -> None:

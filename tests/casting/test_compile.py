@@ -278,7 +278,7 @@ WAYS = ["enters", "decorated", "attribute", "again", "mixed"]
 OUTSIDE = {"override": P, "native": Q, "fp16": FP16, "fp32": "fp32"}
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     ("way", "name", "backend"),
     [

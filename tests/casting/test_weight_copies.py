@@ -67,7 +67,7 @@ def train(model: Net, region: Any, around: str) -> list[torch.Tensor]:
     return seen
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     "recompute", [None, False, True], ids=["stored", "checkpoint", "reentrant checkpoint"]
 )

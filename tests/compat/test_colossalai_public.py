@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import run_ranks
-from tests.soak import each_value
+from tests.soak import each_value, every
 
 SCRIPTS = Path(__file__).parent / "colossalai_scripts"
 
@@ -46,6 +46,7 @@ def numbers(pattern: str, said: str) -> list[float]:
     return [float(found) for found in re.findall(pattern, said)]
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("mode", "words", "size"),
     [

@@ -19,7 +19,7 @@ import castwise
 from castwise.errors import CastwiseError, StateError
 from castwise.plans.plan import PRESETS
 from castwise.session import Amp
-from tests.soak import each_value, pairs
+from tests.soak import each_value, every, pairs
 
 from .kinds import KINDS, optimizers
 from .life import ERRORS, GETTERS, PLANS, REFUSALS, Life, check, living
@@ -42,7 +42,7 @@ def nothing_stays() -> Iterator[None]:
 # --- prepare is whole or not at all ---------------------------------------------------------------------------
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     "line", ["bf16-mixed", "bf16-master", "bf16-true", "O1", "O2+memory_format=channels_last"]
 )
@@ -76,7 +76,7 @@ def test_a_refused_prepare_leaves_the_plan_that_is_on(how: str) -> None:
 # --- close undoes all of it ------------------------------------------------------------------------------------
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("line", PLANS)
 def test_close_undoes_prepare(line: str, kind: str) -> None:
@@ -89,6 +89,7 @@ def test_close_undoes_prepare(line: str, kind: str) -> None:
         life.end()
 
 
+@every(2)
 @pytest.mark.parametrize(("first", "optimizer"), pairs(HERE, ["sgd", "adamw"]))
 def test_every_preset_trains_after_every_other(first: str, optimizer: str) -> None:
     failed = {}
@@ -187,7 +188,7 @@ def test_a_first_fused_step_that_is_skipped_leaves_no_momentum() -> None:
 # --- a forward that does not end ---------------------------------------------------------------------------------
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     "line", ["bf16-mixed", "O1", "bf16-master", "bf16-true", HEAD, "bf16-mixed+rules=cuda"]
 )
@@ -504,7 +505,7 @@ def _two_scales(amp: Amp, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     amp.scale(loss, "other")
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     "wrong", [_steps_first, _unscales_first, _clips_first, _unscales_twice, _steps_twice, _two_scales]
 )

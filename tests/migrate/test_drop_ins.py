@@ -200,7 +200,7 @@ def test_another_package_of_that_name_is_left_alone(script: str) -> None:
     assert {finding.kind for finding in findings} == {"left"}
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(
     "module",
     ["amp_C", "apex_C", "syncbn", "fused_adam_cuda", "fused_lamb_cuda", "distributed_adam_cuda", "xentropy_cuda",

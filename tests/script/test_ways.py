@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import Forked
-from tests.soak import each_value
+from tests.soak import each_value, every
 
 from castwise.cli import main
 
@@ -91,6 +91,7 @@ for _ in range(3): e.zero_grad(); step(); a.step()
 }  # fmt: skip
 
 
+@every(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_written_this_way_gives_the_same_numbers(way: str, tmp_path: Path) -> None:
     _compare(WAYS[way], tmp_path)
