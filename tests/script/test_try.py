@@ -250,6 +250,6 @@ def test_from_the_command_line(here: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage tells it as it is elsewhere")
 def test_memory_is_that_of_the_script_whatever_its_parent_holds(tmp_path: Path) -> None:
-    ballast = torch.ones(3 << 27)  # 1.5 GiB
+    ballast = torch.ones(3 << 26)  # 0.75 GiB
     said = run_python("from castwise.script.gate import peak_of_process\nprint(peak_of_process())", tmp_path)
     assert 2**26 < int(said) < ballast.nbytes
