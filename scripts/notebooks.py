@@ -7,6 +7,7 @@ The site offers them beside its pages, ``make docs`` writes them there. Nothing 
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from pathlib import Path
@@ -27,16 +28,21 @@ def notebook(name: str) -> nbformat.NotebookNode:
 
 
 def write(folder: Path, *, execute: bool = False) -> None:
-    """All of them into a folder; with ``execute`` as they have run there, which fails where a cell does."""
-    for name in NAMES:
-        book = notebook(name)
-        if execute:
-            import nbclient
-
-            nbclient.NotebookClient(
-                book, timeout=300, resources={"metadata": {"path": str(folder)}}
-            ).execute()
+    """All of them into a folder; with ``execute`` as they have run there, at once, which fails where a cell does."""
+    books = {name: notebook(name) for name in NAMES}
+    if execute:
+        asyncio.run(_execute(list(books.values()), folder))
+    for name, book in books.items():
         nbformat.write(book, folder / f"{name}.ipynb")
+
+
+async def _execute(books: list[nbformat.NotebookNode], folder: Path) -> None:
+    from nbclient import NotebookClient
+
+    place = {"metadata": {"path": str(folder)}}
+    await asyncio.gather(
+        *(NotebookClient(book, timeout=300, resources=place).async_execute() for book in books)
+    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from castwise.plans.plan import Plan
 
 from . import schemas
 from .processes import forked_home
+from .soak import SOAKING, dealt
 
 os.environ["CASTWISE_CACHE_DIR"] = ""  # what one test's search finds is nothing to another's
 
@@ -40,8 +41,11 @@ def can_compile_cpp() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.is_file()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need what this machine lacks, saying so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to a soak what is its, and skip tests that need what this machine lacks, saying so."""
+    if not SOAKING and (left := dealt(items)):
+        config.hook.pytest_deselected(items=sorted(left, key=lambda item: item.nodeid))
+        items[:] = [item for item in items if item not in left]
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
     no_cpp = pytest.mark.skip(
         reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import pytest
@@ -38,3 +39,61 @@ def pairs(rows: Collection[A], columns: Collection[B], each: int = 1) -> list[tu
     return [
         (row, columns[(i * count + j) % len(columns)]) for i, row in enumerate(rows) for j in range(count)
     ]
+
+
+def each_value(times: int = 1) -> pytest.MarkDecorator:
+    """Of a test's grid of parameters so many run that each value of each parameter is met so often; all in a soak.
+
+    What is named by its whole id runs always.
+    """
+    return pytest.mark.each_value(times)
+
+
+def every(step: int, start: int = 0) -> pytest.MarkDecorator:
+    """Of a test's parameter sets every so many run, of which others test the same in another way; all in a soak.
+
+    What is named by its whole id runs always.
+    """
+    return pytest.mark.every(step, start)
+
+
+def covering(cases: Sequence[Mapping[str, object]], times: int) -> set[int]:
+    """Cases, by number, that meet each value of each parameter so often, where there are so many; spread evenly."""
+    told = [[_key(name, value) for name, value in case.items()] for case in cases]
+    met: Counter[Hashable] = Counter()
+    chosen: set[int] = set()
+    left = set(range(len(cases)))
+
+    def gain(number: int) -> tuple[int, int, int]:
+        counts = [met[key] for key in told[number]]
+        return sum(count < times for count in counts), -sum(counts), -number
+
+    while left and gain(best := max(left, key=gain))[0]:
+        chosen.add(best)
+        left.remove(best)
+        met.update(told[best])
+    return chosen
+
+
+def _key(name: str, value: object) -> Hashable:
+    return (name, type(value), value if isinstance(value, Hashable) else id(value))
+
+
+def dealt(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """What of the tests under :func:`each_value` and :func:`every` is left to a soak."""
+    families: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and (
+            item.get_closest_marker("each_value") or item.get_closest_marker("every")
+        ):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left: set[pytest.Item] = set()
+    for family in families.values():
+        kept = set(range(len(family)))
+        if values := family[0].get_closest_marker("each_value"):
+            kept = covering([item.callspec.params for item in family], *values.args)
+        elif (steps := family[0].get_closest_marker("every")) and len(family) > 1:
+            step, start = steps.args
+            kept = set(range(start, len(family), step))
+        left |= {item for number, item in enumerate(family) if number not in kept}
+    return left

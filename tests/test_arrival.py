@@ -17,6 +17,7 @@ from castwise import checkpoint
 from castwise.errors import PlanError, StateError
 from castwise.plans.plan import PRESETS
 from tests.masters.presets import ALL, MASTERS
+from tests.soak import each_value
 
 LOW = [torch.bfloat16, torch.float16]
 WIDE = [name for name in ALL if PRESETS[name].params == "fp32"]
@@ -103,6 +104,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # --- the digits -----------------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [*((kind, "fused adamw") for kind in MODELS), *(("plain", name) for name in ("sgd", "adamw"))],
@@ -142,6 +144,7 @@ def test_masters_hold_the_very_values_that_arrived(plan: str, dtype: torch.dtype
 # --- in place, and back ---------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(kind, torch.bfloat16) for kind in MODELS] + [("batch norm", torch.float16)]
@@ -279,6 +282,7 @@ def test_state_of_an_optimizer_that_joins_is_widened_too(optimizer: str) -> None
     same(found[0][1], found[1][1])
 
 
+@each_value()
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -517,6 +521,7 @@ def tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+@each_value()
 @pytest.mark.parametrize("widen", [False, "all"])
 @pytest.mark.parametrize("kind", QUANTISED)
 @pytest.mark.parametrize("plan", ALL)
@@ -563,6 +568,7 @@ def test_a_bias_that_is_trained_beside_quantised_weights_is_trained_by_the_plan(
 # --- saves ----------------------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("plan", ALL)
 def test_weights_are_given_back_in_the_format_that_they_arrived_in_if_asked(
@@ -586,6 +592,7 @@ def test_weights_are_given_back_in_the_format_that_they_arrived_in_if_asked(
     same(dict(again.state_dict()), given)
 
 
+@each_value()
 @pytest.mark.parametrize("later", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("first", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 def test_saves_of_such_sessions_move_between_plans(first: str, later: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 import castwise
 from castwise.plans.plan import PRESETS
 from tests.masters.presets import ALL
+from tests.soak import each_value
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -79,6 +80,7 @@ def alike(one: Any, other: Any) -> None:
     assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ALL)
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_a_model_from_a_bf16_config_trains_like_the_float_model(kind: str, plan: str) -> None:
@@ -91,6 +93,7 @@ def test_a_model_from_a_bf16_config_trains_like_the_float_model(kind: str, plan:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ALL)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_adapters_train_beside_a_base_in_bf16_that_stays(kind: str, plan: str) -> None:
@@ -117,6 +120,7 @@ def test_adapters_train_beside_a_base_in_bf16_that_stays(kind: str, plan: str) -
         assert name not in base or torch.equal(p, base[name])
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ALL)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_adapters_and_their_base_train_like_the_float_model_where_all_is_widened(

@@ -19,6 +19,7 @@ from castwise import Plan, Region
 from castwise.casting import frames, kernels
 from castwise.errors import PatternError, PlanError
 from castwise.resolve import assign
+from tests.soak import each_value
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
 
@@ -442,6 +443,7 @@ class Inner(nn.Module):
         return checkpoint(self.piece, x, use_reentrant=self.reentrant)
 
 
+@each_value()
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inner", [None, "fp16", "fp32"])
 @pytest.mark.parametrize("ambient", [False, True])
@@ -565,6 +567,7 @@ WITH_REGIONS = [
 ]  # fmt: skip
 
 
+@each_value()
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("line", WITH_REGIONS)
 def test_an_fp32_head_gives_fp32_logits(line: str, compiled: bool) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import castwise
 from castwise import LossScale, Plan, checkpoint, masters
 from castwise.errors import CheckpointError
+from tests.soak import each_value
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9),
@@ -105,6 +106,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
 # --- resuming -----------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "plan", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true"]
@@ -315,6 +317,7 @@ def test_on_a_gpu_training_continues_bit_for_bit(tmp_path: Path, asynchronous: b
 # --- other plans --------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("before", "after"), list(itertools.product(["fp32", "bf16-mixed", "fp16-master", "bf16-true"], repeat=2))
 )

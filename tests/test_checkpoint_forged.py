@@ -26,6 +26,7 @@ from castwise.checkpoint import storage
 from castwise.checkpoint.folder import measure
 from castwise.errors import CheckpointError
 from tests.processes import forks
+from tests.soak import each_value, every
 from tests.test_checkpoint import Run, names, same
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -134,6 +135,7 @@ def payloads(marker: Path) -> dict[str, bytes]:
     }
 
 
+@each_value()
 @pytest.mark.parametrize("kind", ["reduce", "build", "global", "zip"])
 @pytest.mark.parametrize(
     "name", ["checkpoint.json", "values.json", "rank-00000.safetensors", "tensor", ".metadata"]
@@ -184,6 +186,7 @@ def test_nothing_of_torchs_readers_is_called(
     assert saved.load(checkpoint.newest(tmp_path)).step == 2
 
 
+@each_value()
 @pytest.mark.parametrize("target", ["/etc/passwd", "../step-00000001/values.json", "values.json"])
 @pytest.mark.parametrize("name", ["checkpoint.json", "values.json", "rank-00000.safetensors"])
 def test_links_are_not_followed(tmp_path: Path, saved: Run, name: str, target: str) -> None:
@@ -281,6 +284,7 @@ def _same_json(one: bytes, other: bytes) -> bool:
         return False
 
 
+@every(2, 1)
 @pytest.mark.parametrize(
     "key", ["format", "version", "step", "castwise", "torch", "plan", "digest", "world_size", "files"]
 )

@@ -25,6 +25,7 @@ from castwise.report.progress import bars
 from castwise.report.show import table
 from tests.processes import Forked, started_by
 from tests.report.evidence import make_record
+from tests.soak import each_value
 
 TINY = str(Path(__file__).with_name("jobs") / "tiny_workloads.py")
 
@@ -143,6 +144,7 @@ raises = replace(named, loss=loss)
 """
 
 
+@each_value()
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize(
     ("words", "code", "said"),

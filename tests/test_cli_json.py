@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import castwise
 import castwise.jobs.doctor
 from castwise.cli import app, main
+from castwise.measure.rates import kernels
 from castwise.plans.plan import Plan
 from castwise.workload import find_workload
 
@@ -82,6 +83,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         castwise.jobs.doctor, "doctor", functools.partial(castwise.jobs.doctor.doctor, small=True)
     )
+    monkeypatch.setattr("castwise.measure.rates.kernels", lambda *_, **__: kernels("cpu", small=True)[:1])
     Path("prints.py").write_text(PRINTS)
     Path("script.py").write_text(SCRIPT)
     Path("old.py").write_text("from apex import amp\nfrom apex.RNN import LSTM\n")

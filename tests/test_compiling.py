@@ -25,6 +25,7 @@ from castwise.jobs.train import train
 from castwise.measure import timing
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.workload import Workload, find_workload
+from tests.soak import every
 
 pytestmark = [
     pytest.mark.skipif(
@@ -68,6 +69,7 @@ def given(model: nn.Module) -> dict[str, Any]:
     return {name: copy.copy(value) for name, value in vars(model).items()}
 
 
+@every(2, 1)
 @pytest.mark.parametrize(
     "line", ["fp32", "bf16-mixed+regions.a=fp32", "fp16-master", "bf16-mixed+ops.exp=fp32"]
 )

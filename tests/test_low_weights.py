@@ -18,7 +18,7 @@ import castwise
 from castwise.casting.kernels import registered
 from castwise.plans import rules, tables
 from castwise.plans.plan import PRESETS
-from tests.soak import pairs, some
+from tests.soak import each_value, every, pairs, some
 
 MASTERS = ["bf16-master", "fp16-master"]
 PLANS = [f"{name}{more}" for name in MASTERS for more in ("", "+rules=cuda", "+rules=apex")]
@@ -113,6 +113,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return float((got.detach() - want.detach()).norm() / want.detach().norm())
 
 
+@each_value(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", AFTER)
 def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:
@@ -143,6 +144,7 @@ def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:
     assert not registered("cpu")
 
 
+@every(2, 1)
 @pytest.mark.parametrize(("kind", "name"), some(pairs(AFTER, MASTERS), 2))
 def test_compiled_with_fullgraph_they_run_as_eager_ones(kind: str, name: str) -> None:
     torch._dynamo.reset()
@@ -259,6 +261,7 @@ _EAGER = [name for name in PRESETS if name not in ("fp32", "tf32", "O0", "O3")]
 _COMPILED = pairs(ROTATIONS, ["bf16-master", "bf16-true", "O2"])
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("kind", "names", "compiled"),
     [
@@ -298,6 +301,7 @@ def test_weights_computed_by_weight_norm_get_no_border() -> None:
 _LOW = torch.eye(5) * 2 + 0.1
 
 
+@each_value(2)
 @pytest.mark.parametrize("name", PLANS[:3])
 @pytest.mark.parametrize(
     "call",

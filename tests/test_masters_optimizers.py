@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise.masters import Master, attach
+from tests.soak import each_value, every
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 LOW = [torch.bfloat16, torch.float16]
@@ -126,6 +127,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.zero_grad()
 
 
+@each_value()
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("kind", "make"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_equals_the_oracle(kind: type[nn.Module], make: Make, dtype: torch.dtype) -> None:
@@ -268,6 +270,7 @@ def test_learning_rate_schedules_and_group_options_act_on_masters() -> None:
 
 
 # torch's own compiler still uses torch.jit, which it calls deprecated.
+@every(2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("make", [c[2] for c in CASES[1:10:2]], ids=[c[0] for c in CASES[1:10:2]])
 def test_compiled_step_equals_eager(make: Make) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from castwise.masters import Master, attach, attachment_of, fp32_state_dict, master_of, restride_state
+from tests.soak import each_value
 from tests.test_masters_gradients import Tied, backward, held, prepared
 from tests.test_masters_optimizers import Net, Weights, batches, lower, train
 
@@ -242,6 +243,7 @@ def saved_and_loaded(value: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
+@each_value()
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
 @pytest.mark.parametrize("through", ["optimizer", "distributed", "distributed-whole", "distributed-flat"])
 def test_a_run_continues_bit_for_bit(make: Any, through: str) -> None:

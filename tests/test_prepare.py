@@ -21,6 +21,7 @@ from castwise.casting import frames, kernels
 from castwise.errors import DeviceError, PlanError, StateError
 from castwise.masters import state
 from castwise.plans.plan import PRESETS
+from tests.soak import each_value, every
 
 NAMES = [name for name in PRESETS if name != "tf32"]
 MASTERS = ["bf16-master", "fp16-master", "O2", "naive"]
@@ -142,6 +143,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@each_value(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> None:
@@ -183,6 +185,7 @@ def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> N
     assert same(photograph(model, *watched), before)
 
 
+@each_value(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", ["install", "store", "attach", "fuse", "note"])
 def test_a_prepare_that_is_interrupted_is_taken_back(
@@ -258,6 +261,7 @@ def test_fp64_is_never_cast(name: str) -> None:
 # --- closed -------------------------------------------------------------------------------------------------
 
 
+@each_value(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
@@ -299,6 +303,7 @@ def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
         assert torch.equal(value, trained[key]), key
 
 
+@every(3, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_inference_weights_come_back(name: str) -> None:
     model = Net().eval()
@@ -401,6 +406,7 @@ def test_training_low_weights_without_masters_is_noticed(name: str) -> None:
 # --- compiled, pickled, interrupted -------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("how", ["compiled", "raw", "module.compile()"])
 @pytest.mark.parametrize("kind", ["own class", "sequential"])
 def test_what_has_run_compiled_is_refused(kind: str, how: str) -> None:
@@ -449,6 +455,7 @@ class Stops(nn.Module):
 import asyncio  # noqa: E402
 
 
+@each_value(2)
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit, ValueError]
 )
@@ -482,6 +489,7 @@ def test_an_interrupted_forward_leaves_no_autocast_behind(
         assert torch.equal(model(x), out)
 
 
+@each_value(2)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("call", range(1, 13, 2))
 @pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])

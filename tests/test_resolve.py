@@ -14,6 +14,7 @@ from castwise import Plan, Region
 from castwise.errors import PatternError
 from castwise.plans.plan import PRESETS
 from castwise.resolve import resolve
+from tests.soak import every
 
 NAMES = [name for name in PRESETS if name != "tf32"]
 WITHOUT_AUTOCASTING = ["bf16-true", "fp16-true", "O2", "O3", "naive"]
@@ -41,6 +42,7 @@ class State(nn.Module):
         return self.last(self.norm(self.first(x)) + self.table)
 
 
+@every(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_state_that_a_model_keeps_is_not_a_weight(name: str) -> None:
     model = State()

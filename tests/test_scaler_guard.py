@@ -16,7 +16,7 @@ import castwise
 from castwise.errors import LossScaleError, NonFiniteError, PlanError
 from castwise.plans.plan import PRESETS
 from castwise.scaler import StepGuard
-from tests.soak import pairs
+from tests.soak import each_value, pairs
 from tests.test_scaler_steps import another_ranks_flag
 
 INF, NAN = float("inf"), float("nan")
@@ -80,6 +80,7 @@ HERE = sorted(
 WAYS = ["step", "max_norm", "joint", "unscaled", "value", "norm", "after", "direct"]
 
 
+@each_value(2)
 @pytest.mark.parametrize(
     ("plan", "way", "maker", "value"),
     [(*row, value) for row, value in pairs(list(itertools.product(HERE, WAYS, MAKERS)), [INF, NAN])],
@@ -125,6 +126,7 @@ def test_nothing_that_is_not_finite_reaches_weights_masters_and_moments(
     amp.close()
 
 
+@each_value(2)
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "fp16-mixed+loss_scale.init=8", "fp16-master"])
 @pytest.mark.parametrize("way", ["norm", "value", "norm of params", "value of params", "both", "unscaled"])
 @pytest.mark.parametrize("joint", [False, True])
@@ -160,6 +162,7 @@ def test_steps_are_those_of_a_loop_without_a_guard(plan: str) -> None:
     assert same(ends[0], ends[2])
 
 
+@each_value(2)
 @pytest.mark.parametrize("plan", UNSCALED)
 @pytest.mark.parametrize("way", ["step", "max_norm", "joint", "closure", "direct"])
 def test_raise_names_the_parameters_before_anything_changed(plan: str, way: str) -> None:

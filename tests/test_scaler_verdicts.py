@@ -13,6 +13,7 @@ from torch import nn
 
 import castwise
 from castwise.errors import NonFiniteError
+from tests.soak import each_value
 from tests.test_scaler_guard import UNSCALED, Run, X
 
 NAN = float("nan")
@@ -34,6 +35,7 @@ def a_run(plan: str) -> Run:
     return run
 
 
+@each_value(2)
 @pytest.mark.parametrize("way", ["step", "joint", "by itself", "unscale_", "clip", "norm", "closure"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_another_default_dtype(plan: str, way: str) -> None:
@@ -128,6 +130,7 @@ def fail(*_: Any) -> None:
     raise Planted
 
 
+@each_value()
 @pytest.mark.parametrize("bad_first", [False, True])
 @pytest.mark.parametrize("norm", [None, 1.0])
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])

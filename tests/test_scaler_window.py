@@ -14,6 +14,7 @@ from torch import nn
 import castwise
 from castwise import LossScale, Plan
 from castwise.errors import StateError
+from tests.soak import each_value
 
 INF = float("inf")
 MOVING = Plan(compute="fp32", loss_scale=LossScale(init=64.0, interval=1))
@@ -210,6 +211,7 @@ def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
 # --- what ends a window otherwise ---------------------------------------------------------------------------
 
 
+@each_value(2)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", ["plain", "unscaled", "max_norm", "joint", "scale"])
@@ -274,6 +276,7 @@ def test_a_step_that_fails_leaves_gradients_that_are_known(
         torch.testing.assert_close(run(amp), run(None), rtol=1e-5, atol=1e-7)
 
 
+@each_value()
 @pytest.mark.parametrize("between", ["load", "load another", "grad", "nothing"])
 @pytest.mark.parametrize("held", ["scaled", "stepped"])
 @pytest.mark.parametrize("then", ["loss", "other"])
@@ -376,6 +379,7 @@ def test_a_step_with_the_scale_still_in_the_gradients_is_refused(plan: str, by: 
     a.step()  # nobody looks after it any more
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["fp16-mixed+loss_scale.init=64", "fp16-master+loss_scale.init=64"])
 @pytest.mark.parametrize("by", ["backward", "scale"])
 @pytest.mark.parametrize("how", ["norm", "value", "hand", "others", "some"])
@@ -483,6 +487,7 @@ def sgd(*params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for some in params for p in some], 0.1)
 
 
+@each_value(2)
 @pytest.mark.parametrize("plan", ["fp16-mixed", "O1", "fp16-true+loss_scale.init=8"])
 @pytest.mark.parametrize("by", ["backward", "scale"])
 @pytest.mark.parametrize("which", ["none", "same", "half", "hook", "clipped", "replaced"])

@@ -18,6 +18,7 @@ import castwise
 from castwise import LossScale, Plan, Region
 from castwise.casting import kernels
 from castwise.errors import CheckpointError, DeviceError, PatternError, PlanError, StateError
+from tests.soak import each_value
 
 FP16 = Plan(compute="fp16", loss_scale=LossScale(init=1024.0))
 
@@ -233,6 +234,7 @@ def test_a_scheduler_can_be_gated_by_the_result() -> None:
 SMALL = LossScale(init=1.0)  # a larger scale would overflow, and there would be nothing to clip
 
 
+@each_value()
 @pytest.mark.parametrize(
     "plan",
     [
@@ -664,6 +666,7 @@ def test_a_module_that_ran_compiled_is_refused() -> None:
         castwise.Amp("bf16-mixed", device="cpu").prepare(model)
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-mixed+ops.tanh=fp32", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("inside", ["model", "part"])
 def test_a_function_that_ran_compiled_around_a_model_is_compiled_anew(plan: str, inside: str) -> None:

@@ -27,20 +27,35 @@ pytestmark = [
 OWN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
-def start(*words: str) -> None:
-    done = subprocess.run(
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,
         env={**os.environ, **OWN},
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    with process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
 
 
 def build(source: Path, folder: Path) -> None:
-    start("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(source), str(folder))
+    finish(start("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(source), str(folder)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def notebooks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A process that runs them while the site is built and looked at: their searches take their time, not the machine's."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    process = start(str(ROOT / "scripts" / "notebooks.py"), str(folder), "--execute")
+    yield folder, process
+    with process:
+        process.terminate()  # nothing, if it has ended
 
 
 @pytest.fixture(scope="module")
@@ -96,33 +111,6 @@ def test_a_page_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     assert not [said for said in broken.values() if said not in str(failed.value)], failed.value
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("notebooks")
-    start(str(ROOT / "scripts" / "notebooks.py"), str(folder), "--execute")
-    return folder
-
-
-def test_notebooks_run_and_print_what_their_pages_say(executed: Path, site: Path) -> None:
-    for page in NOTEBOOKS:
-        name = f"{Path(page).stem}.ipynb"
-        book = json.loads((executed / name).read_text(encoding="utf-8"))
-        cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-        shown = examples(page)
-        assert ["".join(cell["source"]) for cell in cells] == [code.strip() for code, _ in shown]
-        for cell, (_, said) in zip(cells, shown, strict=True):
-            assert all(output.get("name") == "stdout" for output in cell["outputs"]), cell["outputs"]
-            printed = "".join(line for output in cell["outputs"] for line in output["text"])
-            assert said is None or prints(printed, said), printed
-        offered = json.loads((site / name).read_text(encoding="utf-8"))
-        assert [cell["source"] for cell in offered["cells"]] == [cell["source"] for cell in book["cells"]]
-        assert f'href="{name}"' in (site / page.split("/")[1].replace(".md", ".html")).read_text(
-            encoding="utf-8"
-        )
-        for target in re.findall(r"\]\(([\w-]+\.html)", json.dumps(offered)):
-            assert (site / target).exists(), f"{name} links to {target}"
-
-
 # --- in a browser -------------------------------------------------------------------------------------------
 
 CUT = """return {
@@ -166,3 +154,30 @@ def test_nothing_is_cut_at_any_width_and_the_console_is_silent(
         assert all(found["pictures"]), page
         light = sum(map(int, re.findall(r"\d+", found["paper"])[:3])) > 384
         assert light is not dark, page
+
+
+# --- notebooks, which have had their time meanwhile ------------------------------------------------------------
+
+
+def test_notebooks_run_and_print_what_their_pages_say(
+    notebooks: tuple[Path, subprocess.Popen[str]], site: Path
+) -> None:
+    executed, process = notebooks
+    finish(process)
+    for page in NOTEBOOKS:
+        name = f"{Path(page).stem}.ipynb"
+        book = json.loads((executed / name).read_text(encoding="utf-8"))
+        cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+        shown = examples(page)
+        assert ["".join(cell["source"]) for cell in cells] == [code.strip() for code, _ in shown]
+        for cell, (_, said) in zip(cells, shown, strict=True):
+            assert all(output.get("name") == "stdout" for output in cell["outputs"]), cell["outputs"]
+            printed = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert said is None or prints(printed, said), printed
+        offered = json.loads((site / name).read_text(encoding="utf-8"))
+        assert [cell["source"] for cell in offered["cells"]] == [cell["source"] for cell in book["cells"]]
+        assert f'href="{name}"' in (site / page.split("/")[1].replace(".md", ".html")).read_text(
+            encoding="utf-8"
+        )
+        for target in re.findall(r"\]\(([\w-]+\.html)", json.dumps(offered)):
+            assert (site / target).exists(), f"{name} links to {target}"

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise.borders import Border
+from tests.soak import each_value
 
 WITHOUT_AUTOCASTING = ["bf16-true", "fp16-true", "O2", "naive"]
 LOW = (torch.bfloat16, torch.float16)
@@ -136,6 +137,7 @@ def data() -> Tensor:
     return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
 
 
+@each_value()
 @pytest.mark.parametrize("name", WITHOUT_AUTOCASTING)
 @pytest.mark.parametrize("kind", MODELS)
 def test_tables_stay_and_their_model_runs(kind: str, name: str) -> None:
@@ -267,6 +269,7 @@ def test_a_region_inside_a_module_that_runs_in_fp32_keeps_its_own_format() -> No
 # --- copies, compilation -----------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])
 @pytest.mark.parametrize("kind", ["encoding", "angles", "attention", "root"])
 def test_compiled_models_with_tables_run_whole_and_as_eager_ones(kind: str, name: str) -> None:
@@ -286,6 +289,7 @@ def test_compiled_models_with_tables_run_whole_and_as_eager_ones(kind: str, name
         torch.testing.assert_close((out, grads), want, rtol=0.02, atol=0.02)
 
 
+@each_value()
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_prepared_models_with_tables_run_the_same(again: Any, kind: str) -> None:
@@ -343,6 +347,7 @@ _SWIN = {
 }
 
 
+@each_value()
 @pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])
 @pytest.mark.parametrize(
     ("kind", "more"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import each_value
 
 import castwise
 from castwise import Plan
@@ -34,6 +35,7 @@ def call(op: str, value: torch.Tensor = LOW) -> torch.Tensor:
     return out
 
 
+@each_value()
 @pytest.mark.parametrize(("base", "op"), BANNED)
 def test_what_a_ban_advises_is_a_plan_that_runs(base: str, op: str) -> None:
     with (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fresh import run_interpreter, run_python
-from tests.soak import pairs
+from tests.soak import each_value, pairs
 from torch import nn
 
 import castwise
@@ -91,6 +91,7 @@ PLANS = {
 }
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("name", "graph_break", "how"),
     [
@@ -277,6 +278,7 @@ WAYS = ["enters", "decorated", "attribute", "again", "mixed"]
 OUTSIDE = {"override": P, "native": Q, "fp16": FP16, "fp32": "fp32"}
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("way", "name", "backend"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad
-from tests.soak import pairs
+from tests.soak import each_value, pairs
 from torch import Tensor, func, nn
 from torch.nn import functional
 
@@ -116,6 +116,7 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=0, atol=RELATIVE * scale)
 
 
+@each_value()
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_prepared_models(transform: Any, plan: Plan, prepared: nn.Module) -> None:
     got = transform(calls(prepared), W)
@@ -124,6 +125,7 @@ def test_prepared_models(transform: Any, plan: Plan, prepared: nn.Module) -> Non
         assert torch.equal(got, transform(by_torch(calls(Net())), W))
 
 
+@each_value()
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_regions(transform: Any, plan: Plan) -> None:
     region = castwise.autocast(plan, device_type="cpu")
@@ -161,6 +163,7 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@each_value()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["0-dim", "1-dim"])
 @pytest.mark.parametrize("operation", NUMBERS.values(), ids=NUMBERS.keys())
@@ -244,6 +247,7 @@ WITH_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@each_value()
 @pytest.mark.parametrize("rule", ["fp32", "lower", "widest", "as_is"])
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_any_override_takes_numbers(name: str, rule: str) -> None:
@@ -287,6 +291,7 @@ HELD: dict[str, tuple[dict[str, str], Callable[..., Tensor]]] = {
 }
 
 
+@each_value()
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 @pytest.mark.parametrize(("ops", "f"), HELD.values(), ids=HELD.keys())
 def test_an_fp32_override_is_fp32_inside(
@@ -344,6 +349,7 @@ SECOND_PLANS: dict[str, dict[str, str]] = {
 }
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("function", "ops", "transform"),
     [

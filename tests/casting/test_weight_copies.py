@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import each_value
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -66,6 +67,7 @@ def train(model: Net, region: Any, around: str) -> list[torch.Tensor]:
     return seen
 
 
+@each_value()
 @pytest.mark.parametrize(
     "recompute", [None, False, True], ids=["stored", "checkpoint", "reentrant checkpoint"]
 )

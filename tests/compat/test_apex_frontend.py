@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from castwise.compat.apex import amp, parallel
 from castwise.errors import LossScaleError
+from tests.soak import each_value
 
 LEVELS = {
     "O0": (torch.float32, False, None, False, 1.0),
@@ -121,6 +122,7 @@ def test_batch_norm_without_weights_is_stored_low() -> None:
     assert model(torch.randn(4, 4)).dtype is torch.float32
 
 
+@each_value()
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
     ("models_listed", "optimizers"), list(itertools.product([False, True], ["one", "list", None]))

@@ -13,6 +13,7 @@ from torch.distributions import Categorical
 from torch.nn import functional
 
 from castwise.compat.apex import amp
+from tests.soak import each_value, every
 
 HALF, FP32 = torch.float16, torch.float32
 DTYPES = [torch.float16, torch.bfloat16]
@@ -118,6 +119,7 @@ IN_PLACE = {
 }  # fmt: skip
 
 
+@each_value()
 @pytest.mark.parametrize("half", DTYPES)
 @pytest.mark.parametrize("operate", IN_PLACE, ids=lambda function: function.__name__)
 def test_in_place_arithmetic_promotes(operate: Any, half: torch.dtype) -> None:
@@ -197,6 +199,7 @@ WINS: list[tuple[Any, Any, str, Callable[[], Tensor], torch.dtype]] = [
 """How, where and what is registered, a call, and the type of its result, which is another where nothing is registered."""
 
 
+@every(3, 2)
 @pytest.mark.parametrize(("register", "owner", "name", "call", "wanted"), WINS)
 def test_registered_functions_win_over_the_lists(
     register: Any, owner: Any, name: str, call: Callable[[], Tensor], wanted: torch.dtype
@@ -310,6 +313,7 @@ TAKEN_APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@each_value()
 @pytest.mark.parametrize("dtype", [HALF, FP32])
 @pytest.mark.parametrize("transform", OF_FUNC.values(), ids=OF_FUNC.keys())
 @pytest.mark.parametrize("function", TAKEN_APART.values(), ids=TAKEN_APART.keys())

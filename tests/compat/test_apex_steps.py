@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from castwise.compat.apex import amp, optimizers
+from tests.soak import each_value
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -87,6 +88,7 @@ def test_o3_takes_the_state_of_an_optimizer_along(kind: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(got, by_hand.parameters(), strict=True))
 
 
+@each_value()
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_other_levels_keep_it_as_it_was(kind: str, level: str) -> None:
@@ -104,6 +106,7 @@ def test_other_levels_keep_it_as_it_was(kind: str, level: str) -> None:
 # --- fp64 models --------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fp64_models_become_what_the_level_stores(kind: str, level: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.soak import pairs
+from tests.soak import each_value, pairs
 
 from ..distributed.world import World
 from . import colossalai_cases as cases
@@ -45,6 +45,7 @@ def check(mode: str, answers: list[Any]) -> None:
             assert torch.equal(weights[name], answers[0][0][name]), name
 
 
+@each_value()
 @pytest.mark.parametrize(("layout", "mode"), pairs(LAYOUTS, cases.MODES, 3))
 def test_two_processes_train_like_one(two: World, layout: str, mode: str) -> None:
     answers = two.run(cases.train, layout, mode)
@@ -61,6 +62,7 @@ def test_two_processes_train_like_one(two: World, layout: str, mode: str) -> Non
             assert returned == [None] * cases.STEPS
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("layout", "mode"), pairs([layout for layout in LAYOUTS if layout != "data"], SCALED, 2)
 )
@@ -81,6 +83,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_both(two: World, layout: str,
     )
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("layout", "mode"),
     pairs(["data", "tensor", "pipeline", "zero"], ["none", "torch", "apex-O1", "naive"], 2),

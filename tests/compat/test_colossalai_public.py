@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import run_ranks
+from tests.soak import each_value, every
 
 SCRIPTS = Path(__file__).parent / "colossalai_scripts"
 
@@ -45,6 +46,7 @@ def numbers(pattern: str, said: str) -> list[float]:
     return [float(found) for found in re.findall(pattern, said)]
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("mode", "words", "size"),
     [
@@ -70,6 +72,7 @@ def test_the_resnet(mode: str, words: tuple[str, ...], size: int, tmp_path: Path
     assert right[-1] > 0.6  # of four classes guessed blindly it is 0.25
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("config", "size"),
     [

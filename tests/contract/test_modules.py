@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise.plans.plan import PRESETS
-from tests.soak import SOAKING, pairs
+from tests.soak import SOAKING, each_value, every, pairs
 
 from .module_recipes import EXCEPTIONS, RECIPES, Recipe, covered, every_name
 
@@ -322,6 +322,7 @@ def check(recipe: Recipe, name: str) -> None:
     check_near(got, in_fp64(recipe), ROUNDING[plan.compute], recipe.random, broken)
 
 
+@each_value(2)
 @pytest.mark.parametrize(("module", "name"), pairs(RECIPES, NAMES, 5))
 def test_every_module_runs_as_by_hand(module: str, name: str) -> None:
     check(RECIPES[module], name)
@@ -387,6 +388,7 @@ _INDUCTOR = [
 ]  # fmt: skip
 
 
+@every(2)
 @pytest.mark.parametrize(("module", "name"), _ALL if SOAKING else _SAMPLE)
 def test_compiled_modules_run_as_eager_ones(module: str, name: str) -> None:
     check_compiled(RECIPES[module], name, "aot_eager")

@@ -13,7 +13,7 @@ import castwise
 from castwise.casting import frames
 from castwise.errors import DeviceError
 from castwise.plans.plan import PRESETS
-from tests.soak import pairs
+from tests.soak import each_value, every, pairs
 
 from .models import CASES, Case
 
@@ -51,6 +51,7 @@ def train(
     return losses
 
 
+@each_value()
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns(name: str, case: Case) -> None:
@@ -63,6 +64,7 @@ def test_it_learns(name: str, case: Case) -> None:
     amp.close()
 
 
+@each_value()
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("name", NAMES)
 def test_save_and_load_continue_bit_for_bit(name: str, case: Case) -> None:
@@ -105,6 +107,7 @@ def test_dtypes_and_state_are_restored_after_exceptions(name: str) -> None:
     assert not model._forward_hooks
 
 
+@every(2, 1)
 @pytest.mark.parametrize(("name", "kind"), pairs(NAMES, CASES))
 def test_compiled_equals_eager(name: str, kind: str) -> None:
     """Same losses over some steps, within the rounding of the compute format."""

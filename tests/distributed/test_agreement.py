@@ -18,6 +18,7 @@ from castwise import LossScale, Plan
 from castwise.errors import CheckpointError, PatternError, PlanError, RankError, StateError
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.ranks import ALONE, Agreement, Ranks
+from tests.soak import each_value
 
 from . import model
 from .model import LOSS, Options, build, mesh_of
@@ -60,6 +61,7 @@ def messages(rank: int, size: int, layout: str, max_norm: float | None) -> dict[
     return counts
 
 
+@each_value()
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize(("layout", "want"), [("ddp", 0), ("fsdp", 1), ("tp", 1)])
 def test_a_step_sends_one_message_where_ranks_can_differ(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from castwise.compat.apex import amp, parallel
+from tests.soak import each_value
 
 from ..compat.reference import FROM_FP64, close
 from .world import World
@@ -77,6 +78,7 @@ def in_fp64() -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@each_value()
 @pytest.mark.parametrize("wrapper", ["torch", "apex", "apex fp32"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("accumulate", [False, True])

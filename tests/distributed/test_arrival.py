@@ -11,6 +11,7 @@ from torch import nn
 import castwise
 from castwise.errors import StateError
 from castwise.plans.plan import PRESETS
+from tests.soak import every
 
 from .model import mesh_of
 from .world import World
@@ -44,6 +45,7 @@ def arrived(rank: int, size: int, plan: str) -> None:
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
 
+@every(2)
 @pytest.mark.parametrize("plan", [name for name in PRESETS if name != "tf32"])
 def test_shards_that_arrive_low_train_like_the_float_models(two: World, plan: str) -> None:
     two.run(arrived, plan)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from castwise import Plan
-from tests.soak import examples, pairs, some
+from tests.soak import each_value, every, examples, pairs, some
 
 from . import model
 from .model import BATCH, LOSS, Net, Options, Trace
@@ -83,13 +83,16 @@ PLANS = ["fp32", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", 
 """Two of them on each layout, dealt out in turn; every preset, for fifty steps, is in ``make soak``."""
 
 
+@each_value()
 @pytest.mark.parametrize(("layout", "plan"), pairs(ONE, PLANS, 2))
 def test_two_processes_train_like_one(two: World, layout: str, plan: str) -> None:
     long = plan == "fp16-master"
     check(two, layout, plan, Options(steps=50 if long else 12), 1.0 if long else SHORT)
 
 
-@pytest.mark.parametrize(("layout", "plan"), pairs(FOUR, ["fp16-mixed", "fp16-master", "bf16-master"]))
+@pytest.mark.parametrize(
+    ("layout", "plan"), some(pairs(FOUR, ["fp16-mixed", "fp16-master", "bf16-master"]), 2)
+)
 def test_four_processes_train_like_one(four: World, layout: str, plan: str) -> None:
     steps = examples(6, 12)
     check(
@@ -118,24 +121,26 @@ def test_every_schedule_scales_its_losses_inside(two: World, schedule: str, plan
     check(two, "pp", plan, Options(steps=12, schedule=schedule))
 
 
-@pytest.mark.parametrize(("layout", "plan"), pairs(some(ONE, 2), ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
+@pytest.mark.parametrize(("layout", "plan"), pairs(some(ONE, 4), ["fp16-mixed+ops.gelu=fp32", "bf16-master"]))
 def test_compiled(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, compile=True))
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="it would be Inductor")
 @pytest.mark.parametrize(
-    ("layout", "plan"), pairs(some(ONE[1:] + ONE[:1], 2), ["fp16-mixed+ops.gelu=fp32", "bf16-master"])
+    ("layout", "plan"), pairs(some(ONE[1:] + ONE[:1], 4), ["fp16-mixed+ops.gelu=fp32", "bf16-master"])
 )
 def test_compiled_by_the_plan(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan + COMPILES, Options(steps=6))
 
 
+@every(2)
 @pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-mixed+ops.gelu=fp32", "fp16-master"]))
 def test_activation_checkpointing(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, checkpointed=True))
 
 
+@every(2)
 @pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-master", "fp32"]))
 def test_accumulation(two: World, layout: str, plan: str) -> None:
     """Under DDP within no_sync; zero_grad with and without set_to_none by turns."""
@@ -173,6 +178,7 @@ def oracle(skipped: int, steps: int, fused: bool) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("layout", "plan", "when", "fused"),
     [
@@ -198,6 +204,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(
             assert torch.equal(trace.weights[name], traces[0].weights[name]), name
 
 
+@every(2, 1)
 @pytest.mark.parametrize("layout", ONE)
 def test_an_infinity_on_one_rank_without_clipping(two: World, layout: str) -> None:
     for trace in two.run(model.train, layout, "fp16-mixed", Options(steps=4, plant=0, max_norm=None)):

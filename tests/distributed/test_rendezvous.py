@@ -14,6 +14,7 @@ import torch.distributed as dist
 from castwise.errors import StateError
 from castwise.parallel.rendezvous import _attempt
 from tests.fresh import run_python
+from tests.soak import every
 
 RANKS = 3
 
@@ -38,6 +39,7 @@ def test_each_start_has_a_name_of_its_own() -> None:
     assert len({all_[0] for all_ in names}) == 3
 
 
+@every(2)
 @pytest.mark.parametrize("ended", [(1,), (1, 2), (0,), (0, 1), (0, 2)])
 def test_ranks_that_ended_while_they_looked_for_each_other_are_not_met(ended: tuple[int, ...]) -> None:
     """Whoever came and whoever did not: what they left in the store leads nobody astray."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from castwise import checkpoint
-from tests.soak import pairs
+from tests.soak import every, pairs
 
 from . import model
 from .model import Options, Trace
@@ -40,6 +40,7 @@ def second_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Tr
     return trace
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -99,6 +100,7 @@ def test_eight_processes_go_on_as_two(eight: World, two: World, tmp_path: Path) 
     close(traces[0].losses, want.losses[HALF:], TOLERANCE["fp16"][0])
 
 
+@every(2, 1)
 @pytest.mark.parametrize(
     ("layout", "plan"), pairs(["ddp", "fsdp", "tp", "hand", "pp"], ["fp16-master", "bf16-mixed"])
 )

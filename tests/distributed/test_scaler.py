@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import castwise
 from castwise import GradScaler, LossScale, Plan
 from castwise.errors import StateError
-from tests.soak import pairs
+from tests.soak import each_value, pairs
 
 from . import model
 from .model import LOSS, Options, mesh_of
@@ -86,6 +86,7 @@ def alarms(rank: int, size: int, layout: str, by: str, clip: bool) -> list[str]:
     return said
 
 
+@each_value()
 @pytest.mark.parametrize("by", ["backward", "scale"])
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "tp"])
 def test_reductions_raise_no_alarm_and_clipping_does(two: World, layout: str, by: str) -> None:
@@ -129,6 +130,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("layout", "plan", "way"),
     [
@@ -200,6 +202,7 @@ def unwrapped(rank: int, size: int, plan: str, how: str) -> list[tuple[list[bool
     return [(skipped, all(bool(parameter.isfinite().all()) for parameter in model.parameters()))]
 
 
+@each_value()
 @pytest.mark.parametrize("how", ["failed", "closed"])
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed+loss_scale.init=4.0"])
 def test_ranks_agree_where_no_wrapper_averages_any_more(two: World, plan: str, how: str) -> None:

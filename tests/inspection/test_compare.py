@@ -47,7 +47,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("position", "place", "backward"), some(FAULTS, 31))
+@pytest.mark.parametrize(("position", "place", "backward"), some(FAULTS, 47))
 def test_a_fault_in_one_layer_of_24_is_found_there_and_nowhere_else(
     position: int, place: str, backward: bool
 ) -> None:

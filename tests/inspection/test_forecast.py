@@ -22,6 +22,7 @@ from castwise.inspection.forecast import forecast
 from castwise.inspection.plan_casts import PlanCasts
 from castwise.numerics.casts import Values, cast_of
 from castwise.plans.formats import FORMATS
+from tests.soak import every
 
 Batch = tuple[Tensor, Tensor]
 
@@ -439,6 +440,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
+@every(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_all_kinds_are_forecast_and_left_as_they_were(name: str) -> None:
     make, loss = MODELS[name]

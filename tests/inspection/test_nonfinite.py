@@ -19,7 +19,7 @@ from castwise.errors import PlanError, WorkloadError
 from castwise.inspection.causes import ADVICE
 from castwise.report.show import page
 from tests.report.pages import read
-from tests.soak import some
+from tests.soak import each_value, some
 
 from .makers import corpus
 
@@ -219,6 +219,7 @@ def test_leaves_no_trace(plan: str) -> None:
     assert torch.equal(batch, data)
 
 
+@each_value()
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("when", ["forward", "backward", "second pass"])
 def test_leaves_no_trace_where_it_is_interrupted(error: type[BaseException], when: str) -> None:

@@ -33,6 +33,7 @@ import castwise
 from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.integrations.huggingface import CastwiseAccelerator, CastwiseMixin, CastwiseTrainer, versions
 from tests.processes import run_ranks
+from tests.soak import each_value, every
 
 PLANS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true"]
 SCALED = [name for name in PLANS if "fp16" in name]
@@ -128,6 +129,7 @@ def by_hand(folder: Path, plan: str) -> tuple[dict[str, torch.Tensor], list[floa
     return amp.model_state_dict(model), norms, losses
 
 
+@every(2, 1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_trainer_computes_what_the_loop_by_hand_does(plan: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, plan)
@@ -140,6 +142,7 @@ def test_the_trainer_computes_what_the_loop_by_hand_does(plan: str, tmp_path: Pa
     assert run.accelerator.amp.plan == castwise.Plan.preset(plan)
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("plan", "stored"),
     [
@@ -193,6 +196,7 @@ class Spoiled(CastwiseTrainer):
             self.seen.append(weights(self))
 
 
+@each_value()
 @pytest.mark.filterwarnings(
     "ignore:prepare. more than 1 % of the weights:UserWarning"
 )  # biases, two steps from zero
@@ -217,6 +221,7 @@ def test_a_skipped_step_moves_nothing_and_is_said(plan: str, optim: str, tmp_pat
     equal(weights(rest), weights(run))
 
 
+@every(2, 1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_evaluating_before_and_after_changes_nothing_of_training(plan: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, plan)

@@ -38,7 +38,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from castwise.integrations.lightning import CastwisePrecision, StrategyError
-from tests.soak import pairs
+from tests.soak import each_value, pairs
 
 pytestmark = [
     # Lightning's own: of workers that it would have, and of a name that torch has renamed
@@ -197,6 +197,7 @@ def test_several_submodules_run_each_by_the_plan() -> None:
     assert {*model.seen} == {torch.float32}  # between two models that are prepared
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
 @pytest.mark.parametrize(
     "clip", [{"max_norm": 0.05}, {"clip_val": 0.002}, None], ids=["norm", "value", "none"]
@@ -234,6 +235,7 @@ def test_an_optimizer_that_unscales_by_itself_may_be_clipped(plan: str) -> None:
     assert same(fit(Net(fused=True), plan, gradient_clip_val=0.05), want)
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_an_optimizer_that_evaluates_the_loss_itself(plan: str, clip: float | None) -> None:
@@ -658,6 +660,7 @@ def test_lightnings_own_examples_run(kind: Any, plan: str) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@each_value()
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("plan", FEW)
 def test_training_that_fails_leaves_the_module_as_it_was(plan: str, error: type[BaseException]) -> None:
@@ -920,6 +923,7 @@ def test_autocast_around_and_a_scaler_inside_are_refused() -> None:
     assert same(fit(model, "fp16-mixed"), by_hand(Net(), "fp16-mixed"))  # and the model is as it was
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("plan", "dtype", "refused"),
     [
@@ -1208,6 +1212,7 @@ def by_fabric_on_two(rank: int, size: int, layout: str, plan: str) -> None:
     assert alike(whole_weights(model), whole_weights(want))
 
 
+@each_value()
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("plan", ["fp16-mixed", "bf16-master"])
 def test_two_processes_of_fabric_train_as_in_a_plain_loop(two: World, layout: str, plan: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import each_value, every
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -70,6 +71,7 @@ def workload(adapters: bool) -> Workload:
     return Workload("tokens", lambda: Tokens(adapters), adamw, batches, loss)
 
 
+@each_value()
 @pytest.mark.parametrize(
     ("adapters", "goal"), [(False, "time"), (True, "time"), (True, "memory"), (False, "numerics")]
 )
@@ -108,6 +110,7 @@ def test_a_search_takes_it_and_shows_it_as_given(adapters: bool, goal: str) -> N
         amp.step(updates)
 
 
+@every(2, 1)
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true"])
 def test_parity_is_that_of_the_float_model(plan: str) -> None:
     model = Tokens(adapters=False)
@@ -148,6 +151,7 @@ def test_a_bench_trains_it_under_every_plan(adapters: bool) -> None:
             assert row.losses == other.losses, plan
 
 
+@every(2, 1)
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 def test_a_training_takes_it_and_saves_fp32(plan: str, tmp_path: Path) -> None:
     def evaluate(model: nn.Module) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.soak import each_value
 from torch import nn
 
 from castwise.errors import PlanError, WorkloadError
@@ -173,6 +174,7 @@ def test_a_workload_without_the_field_is_told_what_to_write() -> None:
 # --- stages -------------------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize(
     "spec", ["gpt?layers=5&width=16&context=8&batch=2", "digits?model=vit&width=8&batch=2"]
 )

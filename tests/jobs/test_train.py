@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import every
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
@@ -61,6 +62,7 @@ def test_fp32_is_the_plain_loop(tiny: str, tmp_path: Path) -> None:
     assert [line["loss"] for line in _lines(tmp_path)] == _by_hand(workload, 20, 3)
 
 
+@every(2)
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
 def test_it_learns_and_writes_everything_down(tiny: str, tmp_path: Path, plan: str) -> None:
     result = train(f"{tiny}:mlp", plan, steps=40, out=tmp_path)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from tests.soak import each_value
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -378,6 +379,7 @@ class Loading:
         return Loader()
 
 
+@each_value()
 @pytest.mark.parametrize("end", ["returns", "fails"])
 @pytest.mark.parametrize("given", ["loader", "workload"])
 def test_no_batch_and_no_iterator_over_them_outlives_the_search(given: str, end: str) -> None:

@@ -19,7 +19,7 @@ import castwise
 from castwise.errors import CastwiseError, StateError
 from castwise.plans.plan import PRESETS
 from castwise.session import Amp
-from tests.soak import pairs
+from tests.soak import each_value, every, pairs
 
 from .kinds import KINDS, optimizers
 from .life import ERRORS, GETTERS, PLANS, REFUSALS, Life, check, living
@@ -42,6 +42,7 @@ def nothing_stays() -> Iterator[None]:
 # --- prepare is whole or not at all ---------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize(
     "line", ["bf16-mixed", "bf16-master", "bf16-true", "O1", "O2+memory_format=channels_last"]
 )
@@ -53,6 +54,7 @@ def test_a_refused_prepare_leaves_everything_as_it_was(how: str, line: str) -> N
         life.step()
 
 
+@each_value()
 @pytest.mark.parametrize("kind", ["counting", "conv", "lstm", "frozen", "tied"])
 @pytest.mark.parametrize("how", ["typo", "fused Rprop", "skips __init__"])
 def test_a_refused_prepare_leaves_every_kind_as_it_was(how: str, kind: str) -> None:
@@ -74,6 +76,7 @@ def test_a_refused_prepare_leaves_the_plan_that_is_on(how: str) -> None:
 # --- close undoes all of it ------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("line", PLANS)
 def test_close_undoes_prepare(line: str, kind: str) -> None:
@@ -86,6 +89,7 @@ def test_close_undoes_prepare(line: str, kind: str) -> None:
         life.end()
 
 
+@every(2)
 @pytest.mark.parametrize(("first", "optimizer"), pairs(HERE, ["sgd", "adamw"]))
 def test_every_preset_trains_after_every_other(first: str, optimizer: str) -> None:
     failed = {}
@@ -103,6 +107,7 @@ def test_every_preset_trains_after_every_other(first: str, optimizer: str) -> No
     assert not failed
 
 
+@each_value()
 @pytest.mark.parametrize("line", ["bf16-mixed", "fp16-mixed", "bf16-true", "bf16-master"])
 @pytest.mark.parametrize("kind", ["plain", "counting", "conv", "lstm"])
 def test_close_undoes_inference(kind: str, line: str) -> None:
@@ -183,6 +188,7 @@ def test_a_first_fused_step_that_is_skipped_leaves_no_momentum() -> None:
 # --- a forward that does not end ---------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize(
     "line", ["bf16-mixed", "O1", "bf16-master", "bf16-true", HEAD, "bf16-mixed+rules=cuda"]
 )
@@ -243,6 +249,7 @@ class Odd(nn.Module):
         return self.make(self.inner(x))
 
 
+@each_value()
 @pytest.mark.parametrize(
     "line", ["bf16-mixed", "bf16-master", "bf16-mixed+rules=cuda", "bf16-mixed+regions.0=fp32"]
 )
@@ -342,6 +349,7 @@ def _the_forward(model: nn.Module) -> Any:
     return model
 
 
+@each_value()
 @pytest.mark.parametrize("given", ["model", "compiled"])
 @pytest.mark.parametrize("how", [_by_function, _by_method, _a_part, _the_forward])
 def test_prepare_after_a_compiled_run_is_refused(how: Callable[[nn.Module], Any], given: str) -> None:
@@ -381,6 +389,7 @@ def test_an_amp_pickles_or_says_why_not() -> None:
 # --- windows ---------------------------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("getter", GETTERS)
 @pytest.mark.parametrize("line", ["fp16-mixed+loss_scale.interval=1", "fp16-master+loss_scale.interval=1"])
 def test_a_getter_between_two_steps_changes_nothing(line: str, getter: str) -> None:
@@ -496,6 +505,7 @@ def _two_scales(amp: Amp, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     amp.scale(loss, "other")
 
 
+@each_value()
 @pytest.mark.parametrize(
     "wrong", [_steps_first, _unscales_first, _clips_first, _unscales_twice, _steps_twice, _two_scales]
 )

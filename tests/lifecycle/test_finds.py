@@ -331,7 +331,7 @@ def test_a_life_finds_each_fault(name: str) -> None:
         must_break(script, kind, optimizer)
 
 
-@pytest.mark.parametrize("name", some(FAULTS, 4))
+@pytest.mark.parametrize("name", some(FAULTS, 8))
 def test_lives_in_random_order_find_each_fault(name: str) -> None:
     """Of the kind in question, under plans of every sort; that they pass without a fault is `test_lifecycle`'s."""
     fault, _, kind, _ = FAULTS[name]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.masters.test_undo import interrupted
-from tests.soak import SOAKING, pairs
+from tests.soak import SOAKING, every, pairs
 
 from .life import check
 from .photograph import of_model, of_optimizers, of_process
@@ -83,6 +83,7 @@ def test_a_session_that_is_dropped_with_its_models_ends_at_once(line: str) -> No
         gc.enable()
 
 
+@every(2)
 @pytest.mark.parametrize(("line", "kind"), pairs(PLANS, ["plain", "frozen", "conv"]))
 def test_a_close_interrupted_at_an_entry_of_its_log(line: str, kind: str) -> None:
     """Before each entry and after each, and again when that one is done again: each entry one of these for one kind, in a soak all."""
@@ -111,6 +112,7 @@ def test_a_close_interrupted_at_an_entry_of_its_log(line: str, kind: str) -> Non
             trains(pair)
 
 
+@every(2, 1)
 @pytest.mark.parametrize(
     ("line", "step"), [("bf16-master", 11), ("bf16-true", 13), (PLANS[-1], 19), (PLANS[-2], 17)]
 )

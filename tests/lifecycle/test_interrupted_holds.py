@@ -19,6 +19,7 @@ from castwise.casting import kernels
 from castwise.casting.context import override_rows
 from castwise.process import Claim, _claimed
 from tests.masters.test_undo import Interrupts, interrupted
+from tests.soak import each_value
 
 PLAN = Plan.parse("bf16-mixed+fp32_matmul=ieee+fp32_conv=ieee+ops.exp=fp32")
 
@@ -63,6 +64,7 @@ class Kernels:
 ROOMS = "process", "casting/kernels"
 
 
+@each_value()
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another"])
 @pytest.mark.parametrize("what", [Settings, Kernels])
 def test_an_interrupt_while_it_is_taken_or_given_up(what: Callable[[], Any], alone: bool) -> None:

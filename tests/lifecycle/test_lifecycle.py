@@ -22,6 +22,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.soak import every
+
 from .kinds import KINDS, OPTIMIZERS
 from .life import ERRORS, GETTERS, PLANS, REFUSALS, Life
 
@@ -179,6 +181,7 @@ def of_kind(kind: str, plans: tuple[str, ...] = PLANS) -> type[Lives]:
     return type("Lives", (Lives,), {"kinds": (kind,), "plans": plans})
 
 
+@every(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_lives_in_any_order(kind: str) -> None:
     play(of_kind(kind), 12, 16)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from castwise.plans.plan import Plan
 from castwise.session import Amp
 from tests.masters.test_undo import interrupted
-from tests.soak import SOAKING, pairs
+from tests.soak import SOAKING, each_value, pairs
 
 from .kinds import KINDS, optimizers
 from .life import SkipsInit, Stubborn, check
@@ -119,6 +119,7 @@ FAILURES: dict[str, tuple[Callable[[Pair], None], Callable[[Pair], Any]]] = {
 }  # fmt: skip
 
 
+@each_value()
 @pytest.mark.parametrize(("how", "line"), pairs(FAILURES, PLANS, 3))
 def test_a_second_prepare_that_fails_leaves_the_first_alone(line: str, how: str) -> None:
     """Bit for bit, and so does what the first comes to; the second is as it was, and can be prepared after."""

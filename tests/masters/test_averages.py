@@ -16,6 +16,7 @@ import castwise
 from castwise.masters import is_low
 from castwise.plans.plan import PRESETS
 from tests.masters.presets import ALL
+from tests.soak import each_value
 from tests.test_masters_gradients import prepared
 from tests.test_masters_optimizers import batches, train
 
@@ -54,6 +55,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@each_value(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", ALL)
 def test_averages_are_those_of_the_masters(plan: str, kind: str) -> None:

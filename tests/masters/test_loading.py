@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import castwise
 from castwise.masters import attach, original_of
 from tests.masters.presets import ALL
+from tests.soak import every
 from tests.test_masters_gradients import held, prepared
 from tests.test_masters_optimizers import Net, Weights, lower, train
 
@@ -118,6 +119,7 @@ def test_loading_reaches_what_is_remembered_of_frozen_parameters() -> None:
     assert torch.equal(original_of(model.a.weight), new)  # type: ignore[arg-type]
 
 
+@every(3, 1)
 @pytest.mark.parametrize("plan", ALL)
 def test_save_pretrained_saves_fp32_when_told(plan: str, tmp_path: Path) -> None:
     """``state_dict=amp.model_state_dict(model)`` is the public way; the docs say so."""

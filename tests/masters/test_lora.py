@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import castwise
 from tests.masters.presets import ALL
+from tests.soak import each_value
 from tests.test_masters_optimizers import batches
 
 
@@ -34,6 +35,7 @@ def adapted(base_dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+@each_value()
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("plan", ALL)
 def test_lora_prepares_trains_saves_closes_and_merges(plan: str, base: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from castwise.errors import StateError
 from castwise.masters import Master, attach, attachment_of, fp32_state_dict, master_of
 from tests.masters.outside import SAM, Lookahead, ScheduleFree
 from tests.masters.presets import MASTERS
-from tests.soak import pairs
+from tests.soak import every, pairs
 from tests.test_masters_gradients import held, prepared
 from tests.test_masters_optimizers import Weights, batches, lower
 
@@ -285,6 +285,7 @@ COMPILED: dict[str, Any] = {
 }
 
 
+@every(2, 1)
 @pytest.mark.parametrize(("way", "backend"), pairs(COMPILED, ["aot_eager", "eager"]))
 def test_a_compiled_model_gets_what_was_written_to_masters(way: str, backend: str) -> None:
     """Before its forward, as the eager one; from the call that compiles it on, and without compiling anew."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from castwise import Amp
+from tests.soak import every
 
 from .test_undo import trained_net
 
@@ -59,6 +60,7 @@ def interrupt(function: Callable[[], object], name: str, *numbers: int) -> int:
     return tracer.seen
 
 
+@every(2)
 @pytest.mark.parametrize("again", [0, 1, 2, 3])
 def test_no_state_is_lost_where_its_key_changes(again: int) -> None:
     """At each line, those of ``Tensor.__hash__`` too, and once more soon after."""

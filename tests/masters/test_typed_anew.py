@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from castwise import Amp
 from castwise.errors import StateError
 from castwise.masters import master_of, original_of
+from tests.soak import each_value
 
 CASTS: dict[str, Callable[[nn.Module], Any]] = {
     "half": lambda model: model.half(),
@@ -69,6 +70,7 @@ def full(amp: Amp, model: nn.Module) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in amp.model_state_dict(model).items()}
 
 
+@each_value(2)
 @pytest.mark.filterwarnings("ignore:prepare. more than 1 %:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cast", CASTS)
@@ -93,6 +95,7 @@ def test_close_gives_the_masters_back_after_a_cast(plan: str, cast: str, way: st
     optimizer.step()
 
 
+@each_value()
 @pytest.mark.filterwarnings("ignore:prepare. more than 1 %:UserWarning")
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("plan", ["bf16-true", "fp16-true"])

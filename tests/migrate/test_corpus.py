@@ -26,9 +26,16 @@ import castwise.compat
 from castwise.compat.apex import amp
 from castwise.compat.apex.amp._amp_state import AmpState
 from castwise.migrate import Migration, migrate
+from tests.soak import some
 
 CORPUS = Path(__file__).parent / "corpus"
 NAMES = sorted(path.stem for path in CORPUS.glob("*.txt"))
+ALONE = {
+    "apex_by_text", "apex_patched_by_text", "apex_scaler_class", "torch_and_apex", "torch_kept_by_function",
+    "torch_scaler_later", "torch_validation_decorated",
+}  # fmt: skip
+"""Each alone with a line of the sources."""
+DEALT = sorted({*some(NAMES, 2), *ALONE})
 FOREIGN = ("apex", "colossalai", "amp_C")
 
 
@@ -95,7 +102,7 @@ class Program:
         return {path: path.read_text(encoding="utf-8") for path in sorted(self.after.rglob("*.py"))}
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=DEALT)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
     before, after = (tmp_path_factory.mktemp(request.param) for _ in range(2))
     for folder in (before, after):

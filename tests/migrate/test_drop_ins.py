@@ -15,6 +15,7 @@ from castwise.compat.coverage import covered
 from castwise.migrate.program import Stay
 from castwise.migrate.rewriting import rewrite
 from castwise.migrate.served import home, is_module, lacks
+from tests.soak import each_value
 
 LIBRARIES = {"apex": apex, "colossalai": colossalai}
 NAMES = [
@@ -79,6 +80,7 @@ def test_an_import_becomes_that_of_the_drop_in(before: str) -> None:
     assert rewrite(after)[0] == after
 
 
+@each_value()
 @pytest.mark.parametrize("form", ["from {0} import {1}", "import {0}\n{0}.{1}"])
 @pytest.mark.parametrize("row", NAMES, ids=lambda row: row.name)
 def test_every_name_of_the_lists_is_imported_or_noted(row: object, form: str) -> None:
@@ -198,6 +200,7 @@ def test_another_package_of_that_name_is_left_alone(script: str) -> None:
     assert {finding.kind for finding in findings} == {"left"}
 
 
+@each_value()
 @pytest.mark.parametrize(
     "module",
     ["amp_C", "apex_C", "syncbn", "fused_adam_cuda", "fused_lamb_cuda", "distributed_adam_cuda", "xentropy_cuda",

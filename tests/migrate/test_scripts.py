@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from castwise.migrate.rewriting import rewrite
+from tests.soak import every
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.name.removesuffix(".before.txt") for path in SCRIPTS.glob("*.before.txt"))
@@ -36,6 +37,7 @@ def test_what_becomes_of_a_script(name: str) -> None:
     assert "".join(f"{f.line}: {f.kind}: {f.text}\n" for f in findings) == read(name, "list")
 
 
+@every(2, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_migrating_twice_changes_nothing_more(name: str) -> None:
     after = read(name, "after")

@@ -14,6 +14,7 @@ from castwise.errors import PlanError, WorkloadError
 from castwise.monitor import Alarm, Audit, Monitor
 from castwise.monitor.audit import badness
 from tests.monitor.jobs import batches, loss, model, train
+from tests.soak import every
 
 
 class Drifting(nn.Module):
@@ -42,6 +43,7 @@ def watched(plan: str, net: nn.Module | None = None, **how: Any) -> tuple[Any, A
     return amp, net, made, Monitor(amp, **how)
 
 
+@every(2)
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "bf16-true", "O2"])
 def test_a_sound_plan_is_sound_and_one_that_breaks_later_is_caught_then(plan: str) -> None:
     seen: list[Alarm] = []

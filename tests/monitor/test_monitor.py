@@ -23,7 +23,7 @@ from castwise.errors import CheckpointError, PlanError, UnknownNameError
 from castwise.monitor import Alarm, Line, Monitor
 from castwise.monitor.statistics import _Ear
 from tests.monitor.jobs import OPTIMIZERS, batches, generators, loss, model, same, train
-from tests.soak import pairs
+from tests.soak import every, pairs
 
 PLANS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "fp16-true", "O2"]
 
@@ -35,6 +35,7 @@ def hooks_of(net: nn.Module) -> list[int]:
 # --- the training does not notice -----------------------------------------------------------------------------
 
 
+@every(2, 1)
 @pytest.mark.parametrize(("optimizer", "plan"), [(o, p) for p, o in pairs(PLANS, OPTIMIZERS, each=2)])
 def test_the_training_does_not_notice(optimizer: str, plan: str, tmp_path: Path) -> None:
     ends = []

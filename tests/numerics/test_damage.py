@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.soak import each_value
 
 from castwise.numerics.damage import (
     ADAM_FAIL,
@@ -229,6 +230,7 @@ def test_the_lines_are_those_of_the_documentation() -> None:
 # --- against the truth ----------------------------------------------------------------------------------------
 
 
+@each_value()
 @pytest.mark.parametrize("size", [100, 2000])
 @pytest.mark.parametrize("data", [1.0, 50.0, 200.0])
 def test_the_median_is_the_truth_and_the_upper_end_close(size: int, data: float) -> None:
@@ -244,6 +246,7 @@ def test_the_median_is_the_truth_and_the_upper_end_close(size: int, data: float)
     assert np.quantile(values, 0.05) > truth / 1.35
 
 
+@each_value()
 @pytest.mark.parametrize("bias", [0.0, 0.05])
 @pytest.mark.parametrize("data", [1.0, 50.0])
 def test_the_interval_covers_the_truth(data: float, bias: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.soak import each_value
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -78,6 +79,7 @@ def test_products_are_fp64s_rounded_once_forward_and_backward(name: str) -> None
         assert float((off <= 0.501 * _ulp(wide)).double().mean()) > 0.97
 
 
+@each_value()
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_other_formats_are_left_alone_to_the_bit(name: str, dtype: torch.dtype) -> None:

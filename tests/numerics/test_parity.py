@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.soak import each_value
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,6 +50,7 @@ def model(*middle: nn.Module) -> nn.Sequential:
     )
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
 @pytest.mark.parametrize("optimizer", [None, adam])
 def test_sound_plans_pass(plan: str, optimizer: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import each_value, every
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -174,6 +175,7 @@ STOPS: list[tuple[str, Callable[[], nn.Module], str, str]] = [
 ]
 
 
+@every(2)
 @pytest.mark.parametrize(("place", "plan", "name"), [s[1:] for s in STOPS], ids=[s[0] for s in STOPS])
 def test_state_that_stops_is_named(place: Callable[[], nn.Module], plan: str, name: str) -> None:
     found = stopped(place(), plan)
@@ -181,6 +183,8 @@ def test_state_that_stops_is_named(place: Callable[[], nn.Module], plan: str, na
     assert "does not move" in found[name] or "times as far in a few steps" in found[name]
 
 
+@every(2, 1)
+@each_value()
 @pytest.mark.parametrize(
     ("place", "plan"),
     [

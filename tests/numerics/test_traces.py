@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.soak import each_value, every
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -80,6 +81,7 @@ def _snapshot(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@every(2, 1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_model_that_is_tested_is_as_before(plan: str) -> None:
     model = _model()
@@ -89,6 +91,7 @@ def test_a_model_that_is_tested_is_as_before(plan: str) -> None:
     assert _snapshot(model) == before
 
 
+@each_value()
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("at", [1, 9, 20])
 def test_a_model_is_as_before_when_the_test_fails(error: type[BaseException], at: int) -> None:
@@ -331,6 +334,7 @@ def test_samples_of_large_parameters_are_unbiased(monkeypatch: pytest.MonkeyPatc
 # --- floor ----------------------------------------------------------------------------------------------------
 
 
+@every(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.soak import pairs
+from tests.soak import every, pairs
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -134,6 +134,7 @@ class _Convolved(nn.Module):
         return torch.relu(self.norm(self.conv(x.view(16, 4, 8)))).reshape(16, 32)
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("name", "plan"), pairs(SOUND, ["bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
 )
@@ -180,6 +181,7 @@ PLANTED: list[tuple[str, Callable[[], nn.Module], Callable[[], nn.Module], str]]
 ]
 
 
+@every(2)
 @pytest.mark.parametrize(("fragile", "sound", "plan"), [p[1:] for p in PLANTED], ids=[p[0] for p in PLANTED])
 def test_planted_trouble_fails_its_sound_twin_passes_and_a_region_cures_it(
     fragile: Callable[[], nn.Module], sound: Callable[[], nn.Module], plan: str

@@ -54,7 +54,7 @@ def saved(evidence: Evidence, folder: Path) -> Path:
     return TuneResult(Plan.parse(evidence.plan), evidence).save(folder)[0]
 
 
-@pytest.mark.parametrize(("width", "dark"), pairs(WIDTHS, [False, True]))
+@pytest.mark.parametrize(("width", "dark"), pairs(some(WIDTHS, 2), [True, False]))
 def test_the_page_fits_shows_its_charts_and_says_nothing_to_the_console(
     window: Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
@@ -65,7 +65,7 @@ def test_the_page_fits_shows_its_charts_and_says_nothing_to_the_console(
     assert light is not dark
 
 
-@pytest.mark.parametrize("width", some(WIDTHS, 2))
+@pytest.mark.parametrize("width", some(WIDTHS, 3))
 def test_long_names_and_many_rows_fit_with_every_fold_open(
     window: Browser, tmp_path: Path, width: int
 ) -> None:
@@ -83,7 +83,7 @@ def test_long_names_and_many_rows_fit_with_every_fold_open(
     seen(window, page, width)
 
 
-@pytest.mark.parametrize("width", some(WIDTHS, 2))
+@pytest.mark.parametrize("width", some(WIDTHS, 3))
 def test_a_page_of_almost_nothing_fits_too(window: Browser, tmp_path: Path, width: int) -> None:
     assert seen(window, saved(make_bare(), tmp_path), width)["charts"] == []
 

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence, make_record
 from tests.report.pages import read
-from tests.soak import some
+from tests.soak import every, some
 
 from castwise.numerics.gradient_range import ScaleRange
 from castwise.plans.formats import FORMATS
@@ -174,6 +174,7 @@ def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
     assert "castwise tune convnext --out out" in said
 
 
+@every(2, 1)
 @pytest.mark.parametrize(
     ("field", "empty"),
     some([
@@ -228,6 +229,7 @@ def terminal(record: dict[str, Any]) -> str:
     return " ".join(console.file.getvalue().split())
 
 
+@every(2, 1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.fresh import SOURCE, run_python
 from tests.processes import Forked, command
-from tests.soak import pairs, some
+from tests.soak import every, pairs, some
 
 from castwise.cli import main
 
@@ -58,6 +58,7 @@ def run(folder: Path, text: str, *words: str, before: str = "") -> str:
     return run_python(said, folder)
 
 
+@every(2)
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_a_script_gives_what_the_plan_gives_it_by_hand(name: str, plan: str, tmp_path: Path) -> None:
     text = (PUBLISHED / f"{name}.txt").read_text()

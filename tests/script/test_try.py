@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from tests.fresh import SOURCE, run_python
 from tests.processes import Forked
+from tests.soak import each_value
 
 from castwise.errors import CastwiseError, UnknownNameError
 from castwise.script import copies, race, try_script
@@ -129,6 +130,7 @@ def test_a_script_that_fails_under_one_plan_fails_there_alone(step: int, here: P
     assert result.rounds == 4
 
 
+@each_value()
 @pytest.mark.parametrize("caught", ["Exception", "BaseException"])
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_script_that_catches_all_errors_ends_too(caught: str, gone: bool, here: Path) -> None:
@@ -248,6 +250,6 @@ def test_from_the_command_line(here: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage tells it as it is elsewhere")
 def test_memory_is_that_of_the_script_whatever_its_parent_holds(tmp_path: Path) -> None:
-    ballast = torch.ones(3 << 27)  # 1.5 GiB
+    ballast = torch.ones(3 << 26)  # 0.75 GiB
     said = run_python("from castwise.script.gate import peak_of_process\nprint(peak_of_process())", tmp_path)
     assert 2**26 < int(said) < ballast.nbytes

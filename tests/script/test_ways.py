@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.processes import Forked
+from tests.soak import each_value, every
 
 from castwise.cli import main
 
@@ -90,6 +91,7 @@ for _ in range(3): e.zero_grad(); step(); a.step()
 }  # fmt: skip
 
 
+@every(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_written_this_way_gives_the_same_numbers(way: str, tmp_path: Path) -> None:
     _compare(WAYS[way], tmp_path)
@@ -170,6 +172,7 @@ class M(nn.Module):
 """
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["bf16-master", "bf16-true"])
 @pytest.mark.parametrize("what", OUTSIDE)
 def test_parts_of_a_model_that_is_stored_low_are_called_from_outside(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.soak import every
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -198,6 +199,7 @@ class Faulty(nn.Module):
         return x * 2
 
 
+@every(2)
 @pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, AssertionError, TypeError, RuntimeError])
 def test_a_fault_of_the_code_is_no_word_on_a_format(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.report.evidence import make_candidate, make_evidence, make_record
-from tests.soak import pairs
+from tests.soak import every, pairs
 from torch import Tensor, nn
 
 import castwise
@@ -122,6 +122,7 @@ def within(seconds: float) -> tuple[float, float]:
     return time.monotonic() + seconds, time.monotonic() + seconds
 
 
+@every(2, 1)
 @needs_backend
 @pytest.mark.parametrize(
     ("line", "dropout"),

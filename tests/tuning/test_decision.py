@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 import pytest
+from tests.soak import each_value
 
 from castwise.measure.stats import LUCK, restarts
 from castwise.tuning.decision import FIRST, MOST, decide, settle
@@ -121,6 +122,7 @@ def test_no_start_begins_after_the_time_is_over() -> None:
     assert not decision.decided
 
 
+@each_value()
 @pytest.mark.parametrize(("level", "least"), [(0.95, 0.93), (0.99, 0.975)])
 @pytest.mark.parametrize("starts", [3, 5, 8])
 def test_intervals_over_starts_cover(starts: int, level: float, least: float) -> None:

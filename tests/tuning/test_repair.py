@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.soak import every
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -153,6 +154,7 @@ def test_two_fragile_places_are_found() -> None:
     assert found.verify(repair.plan).verdict == "pass"
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("place", "kept", "regions"),
     [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
-from tests.soak import pairs
+from tests.soak import every, pairs
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -93,6 +93,7 @@ def test_gradients_are_those_of_dense_tables() -> None:
     assert found[0].damage == found[1].damage
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("case", "plan"), pairs(CASES, ["bf16-mixed", "bf16-master", "fp16-master", "bf16-true", "O2"], 2)
 )
