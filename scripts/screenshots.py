@@ -48,8 +48,8 @@ SHOTS = {
     ),
     "compare": Shot("found", 1180),
     "operators": Shot("table", 760, top="section[data-name=Casts]"),
-    "nonfinite": Shot("found", 900),
-    "mismatch": Shot("found", 1000),
+    "nonfinite": Shot("found", 870),
+    "mismatch": Shot("found", 890),
     "monitor": Shot("monitor", 1000, blocks=2),
 }
 
