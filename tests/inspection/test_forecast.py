@@ -165,6 +165,20 @@ def test_what_an_overflow_reaches_is_what_a_real_run_shows(behind: tuple[nn.Modu
     assert ("reaches no other region and does nothing to the gradients" in found.answer) is not gradients
 
 
+def test_a_model_that_does_not_run_in_the_format_is_forecast_all_the_same() -> None:
+    class Fussy(Times):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float16:
+                raise RuntimeError("not implemented for 'Half'")
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Fussy(1e8), Times(1e-8), nn.Linear(8, 4))
+    found = forecast(model, squared, batches(), ("fp16",), microbatches=1)
+    assert not found.spreads
+    assert "not implemented for 'Half'" in found.notes[-1]
+    assert found.recommendation is not None
+
+
 def test_the_plan_is_judged_by_what_it_computes_where() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Times(1e8), Times(1e-8), nn.Linear(8, 4))
     whole = forecast(model, squared, batches(), ("fp16", "bf16"), plan="fp16-mixed", microbatches=1)

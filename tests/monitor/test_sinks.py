@@ -154,7 +154,9 @@ def test_the_terminal_shows_the_report(
     monkeypatch.setattr(console, "Console", Terminal)
     amp, net, made, monitor = watched(live=True)
     train(amp, net, made, 2)
-    assert drawn.getvalue().rfind("\x1b[?25h") > drawn.getvalue().rfind("\x1b[?25l")  # no cursor is hidden, if it ends here
+    assert drawn.getvalue().rfind("\x1b[?25h") > drawn.getvalue().rfind(
+        "\x1b[?25l"
+    )  # no cursor is hidden, if it ends here
     print("loss 1.5")  # into a file or a pipe
     train(amp, net, made, 2)
     monitor.close()

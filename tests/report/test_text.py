@@ -19,6 +19,7 @@ from castwise.jobs.bench_result import PlanResult, Timing
 from castwise.measure.rates import verdict_of
 from castwise.measure.stats import paired_speedup, summarise
 from castwise.report import bench, plots, words
+from castwise.report.grids import Grid, terminal
 from castwise.report.show import table, write
 
 Make = Callable[..., dict[str, Any]]
@@ -277,3 +278,19 @@ def test_no_part_of_a_plan_is_broken_in_a_terminal(record: Make, row: Row, width
     assert all(len(line) <= width for line in said.splitlines())
     for part in ("bf16-mixed", "+memory_format=channels_last", "+optimizer=fused"):
         assert said.count(part) >= 3, part  # one per table
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_leaves_columns_out_and_breaks_names_at_dots(width: int) -> None:
+    names = ["encoder.layers.11.attention.output_projection", "encoder.layers.2.mlp"]
+    rows = [{"module": name, "seen": "1.23e-05", "spare": "77 %", "count": "1,024"} for name in names]
+    columns = {name: name for name in ("module", "seen", "spare", "count")}
+    console = Console(width=width, file=io.StringIO())
+    console.print(terminal([Grid.of("Title", rows, columns, spare=("spare",))]))
+    said = console.file.getvalue()
+    assert max(map(len, said.splitlines())) <= width
+    assert said.count("1.23e-05") == said.count("1,024") == 2
+    assert ("77 %" in said) is ("No room for: spare" not in said) is (width > 40)
+    parts = [line.split()[0] for line in said.splitlines() if line.strip() and line.split()[0][0] in "e._"]
+    assert "".join(parts) == "".join(names)
+    assert len(parts) == {40: 4, 60: 3, 80: 2}[width]

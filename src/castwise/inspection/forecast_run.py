@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from castwise import _torch
-from castwise.errors import CastwiseError
+from castwise.errors import told
 from castwise.inspection.forecast_result import Forecast, RegionForecast, Spread, TensorForecast
 from castwise.inspection.plan_casts import PlanCasts
 from castwise.inspection.range_verdicts import (
@@ -88,6 +87,7 @@ class Run:
         self.casts = PlanCasts()
         self.low: set[str] = set()
         self.not_finite: set[Site] = set()
+        self._unspread: dict[str, str] = {}
         self.poles: dict[str, dict[str, dict[str, Tally]]] = {}
         self._ranges: dict[str, Magnitudes] = {}
         prober.extend(1)
@@ -208,10 +208,12 @@ class Run:
         out = {}
         for name in (format.name for format in self.formats if format.name in LOW):
             if sources := overflowing(regions, name):
-                with contextlib.suppress(CastwiseError):
+                try:
                     out[name] = spread(
                         self.prober, self.plan, name, sources, self.loss_scale, self.not_finite
                     )
+                except Exception as error:  # as of an operator that this device does not have in the format
+                    self._unspread[name] = told(error, whole=False)
         return out
 
     def _worst_poles(self, path: str) -> dict[str, tuple[str, float]]:
@@ -245,6 +247,10 @@ class Run:
                 f"At a loss scale of {words.number(self.loss_scale)} fp16 loses a tenth of the gradients or more where they are too small "
                 f"beside others to count ({_some(small)}); to Adam's steps they count, so ask castwise.parity."
             )
+        notes += [
+            f"How an overflow spreads in {name} is not known, since the model could not be run in it here: {why}"
+            for name, why in self._unspread.items()
+        ]
         return tuple(notes)
 
 

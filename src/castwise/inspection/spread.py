@@ -46,7 +46,7 @@ def spread(
         before: Sites that are not finite in fp32 already, such as masks.
 
     Raises:
-        CastwiseError: The device cannot run it.
+        CastwiseError: The device cannot run it; or what its operators raise.
     """
     reached: dict[str, None] = {}
     gradients = False

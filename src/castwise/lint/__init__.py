@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 
-from castwise.extras import needs
 from castwise.lint.result import Finding, Lint
+from castwise.migrate.library import check_libcst
 
 __all__ = ["Finding", "Lint", "lint"]
 
@@ -29,7 +29,7 @@ def lint(path: str | os.PathLike[str]) -> Lint:
         LintError: There is no such path.
         MissingLibraryError: LibCST is not installed.
     """
-    with needs("doctor --lint"):
-        from castwise.lint.files import lint_files
+    check_libcst("doctor --lint")
+    from castwise.lint.files import lint_files
 
     return lint_files(path)

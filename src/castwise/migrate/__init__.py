@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-from castwise.extras import needs
+from castwise.migrate.library import check_libcst
 from castwise.migrate.result import FileResult, Finding, Migration
 
 __all__ = ["FileResult", "Finding", "Migration", "migrate"]
@@ -35,7 +35,7 @@ def migrate(path: str | os.PathLike[str], *, write: bool = False) -> Migration:
         MigrateError: There is no such path.
         MissingLibraryError: LibCST is not installed.
     """
-    with needs("migrate"):
-        from castwise.migrate.files import migrate_files
+    check_libcst("migrate")
+    from castwise.migrate.files import migrate_files
 
     return migrate_files(path, write=write)

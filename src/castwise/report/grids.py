@@ -139,7 +139,7 @@ class _Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         grid, room = self.grid, options.max_width
         waiting = [name for name in grid.spare if name in grid.header]
-        while waiting and _width(grid, 1) + _longest(grid) - _least(grid) > room:
+        while waiting and _width(grid, 1) + min(_longest(grid), _NAME) - _least(grid) > room:
             gone = waiting.pop(0)
             grid = grid.only(grid.title, *(name for name in grid.header if name != gone))
         fits = (level for level in range(len(_STACKED)) if _width(grid, level) <= room)
@@ -157,7 +157,7 @@ _NAME, _WRAPPED = 32, 10
 
 def _longest(grid: Grid) -> int:
     """Characters that the first column would take."""
-    return max([len(grid.header[0]), *(min(len(row.cells[0]), _NAME) for row in grid.rows)])
+    return max(len(name) for name in (grid.header[0], *(row.cells[0] for row in grid.rows)))
 
 
 def _least(grid: Grid) -> int:

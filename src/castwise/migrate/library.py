@@ -1,0 +1,19 @@
+"""The library that scripts are read with, which castwise does without until then."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from castwise.errors import MissingLibraryError
+
+
+def check_libcst(what: str) -> None:
+    """See that LibCST is there for ``what``.
+
+    Raises:
+        MissingLibraryError: It is not installed.
+    """
+    if importlib.util.find_spec("libcst") is None:
+        raise MissingLibraryError(
+            f'{what} needs libcst, which is not installed. Install it with: pip install "castwise[migrate]"'
+        )
