@@ -1,15 +1,15 @@
 """Write the pages that are notebooks too, from their Markdown: jupytext pairs the two.
 
-    python scripts/notebooks.py FOLDER [--execute]
+    python scripts/notebooks.py FOLDER [--execute NAME ...]
 
 The site offers them beside its pages, ``make docs`` writes them there. Nothing of them is committed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import jupytext
@@ -27,23 +27,18 @@ def notebook(name: str) -> nbformat.NotebookNode:
     return book
 
 
-def write(folder: Path, *, execute: bool = False) -> None:
-    """All of them into a folder; with ``execute`` as they have run there, at once, which fails where a cell does."""
-    books = {name: notebook(name) for name in NAMES}
-    if execute:
-        asyncio.run(_execute(list(books.values()), folder))
-    for name, book in books.items():
+def write(folder: Path, *, execute: Collection[str] = ()) -> None:
+    """All of them into a folder; those to ``execute`` as they have run there, which fails where a cell does."""
+    for name in NAMES:
+        book = notebook(name)
+        if name in execute:
+            import nbclient
+
+            nbclient.NotebookClient(
+                book, timeout=300, resources={"metadata": {"path": str(folder)}}
+            ).execute()
         nbformat.write(book, folder / f"{name}.ipynb")
 
 
-async def _execute(books: list[nbformat.NotebookNode], folder: Path) -> None:
-    from nbclient import NotebookClient
-
-    place = {"metadata": {"path": str(folder)}}
-    await asyncio.gather(
-        *(NotebookClient(book, timeout=300, resources=place).async_execute() for book in books)
-    )
-
-
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), execute="--execute" in sys.argv)
+    write(Path(sys.argv[1]), execute=sys.argv[3:])

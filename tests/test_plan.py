@@ -125,7 +125,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(**fields)
 
 
-@settings(max_examples=examples(80, 300), deadline=None)
+@settings(max_examples=examples(40, 300), deadline=None)
 @given(plans())
 def test_the_line_reads_back(plan: Plan) -> None:
     line = str(plan)
@@ -135,7 +135,7 @@ def test_the_line_reads_back(plan: Plan) -> None:
     assert re.fullmatch(r"[^\s,]+", line), "a blank or a comma would keep lines from standing in a list"
 
 
-@settings(max_examples=examples(80, 300), deadline=None)
+@settings(max_examples=examples(40, 300), deadline=None)
 @given(plans())
 def test_json_round_trip(plan: Plan) -> None:
     back = Plan.from_json(plan.to_json())
@@ -145,7 +145,7 @@ def test_json_round_trip(plan: Plan) -> None:
     assert (hash(back), back.digest) == (hash(plan), plan.digest)
 
 
-@settings(max_examples=examples(40, 100), deadline=None)
+@settings(max_examples=examples(20, 100), deadline=None)
 @given(plans(), plans())
 def test_digests_are_equal_exactly_where_plans_are(a: Plan, b: Plan) -> None:
     assert (a.digest == b.digest) == (a == b)
@@ -153,7 +153,7 @@ def test_digests_are_equal_exactly_where_plans_are(a: Plan, b: Plan) -> None:
     assert dataclasses.replace(a, provenance={"note": 1}).digest == a.digest
 
 
-@settings(max_examples=examples(40, 100), deadline=None)
+@settings(max_examples=examples(20, 100), deadline=None)
 @given(plans())
 def test_copies_are_equal(plan: Plan) -> None:
     plan.digest  # noqa: B018 - cached: it must not spoil what follows
@@ -163,7 +163,7 @@ def test_copies_are_equal(plan: Plan) -> None:
         assert same.digest == plan.digest
 
 
-@settings(max_examples=examples(40, 100), deadline=None)
+@settings(max_examples=examples(20, 100), deadline=None)
 @given(plans())
 def test_summary_is_one_sentence_and_names_the_formats(plan: Plan) -> None:
     summary = plan.summary()
@@ -825,7 +825,7 @@ def test_short_globs_mean_what_their_regular_expressions_mean() -> None:
     assert wrong == []
 
 
-@settings(max_examples=examples(300, 5_000), deadline=None)
+@settings(max_examples=examples(150, 5_000), deadline=None)
 @given(st.text("ab.?*", max_size=12), st.text("ab.?*", max_size=12))
 def test_globs_mean_what_their_regular_expressions_mean(glob: str, path: str) -> None:
     assert matches_path(glob, path) == by_regex(glob, path)

@@ -57,7 +57,7 @@ FOUR: list[dict[str, Any]] = some(
         {"layout": "fsdp2xpp2", "plan": "bf16-mixed+regions.blocks.3=fp32"},
         {"layout": "tp2xpp2", "plan": "fp16-mixed"},
     ],
-    3,
+    4,
 )
 
 

@@ -38,7 +38,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from castwise.integrations.lightning import CastwisePrecision, StrategyError
-from tests.soak import each_value, pairs
+from tests.soak import each_value, every, pairs
 
 pytestmark = [
     # Lightning's own: of workers that it would have, and of a name that torch has renamed
@@ -1135,6 +1135,7 @@ def trains_as_by_hand(rank: int, size: int, layout: str, plan: Any, clip: float 
     return ours.seen
 
 
+@every(3)
 @pytest.mark.parametrize(
     ("layout", "plan", "clip"),
     [

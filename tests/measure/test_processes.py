@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.measure.test_apart import CPU, workload
+from tests.soak import some
 from torch import Tensor, nn
 
 from castwise import Workload
@@ -195,7 +196,7 @@ def scaled(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean() * SCALE
 
 
-@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize("forks", some([True, False], 2))
 def test_import_paths_that_are_no_strings_do_not_end_the_processes(
     forks: bool, one_home: Callable[[Home], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

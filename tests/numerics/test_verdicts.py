@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.soak import every, pairs
+from tests.soak import every, pairs, some
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -158,8 +158,10 @@ def test_sound_models_pass_where_data_is_noise_alone() -> None:
             yield torch.randn(1, 12, generator=generator), torch.randint(6, (1,), generator=generator)
 
     model = Framed(nn.GELU())
-    verdicts = [castwise.parity(model, _loss, single, "bf16-mixed", seed=s).verdict for s in range(6)]
-    assert verdicts == ["pass"] * 6
+    verdicts = [
+        castwise.parity(model, _loss, single, "bf16-mixed", seed=s).verdict for s in some(range(6), 2)
+    ]
+    assert set(verdicts) == {"pass"}
 
 
 def test_one_batch_repeated_is_judged_by_its_signal() -> None:

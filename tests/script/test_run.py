@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.fresh import SOURCE, run_python
 from tests.processes import Forked, command
-from tests.soak import every, pairs, some
+from tests.soak import each_value, every, pairs, some
 
 from castwise.cli import main
 
@@ -160,6 +160,7 @@ print(m.weight.dtype, m.weight.double().sum().item())
     assert found.startswith("torch.float32 ")
 
 
+@each_value()
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("way", ["m(x.bfloat16())", "m(x.to(m.weight.dtype))", "c(input=x.bfloat16())"])
 def test_inputs_that_a_script_casts_for_its_model_are_taken_by_the_widened_one(
