@@ -23,7 +23,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The record that reports are made from: plain data, with numbers that are not finite as None."""
-        record: dict[str, Any] = _plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
+        record: dict[str, Any] = plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
         return record
 
     def _fields(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class Result:
 
     def to_json(self) -> str:
         """The record as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        return _text(self.to_dict())
 
     def table(self) -> RenderableType:
         """What was found as text and tables for ``rich.print``."""
@@ -40,16 +40,24 @@ class Result:
 
         return table(self.to_dict())
 
-    def _save(self, page: Path, data: Path) -> tuple[Path, ...]:
-        """Write the record, and where the libraries are there the page with its pictures; folders are made."""
+    def _save(self, page: Path, data: Path, **about: Any) -> tuple[Path, ...]:
+        """Write the record, and where the libraries are there the page with its pictures; folders are made.
+
+        ``about`` is of the files alone, such as where they were made.
+        """
         from castwise.report.show import write
 
+        record = self.to_dict() | about
         page.parent.mkdir(parents=True, exist_ok=True)
-        data.write_text(self.to_json() + "\n", encoding="utf-8")
+        data.write_text(_text(record) + "\n", encoding="utf-8")
         with left_out(f"{page.name} with its pictures"):
-            path, *pictures = write(self.to_dict(), page)
+            path, *pictures = write(record, page)
             return (path, data, *pictures)
         return (data,)
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=1, allow_nan=False)
 
 
 def finite(value: float) -> float | None:
@@ -57,12 +65,12 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
     if isinstance(value, float):
         return finite(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -29,10 +29,12 @@ from castwise.checkpoint.folder import (
     read_values,
     wrong_files,
 )
+from castwise.checkpoint.saving import finish
 from castwise.checkpoint.storage import need
 from castwise.checkpoint.tree import check, decode, encode
 from castwise.errors import CheckpointError
 from castwise.ranks import ALONE, Ranks
+from castwise.ranks.pieces import is_dtensor
 
 BASE = "base"
 """Folder in a record of the checkpoint that it counts on."""
@@ -123,39 +125,62 @@ def write(
     weights: Mapping[str, Any],
     about: Mapping[str, Any],
     base: Base | None = None,
+    group: Any = ALONE,
 ) -> Path:
-    """Write a record as ``folder/step-00000123``; one that is there of that step is replaced.
+    """Write a record as ``folder/step-00000123``; one that is there of that step is replaced. A collective of the group.
 
     Args:
-        folder: Made where there is none.
+        folder: Made where there is none; the same on all ranks.
         step: Number of the record.
-        content: Nested values that :func:`castwise.checkpoint.tree.encode` takes.
-        weights: By name, as a checkpoint has them.
+        content: Nested values that :func:`castwise.checkpoint.tree.encode` takes, of this rank.
+        weights: By name, as a checkpoint has them; of a DTensor this rank's piece is written. What all ranks hold whole is
+            taken from the lowest that gives any.
         about: For the manifest: ``castwise``, ``torch``, ``plan``, ``digest``.
-        base: A checkpoint that the weights may be told by.
+        base: A checkpoint that the weights may be told by, unless they are DTensors.
+        group: The ranks whose record it is, as for :class:`~castwise.ranks.Ranks`.
 
     Raises:
         CheckpointError: A value that cannot be written, or a disk that takes no more; nothing is left of it then.
     """
     draft = Draft(folder.absolute(), step)
-    ranks = Ranks(ALONE, CheckpointError)
+    ranks = Ranks(group, CheckpointError)
+    cut = any(isinstance(value, Tensor) and is_dtensor(value) for value in weights.values())
+    givers = [at for at, gives in enumerate(ranks.gather(bool(weights))) if gives]
+    if not cut and givers and ranks.rank != givers[0]:
+        weights, base = {}, None
     tensors: dict[str, Tensor] = {}
-    kept = weights if base is None else {name: _told(name, value, base) for name, value in weights.items()}
-    tree = encode({"content": dict(content), "weights": dict(kept)}, "record", tensors)
+
+    def trees() -> tuple[Any, Any]:
+        kept = (
+            weights if base is None else {name: _told(name, value, base) for name, value in weights.items()}
+        )
+        return encode(dict(content), f"rank.{ranks.rank}", tensors), encode(dict(kept), "weights", tensors)
+
+    parts = ranks.to_first(ranks.each(trees))
     index = storage.lay_out(tensors, ranks)
-    stage = storage.Stage(tensors, index, 0, copied=False)
-    draft.begin({"record": tree, "tensors": {name: entry.to_json() for name, entry in index.items()}})
+    stage = ranks.each(lambda: storage.Stage(tensors, index, ranks.rank, copied=False))
+    first = parts[0 if cut or not givers else givers[0]] if parts else ([], [])
+    values = {
+        "ranks": [own for own, _ in parts],
+        "weights": first[1],
+        "tensors": {name: entry.to_json() for name, entry in index.items()},
+    }
+    ranks.first(lambda: draft.begin(values))
+
+    def link() -> None:
+        try:
+            if base is not None:
+                base.link(draft.partial / BASE)
+        except OSError as error:
+            raise draft.not_written(f"{type(error).__name__}: {error}") from error
+
     try:
-        if base is not None:
-            base.link(draft.partial / BASE)
-        files = stage.write(draft.partial)
-        draft.publish({**about, "world_size": 1}, files)
-        draft.confirm()
-    except BaseException as error:
-        draft.abandon()
-        if not isinstance(error, OSError):
-            raise
-        raise draft.not_written(f"{type(error).__name__}: {error}") from error
+        ranks.each(link)
+        finish(draft, stage, {**about, "world_size": ranks.size}, None, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            draft.abandon()
+        raise
     return draft.path
 
 
@@ -170,8 +195,8 @@ def _told(name: str, value: Any, base: Base) -> Any:
     return ("difference", name, packed) if packed.nbytes < 0.9 * was.nbytes else value
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A record, whoever wrote it: manifest, content and weights. All of it is checked, and nothing is executed.
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """A record, whoever wrote it: manifest, content by rank, and weights. All of it is checked, and nothing is executed.
 
     Raises:
         CheckpointError: It is damaged, unfinished, or no record.
@@ -182,24 +207,27 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         raise CheckpointError(f"replay({str(path)!r}): {reason}. Allowed: a record that a Recorder wrote.")
     try:
         found = read_values(path, manifest)
-        need(isinstance(found, dict) and found.keys() == {"record", "tensors"}, "not of a record's parts")
+        need(
+            isinstance(found, dict) and found.keys() == {"ranks", "weights", "tensors"},
+            "not of a record's parts",
+        )
         sizes = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
         index = storage.read_index(found["tensors"], sizes)
-        check(found["record"], index)
+        check([found["ranks"], found["weights"]], index)
         tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in index.items()}
         storage.read(path, index, tensors)
-        record = decode(found["record"], tensors.__getitem__)
+        contents, weights = (decode(found[part], tensors.__getitem__) for part in ("ranks", "weights"))
         need(
-            isinstance(record, dict)
-            and record.keys() == {"content", "weights"}
-            and all(isinstance(part, dict) for part in record.values()),
+            isinstance(contents, list)
+            and len(contents) == manifest["world_size"]
+            and all(isinstance(part, dict) for part in (*contents, weights)),
             "not of content and weights",
         )
-        base = _base_of(path) if any(map(_is_told, record["weights"].values())) else None
-        weights = {name: _whole(value, base) for name, value in record["weights"].items()}
+        base = _base_of(path) if any(map(_is_told, weights.values())) else None
+        weights = {name: _whole(value, base) for name, value in weights.items()}
     except (ValueError, OSError) as error:  # CheckpointError among them
         raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
-    return dict(manifest), record["content"], weights
+    return dict(manifest), contents, weights
 
 
 def _is_told(value: Any) -> bool:
