@@ -19,7 +19,7 @@ from castwise.checkpoint.folder import candidates
 from castwise.errors import CheckpointError, PlanError, sentence
 from castwise.monitor.moments import generators, set_generators
 from castwise.ranks.pieces import is_dtensor
-from castwise.session import Amp, inside
+from castwise.session.amp import Amp, inside
 
 KEPT = 2
 """How many there are: the last may hold what diverges later."""

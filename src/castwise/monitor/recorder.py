@@ -33,7 +33,7 @@ from castwise.ranks import ALONE, Ranks
 from castwise.ranks.group import named
 from castwise.ranks.pieces import is_dtensor
 from castwise.scaler import StepResult
-from castwise.session import Amp, inside
+from castwise.session.amp import Amp, inside
 
 KINDS = ("loss", "error", "alarm", "overflow")
 """Of records, the most telling first."""

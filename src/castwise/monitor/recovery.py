@@ -33,7 +33,7 @@ from castwise.monitor.rewind import Rewind
 from castwise.monitor.symptoms import Symptoms, summed
 from castwise.plans.plan import Plan
 from castwise.result import Result
-from castwise.session import Amp, inside
+from castwise.session.amp import Amp, inside
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Recovery(Result):
                 self._end_of_step()
             data.pass_over()
             if self._symptoms.between_steps and (not self._states.all or self._is_due()):
-                self._save()
+                self._save_state()
             if self._suspect is not None and self._suspect.step <= data.step:
                 self._decide(self._suspect)
                 data.pass_over()
@@ -190,7 +190,7 @@ class Recovery(Result):
             and step - max(self._states.all[-1].step, self._tried) >= self._every
         )
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         sound = all(bool(torch.isfinite(local_of(p)).all()) for p in self._inner.parameters())
         if any(summed(self._amp, self._ranks, float(not sound))):
             if not self._states.all:
