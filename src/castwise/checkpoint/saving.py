@@ -127,7 +127,7 @@ def save(
         "world_size": ranks.size,
     }
     if asynchronous:
-        future = _background().submit(_finish, draft, stage, about, keep, ranks.duplicate())
+        future = _background().submit(_finish, draft, stage, about, keep, ranks.duplicate("saving"))
     else:
         _finish(draft, stage, about, keep, ranks)
         future = Future()
