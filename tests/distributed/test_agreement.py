@@ -166,7 +166,9 @@ def all_or_none(rank: int, size: int) -> None:
     if rank > 1:
         mine, other = other, mine
     assert (
-        Ranks(mine).gather(rank) == Ranks(mine).duplicate().gather(rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        Ranks(mine).gather(rank)
+        == Ranks(mine).duplicate("test").gather(rank)
+        == [rank // 2 * 2, rank // 2 * 2 + 1]
     )
     assert Ranks(mine).first(lambda: rank) == rank // 2 * 2
     for error, kind in ((None, StateError), (CheckpointError, CheckpointError)):

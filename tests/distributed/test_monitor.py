@@ -121,21 +121,42 @@ def test_what_one_rank_sees_all_ranks_hear(two: World) -> None:
     assert audits[1][3] == 4
 
 
-def sharded(rank: int, size: int) -> str:
-    run = model.make("fsdp", "bf16-mixed", Options())
-    monitor = Monitor(run.amp, loss=loss, batches=batches())
-    try:
-        monitor.audit()
-    except castwise.errors.PlanError as error:
-        return str(error)
-    finally:
-        run.amp.close()
-    return ""
+def audits(rank: int, size: int, layout: str, plan: str, spoilt: bool) -> list[castwise.monitor.Audit]:
+    """Of three audits, before a step and between steps: by the whole test, by a few microbatches, and after an evaluation."""
+    run = model.make(layout, plan, Options(fused=True))
+
+    def job(net: nn.Module, batch: Any) -> torch.Tensor:
+        value = LOSS(net(batch[0]), batch[1])
+        return value + (value.bfloat16() + 3000).float() * 0.5 if spoilt and rank == 1 else value
+
+    mine = [tuple(map(run.mine, model.batch(step))) for step in range(5)] if size > 1 else None
+    monitor = Monitor(run.amp, loss=job, batches=mine, audit_every=1000)
+    found = [monitor.audit()]
+    train(run, 2)
+    found.append(monitor.audit())
+    with torch.no_grad():
+        run.call(run.mine(model.batch(0)[0]))
+    found.append(monitor.audit())
+    monitor.close()
+    run.amp.close()
+    return found
 
 
-def test_an_audit_of_a_sharded_model_is_refused(two: World) -> None:
-    for said in two.run(sharded):
-        assert "the model is sharded into DTensors" in said
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
+def test_an_audit_of_a_sharded_model_is_that_of_the_whole_one(two: World, plan: str) -> None:
+    for spoilt in (False, True) if plan == "bf16-mixed" else (False,):
+        sharded, whole = (two.run(audits, layout, plan, spoilt) for layout in ("fsdp", "ddp"))
+        assert [a.verdict for a in sharded[0]] == [a.verdict for a in sharded[1]]
+        assert "fail" in [a.verdict for a in sharded[0]] or not spoilt
+        for ours, theirs in zip(sharded[0], whole[0], strict=True):
+            assert (ours.verdict, ours.rank, ours.microbatches) == (
+                theirs.verdict,
+                theirs.rank,
+                theirs.microbatches,
+            )
+            assert ours.damage == pytest.approx(theirs.damage, rel=1e-3)
+            assert ours.adam == pytest.approx(theirs.adam, rel=1e-2)
+            assert [path for path, _ in ours.worst] == [path for path, _ in theirs.worst]
 
 
 def fails_on_one(rank: int, size: int) -> str:

@@ -41,13 +41,14 @@ def shifted(model: nn.Module, batch: Any) -> Tensor:
 class Job:
     """A model on a layout, whose weights are equal on all ranks and whose dropout is not."""
 
-    def __init__(self, rank: int, layout: str, plan: Any, **how: Any) -> None:
+    def __init__(self, rank: int, layout: str, plan: Any, adam: bool = True) -> None:
         seed_all(0)
         self.model = Net()
-        self.amp = castwise.Amp(plan, device="cpu", **how)
+        self.amp = castwise.Amp(plan, device="cpu")
         if layout == "fsdp":
             self.amp.fully_shard(self.model, blocks=[self.model.first, self.model.last])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
+        self.optimizer = kind(self.model.parameters(), lr=1e-2)
         self.amp.prepare(self.model, self.optimizer)
         self.call: nn.Module = self.model if layout == "fsdp" else DistributedDataParallel(self.model)
         seed_all(rank + 1)
@@ -87,7 +88,7 @@ def same(one: dict[str, Tensor], other: Any) -> bool:
 
 def records(rank: int, size: int, layout: str, plan: str, folder: str) -> Any:
     """The third step is asked for; in the fourth rank 1 has an infinite target."""
-    job = Job(rank, layout, plan)
+    job = Job(rank, layout, plan, adam=False)
     then, losses = [], []
     batches = data(4, spikes=(3,) if rank == 1 else (), value=float("inf"), seed=rank)
     with castwise.Recorder(job.amp, job.call, folder) as recorder:

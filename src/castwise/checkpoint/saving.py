@@ -127,7 +127,7 @@ def save(
         "world_size": ranks.size,
     }
     if asynchronous:
-        future = _background().submit(finish, draft, stage, about, keep, ranks.duplicate())
+        future = _background().submit(finish, draft, stage, about, keep, ranks.duplicate("saving"))
     else:
         finish(draft, stage, about, keep, ranks)
         future = Future()

@@ -92,10 +92,11 @@ class Forecast(Result):
         regions: In the model's order, those that compute something.
         scales: Loss scales under which fp16 holds all gradients; None without fp16 or gradients.
         loss_scale: With which gradients were cast to fp16; 1 without.
-        microbatches: That were run.
-        passes: Forward/backwards it took.
+        microbatches: That were run, on all ranks together.
+        passes: Forward/backwards it took, on all ranks together.
         notes: What else to know, a sentence each.
-        environment: Where it was made.
+        environment: Where it was made, by the first rank.
+        ranks: Processes whose batches it is made of.
     """
 
     kind: ClassVar[str] = "forecast"
@@ -111,6 +112,7 @@ class Forecast(Result):
     passes: int
     notes: tuple[str, ...]
     environment: Environment
+    ranks: int = 1
 
     def region(self, path: str) -> RegionForecast:
         """The region of a module path.

@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from castwise import _torch
 from castwise.arrival import widen_
 from castwise.casting.trees import to_device
-from castwise.errors import CastwiseError, StateError, sentence
+from castwise.errors import CastwiseError, sentence
 from castwise.inspection.nonfinite import first_nonfinite
 from castwise.monitor.moments import Moment, set_generators
 from castwise.monitor.passes import Loss, Ran, run_step, total
 from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE
+from castwise.parallel.whole import is_cut, whole
 from castwise.plans.plan import Plan, Region
 from castwise.ranks import ALONE, Ranks
-from castwise.ranks.pieces import is_dtensor
 from castwise.session import Amp
 from castwise.workload import non_finite_parts
 
@@ -72,29 +71,9 @@ def diagnose(
             for found in holders
         ]
     with unspoilt(model, "Recovery"), undisturbed():
-        whole = {name: _whole(value) for name, value in amp.model_state_dict(model).items()}
-        twin = copied(model, "Recovery") if any(map(is_dtensor, model.parameters())) else model
-        return ranks.every(lambda: _Trials(amp, twin, whole, loss, moments, limit).verdict())
-
-
-def check_whole(call: str, model: nn.Module) -> None:
-    """See that a whole copy of a model can be had to try things on.
-
-    Raises:
-        StateError: It is cut otherwise than by FSDP2.
-    """
-    sharded = {id(parameter) for _, _, parameter, _ in _torch.fsdp_groups(model)}
-    cut = [name for name, p in model.named_parameters() if is_dtensor(p) and id(p) not in sharded]
-    if cut:
-        raise StateError(
-            f"{call}: {cut[0]} of this {type(model).__name__} is cut, and not by FSDP2 alone, so that no whole copy can be tried. "
-            "Save checkpoints, and resume from the newest under another plan."
-        )
-
-
-def _whole(value: Any) -> Any:
-    """A weight as one process holds it; a collective where it is cut."""
-    return value.detach().full_tensor() if is_dtensor(value) else value
+        weights = {name: whole(value) if isinstance(value, Tensor) else value for name, value in amp.model_state_dict(model).items()}
+        twin = copied(model, "Recovery") if is_cut(model) else model
+        return ranks.every(lambda: _Trials(amp, twin, weights, loss, moments, limit).verdict())
 
 
 def _parts(moment: Moment, number: int, of: int) -> list[str]:

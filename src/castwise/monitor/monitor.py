@@ -358,7 +358,7 @@ class Monitor:
         mine = self._try("figures", read, found) or {}
         self._add_lost(mine)
         ranks = self._ranks
-        numbers = join(ranks.duplicate().gather(mine)) if ranks.size > 1 else mine
+        numbers = join(ranks.duplicate("looking").gather(mine)) if ranks.size > 1 else mine
         if self._outputs.failed:
             self._note_unseen(self._outputs.failed)
         if turn.steps > 1 and self._blind < 2:

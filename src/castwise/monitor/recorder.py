@@ -90,8 +90,7 @@ class Recorder:
 
     Raises:
         PlanError: ``most`` below 1.
-        StateError: A model that this session has not prepared, or one that no process could hold as it is: a stage of a
-            pipeline, or weights that were cut by hand.
+        StateError: A model that this session has not prepared, a stage of a pipeline, or one with weights that were cut by hand.
     """
 
     records: tuple[Path, ...]
@@ -110,12 +109,6 @@ class Recorder:
     ) -> None:
         check_count("Recorder", "most", most, 1)
         self._model = check_prepared("Recorder", amp, model)
-        pieces = inside(amp).agreement.pieces
-        if any(map(pieces.is_part, self._model.parameters())):
-            raise StateError(
-                f"Recorder: of this {type(self._model).__name__} each rank holds a part, a stage of a pipeline or weights cut by hand, "
-                "which no replay could put together; replay from a checkpoint of all ranks"
-            )
         self._amp, self._workload, self._most, self._copies = amp, workload, most, copies
         self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
@@ -343,7 +336,7 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
 
     Raises:
         PlanError: No session, or no module.
-        StateError: Another session has, or none.
+        StateError: Another session has, or none; or each rank holds a part of the model that says not of what.
     """
     if not isinstance(amp, Amp) or not isinstance(model, nn.Module):
         raise PlanError(
@@ -354,5 +347,10 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
     if Amp.of(inner) is not amp:
         raise StateError(
             f"{call}: this {type(inner).__name__} was not prepared by this Amp; call amp.prepare(model, optimizer) first"
+        )
+    if any(map(inside(amp).agreement.pieces.is_part, inner.parameters())):
+        raise StateError(
+            f"{call}: of this {type(inner).__name__} each rank holds a part, a stage of a pipeline or weights cut by hand, of which no "
+            "process can make the whole; save checkpoints, and go back to those"
         )
     return inner

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from castwise.checkpoint.saving import as_list
 from castwise.checkpoint.storage import local_of
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
-from castwise.monitor.diagnosis import Verdict, check_whole, diagnose
+from castwise.monitor.diagnosis import Verdict, diagnose
 from castwise.monitor.good_states import Good, GoodStates
 from castwise.monitor.moments import Moment, set_generators
 from castwise.monitor.passes import Loss
@@ -80,7 +80,7 @@ class Recovery(Result):
 
     Raises:
         PlanError: A number below 1, no session, no function, or ``also`` without ``state_dict``.
-        StateError: A model that this session has not prepared, or one that is cut otherwise than by FSDP2.
+        StateError: A model that this session has not prepared, a stage of a pipeline, or one with weights that were cut by hand.
     """
 
     kind: ClassVar[str] = "recovery"
@@ -108,7 +108,6 @@ class Recovery(Result):
         self._inner = check_prepared("Recovery", amp, model)
         if not callable(loss):
             raise PlanError(f"Recovery(loss={loss!r}): needs a function, loss(model, batch)")
-        check_whole("Recovery", self._inner)
         self._states = GoodStates(
             amp, model, self._inner, as_list(optimizers), dict(also or {}), Path(folder)
         )
