@@ -71,7 +71,10 @@ def diagnose(
             for found in holders
         ]
     with unspoilt(model, "Recovery"), undisturbed():
-        weights = {name: whole(value) if isinstance(value, Tensor) else value for name, value in amp.model_state_dict(model).items()}
+        weights = {
+            name: whole(value) if isinstance(value, Tensor) else value
+            for name, value in amp.model_state_dict(model).items()
+        }
         twin = copied(model, "Recovery") if is_cut(model) else model
         return ranks.every(lambda: _Trials(amp, twin, weights, loss, moments, limit).verdict())
 

@@ -23,6 +23,7 @@ from castwise.monitor.moments import set_generators
 from castwise.monitor.passes import Loss, Ran, run_step, threads, total
 from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.parallel.wrappers import unwrap
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
 from castwise.process import find_device
 from castwise.ranks import ALONE
@@ -305,17 +306,20 @@ def replay(
     inner = unwrap(model)
     runs: list[Ran] = []
     gradients: dict[str, Tensor] = {}
+    formats: dict[str, torch.dtype] = {}
     first, notes = None, _notes(records)
     with unspoilt(inner, "replay"), undisturbed():
         for one in records:
             with threads(one.content["threads"]):
                 ran = _run(one, copied(inner, "replay"), loss, chosen, where)
                 _add(gradients, ran.gradients, len(records))
+                formats |= {name: gradient.dtype for name, gradient in ran.gradients.items()}
                 runs.append(replace(ran, gradients={}))
                 if find and first is None and not ran.finite:
                     first = _first(one, copied(inner, "replay"), loss, chosen, where)
                     if first is not None and record.world_size > 1:
                         notes.append(f"the first operator that is not finite is that of rank {one.rank}")
+        gradients = {name: gradient.to(formats[name]) for name, gradient in gradients.items()}
         nonfinite = [name for name, grad in gradients.items() if not bool(torch.isfinite(values(grad)).all())]
     recorded = [[item["value"] for item in one.losses] for one in records]
     was_nonfinite = list(dict.fromkeys(name for one in records for name in one.nonfinite))
@@ -335,9 +339,10 @@ def replay(
 
 
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], ranks: int) -> None:
-    """Add one rank's share to the mean gradients, as DistributedDataParallel and FSDP2 take it."""
+    """Add one rank's share to the mean gradients, low ones in fp32, as FSDP2 takes it."""
     for name, gradient in gradients.items():
-        share = gradient / ranks if ranks > 1 else gradient
+        wide = gradient.float() if gradient.dtype in LOW_DTYPES else gradient
+        share = wide / ranks if ranks > 1 else gradient
         total[name] = total[name] + share if name in total else share
 
 
