@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +161,39 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
         castwise.replay(tmp_path, Net(), loss, rank=2)
 
 
+def told_by_a_checkpoint(rank: int, size: int, layout: str, folder: str) -> Any:
+    patch = pytest.MonkeyPatch()
+    patch.setattr("castwise.monitor.recorder.LARGE", 0)
+    job = Job(rank, layout, "bf16-master")
+    job.model.last.weight.requires_grad_(False)  # which no step moves
+    then: list[Any] = []
+    with castwise.Recorder(job.amp, job.call, f"{folder}/steps", checkpoints=f"{folder}/saves") as recorder:
+        for number, batch in enumerate(recorder.batches(data(3, seed=rank))):
+            if number == 1:
+                checkpoint.save(f"{folder}/saves", 1, model=job.model, optimizers=job.optimizer, amp=job.amp)
+                recorder.write()
+            job.step(batch, after=lambda: then.append(job.gradients()))
+    job.amp.close()
+    patch.undo()
+    return then[2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_by_a_checkpoint_of_all_ranks_outlive_it(two: World, layout: str, tmp_path: Path) -> None:
+    then, _ = two.run(told_by_a_checkpoint, layout, str(tmp_path))
+    shutil.rmtree(tmp_path / "saves")
+    again = castwise.replay(tmp_path / "steps", Net(), loss, find=False)
+    assert again.exact
+    assert again.step == 3
+    values = json.loads((again.path / "values.json").read_text())
+    by_name = dict(values["weights"]["dict"])
+    assert by_name["last.weight"] == {"tuple": ["base", "last.weight"]}
+    assert not [name for name in values["tensors"] if "last.weight" in name]
+    if layout == "fsdp":
+        assert same(then, again.gradients)
+        assert [name for name in values["tensors"] if name.startswith("rank.1.pieces.first.weight")]
+
+
 def one_sees_it(rank: int, size: int, layout: str, folder: str) -> Any:
     """In the second step rank 1's loss is infinite and all gradients are finite: the step is made."""
     job = Job(rank, layout, "bf16-mixed")
@@ -235,16 +270,44 @@ def test_what_no_process_could_hold_is_refused(two: World, tmp_path: Path) -> No
 # --- recoveries -----------------------------------------------------------------------------------------------
 
 
+class Average:
+    """A running mean of the weights, as an object that goes back too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = [p.detach().clone() for p in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for value, p in zip(self.values, model.parameters(), strict=True):
+            value.lerp_(p.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for value, saved in zip(self.values, state["values"], strict=True):
+            value.copy_(saved)
+
+
 def recovers(rank: int, size: int, layout: str, kind: str, folder: str, steps: int = 40) -> Any:
     """A run that is hit at step 25, or from there on; by what one rank sees where that can be."""
     job = Job(rank, layout, "fp16-mixed" if kind == "region" else "bf16-mixed")
-    recovery = Recovery(job.amp, job.call, job.optimizer, loss, folder, every=10)
-    spikes = (25,) if rank == 1 and kind in ("spike", "nan") else ()
-    value = float("nan") if kind == "nan" else 1e6
+    average = Average(job.model)
+    recovery = Recovery(
+        job.amp, job.call, job.optimizer, loss, folder, every=10, also={"average": average},
+        keep_bytes=4 * 32 * 12 * 4 if rank == 1 and kind == "one lets go" else 1 << 30,
+    )  # fmt: skip
+    spikes = (25,) if rank == 1 and kind in ("spike", "nan", "one lets go") else ()
+    value = 1e6 if kind == "spike" else float("nan")
     losses: dict[int, float] = {}
-    hits = 0
+    visits: Counter[int] = Counter()
+    hits, last = 0, None
     for batch in recovery.batches(data(steps, spikes=spikes, value=value, seed=rank)):
         losses[recovery.step] = job.step(batch)
+        average.update(job.model)
+        visits[recovery.step] += 1
+        if kind == "one lets go" and rank == 1 and recovery.step == 24 and last is not None:
+            last[0].add_(1.0)  # the batch of step 23
+        last = batch
         if kind == "region":
             job.model.loud.gain.fill_(1.0 if recovery.step < 25 else 1e6)
         if recovery.step == 25 and not hits and kind.startswith("weight"):
@@ -257,10 +320,10 @@ def recovers(rank: int, size: int, layout: str, kind: str, folder: str, steps: i
                     elif rank == 1:  # what rank 0 does not hold, or knows nothing of
                         local.fill_(math.nan)
     record = recovery.to_dict()
-    state = job.state()
+    state = job.state() | {f"average {at}": whole(value) for at, value in enumerate(average.values)}
     recovery.close()
     job.amp.close()
-    return record["returns"], losses, state
+    return record["returns"], losses, state, visits
 
 
 @pytest.mark.filterwarnings("ignore:Recovery. step:UserWarning")
@@ -273,7 +336,9 @@ def test_both_ranks_go_back_and_end_alike_on_both_layouts(
 ) -> None:
     ends = {}
     for layout in LAYOUTS:
-        (first, mine, state), (second, theirs, also) = two.run(recovers, layout, kind, str(tmp_path / layout))
+        (first, mine, state, _), (second, theirs, also, _) = two.run(
+            recovers, layout, kind, str(tmp_path / layout)
+        )
         assert first == second
         assert [(one["step"], one["cause"]) for one in first] == [(step, cause)]
         weights = [name for name in state if "(buffer)" not in name and "running" not in name]
@@ -293,11 +358,20 @@ def test_both_ranks_go_back_and_end_alike_on_both_layouts(
 def test_damage_on_one_rank_alone_is_put_right_bit_for_bit(two: World, layout: str, tmp_path: Path) -> None:
     calm = two.run(recovers, layout, "none", str(tmp_path / "calm"))
     hit = two.run(recovers, layout, "weight of one", str(tmp_path / "hit"))
-    for (none, losses, state), (returns, ours, now) in zip(calm, hit, strict=True):
+    for (none, losses, state, _), (returns, ours, now, _) in zip(calm, hit, strict=True):
         assert none == []
         assert [(one["step"], one["cause"]) for one in returns] == [(26, "transient")]
         assert losses == ours
         assert same(state, now)  # each rank's own buffers too
+
+
+@pytest.mark.filterwarnings("ignore:Recovery. step:UserWarning")
+def test_what_one_rank_no_longer_has_no_rank_goes_back_to(two: World, tmp_path: Path) -> None:
+    (first, *_, mine), (second, *_, theirs) = two.run(recovers, "fsdp", "one lets go", str(tmp_path))
+    assert first == second
+    assert (first[0]["step"], first[0]["to_step"], first[0]["cause"]) == (25, 20, "batch")
+    for visits in (mine, theirs):  # rank 1 had let go of 21 and before, and its batch of 23 was written to
+        assert [visits[step] for step in (20, 21, 22, 23, 24, 25, 26)] == [1, 1, 2, 1, 2, 1, 1]
 
 
 def held(job: Job) -> list[Tensor]:

@@ -302,16 +302,22 @@ class Recorder:
         if ranks.size < self._ranks.size and self._ranks.rank:
             folder = folder / f"rank-{self._ranks.rank}"
         return step_files.write(
-            folder, self._number, content, weights, made_by, self._base(weights), ranks.group
+            folder, self._number, content, weights, made_by, self._base(ranks), ranks.group
         )
 
-    def _base(self, weights: dict[str, Any]) -> step_files.Base | None:
-        size = sum(value.nbytes for value in weights.values() if isinstance(value, Tensor))
-        if self._checkpoints is None or self._is_cut or size < LARGE:
+    def _base(self, ranks: Ranks) -> step_files.Base | None:
+        """The checkpoint that weights are told by, the same on all ranks."""
+        size = sum(parameter.nbytes for parameter in self._model.parameters())
+        if self._checkpoints is None or size < LARGE:
             return None
-        base = step_files.Base.newest(self._checkpoints)
-        same = base is not None and base.path.stat().st_dev == _nearest(self._folder).stat().st_dev
-        return base if same else None
+        folder, home = self._checkpoints, _nearest(self._folder)
+
+        def newest() -> Path | None:
+            base = step_files.Base.newest(folder)
+            return base.path if base is not None and base.path.stat().st_dev == home.stat().st_dev else None
+
+        path = Ranks(ranks.group, CheckpointError).first(newest)
+        return None if path is None else step_files.Base.at(path)
 
 
 def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:

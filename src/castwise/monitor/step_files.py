@@ -3,7 +3,7 @@
 A record is written as a checkpoint is (:mod:`castwise.checkpoint.folder`): into a hidden folder that gets its name at the
 end, tensors as plain bytes, all else as JSON, each file with its crc32, nothing a pickle. Where the weights are large and a
 checkpoint of them exists, the record holds hard links to the checkpoint's files, so that deleting the checkpoint takes
-nothing from it, and of the weights only what differs.
+nothing from it, and of the weights only what differs; of weights in shards each rank writes what differs in its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from castwise import _torch
 from castwise.checkpoint import storage, values
 from castwise.checkpoint.folder import (
     MANIFEST,
@@ -56,20 +57,35 @@ class Base:
             if isinstance(manifest, dict) and not wrong_files(
                 path, manifest["files"].items(), checksums=False
             ):
-                return cls.at(path, manifest)
+                return cls.at(path)
         return None
 
     @classmethod
-    def at(cls, path: Path, manifest: Mapping[str, Any]) -> Base:
-        """A checkpoint that was found to be one."""
+    def at(cls, path: Path) -> Base:
+        """A checkpoint that was found to be one.
+
+        Raises:
+            CheckpointError: It is none any more.
+        """
+        manifest = read_manifest(path)
+        if isinstance(manifest, str):
+            raise CheckpointError(f"the checkpoint {path} {manifest}")
         return cls(path, manifest, values.read(path, manifest))
 
-    def read(self, name: str, like: torch.Size | None = None) -> Tensor | None:
-        """A tensor of the model as it was saved; None where there is none of that name, or of that shape."""
+    def read(self, name: str, like: Tensor | None = None) -> Tensor | None:
+        """A tensor of the model as it was saved; None where there is none of that name, or none like a given one.
+
+        Like a DTensor it is cut as that one is, and of it this rank's piece is read.
+        """
         entry = self.saved.tensors.get(f"model.{name}")
-        if entry is None or (like is not None and tuple(like) != tuple(entry.shape)):
+        if entry is None:
             return None
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if like is not None and (tuple(like.shape) != tuple(entry.shape) or like.dtype is not entry.dtype):
+            return None
+        if like is not None and is_dtensor(like):
+            tensor = torch.empty_like(like.detach())
+        else:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
         storage.read(self.path, self.saved.tensors, {f"model.{name}": tensor})
         return tensor
 
@@ -136,7 +152,7 @@ def write(
         weights: By name, as a checkpoint has them; of a DTensor this rank's piece is written. What all ranks hold whole is
             taken from the lowest that gives any.
         about: For the manifest: ``castwise``, ``torch``, ``plan``, ``digest``.
-        base: A checkpoint that the weights may be told by, unless they are DTensors.
+        base: A checkpoint that the weights may be told by, the same on all ranks.
         group: The ranks whose record it is, as for :class:`~castwise.ranks.Ranks`.
 
     Raises:
@@ -144,32 +160,36 @@ def write(
     """
     draft = Draft(folder.absolute(), step)
     ranks = Ranks(group, CheckpointError)
-    cut = any(isinstance(value, Tensor) and is_dtensor(value) for value in weights.values())
-    givers = [at for at, gives in enumerate(ranks.gather(bool(weights))) if gives]
-    if not cut and givers and ranks.rank != givers[0]:
-        weights, base = {}, None
+    giver = next((at for at, gives in enumerate(ranks.gather(bool(weights))) if gives), 0)
+    if ranks.rank != giver:
+        weights = {
+            name: value for name, value in weights.items() if isinstance(value, Tensor) and is_dtensor(value)
+        }
     tensors: dict[str, Tensor] = {}
 
     def trees() -> tuple[Any, Any]:
-        kept = (
-            weights if base is None else {name: _told(name, value, base) for name, value in weights.items()}
-        )
-        return encode(dict(content), f"rank.{ranks.rank}", tensors), encode(dict(kept), "weights", tensors)
+        kept, pieces = dict(weights), {}
+        for name, value in weights.items():
+            was = base.read(name, value) if base is not None and isinstance(value, Tensor) else None
+            if was is not None and value.numel():
+                kept[name], piece = _told(name, value, was)
+                pieces |= {} if piece is None else {name: piece}
+        own = encode({"content": dict(content), "pieces": pieces}, f"rank.{ranks.rank}", tensors)
+        return own, encode(kept, "weights", tensors)
 
     parts = ranks.to_first(ranks.each(trees))
     index = storage.lay_out(tensors, ranks)
     stage = ranks.each(lambda: storage.Stage(tensors, index, ranks.rank, copied=False))
-    first = parts[0 if cut or not givers else givers[0]] if parts else ([], [])
     values = {
         "ranks": [own for own, _ in parts],
-        "weights": first[1],
+        "weights": parts[giver][1] if parts else {},
         "tensors": {name: entry.to_json() for name, entry in index.items()},
     }
     ranks.first(lambda: draft.begin(values))
 
     def link() -> None:
         try:
-            if base is not None:
+            if base is not None and ranks.rank == 0:
                 base.link(draft.partial / BASE)
         except OSError as error:
             raise draft.not_written(f"{type(error).__name__}: {error}") from error
@@ -184,15 +204,16 @@ def write(
     return draft.path
 
 
-def _told(name: str, value: Any, base: Base) -> Any:
-    """A weight by what a checkpoint has of it, where that takes less than the weight."""
-    was = base.read(name, value.shape) if isinstance(value, Tensor) and value.numel() else None
-    if was is None or was.dtype is not value.dtype:
-        return value
-    if np.array_equal(_bytes(value), _bytes(was)):
-        return ("base", name)
-    packed = difference(value, was)
-    return ("difference", name, packed) if packed.nbytes < 0.9 * was.nbytes else value
+def _told(name: str, value: Tensor, was: Tensor) -> tuple[Any, Any]:
+    """A weight by what a checkpoint has of it, where that takes less than the weight; and, of a DTensor, this rank's piece."""
+    here, there = storage.local_of(value), storage.local_of(was)
+    same = np.array_equal(_bytes(here), _bytes(there))
+    if is_dtensor(value):
+        return ("base", name), None if same else (*_torch.local_box(value), difference(here, there))
+    if same:
+        return ("base", name), None
+    packed = difference(here, there)
+    return ("difference", name, packed) if packed.nbytes < 0.9 * there.nbytes else value, None
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
@@ -220,14 +241,19 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
         need(
             isinstance(contents, list)
             and len(contents) == manifest["world_size"]
-            and all(isinstance(part, dict) for part in (*contents, weights)),
+            and isinstance(weights, dict)
+            and all(isinstance(own, dict) and own.keys() == {"content", "pieces"} for own in contents)
+            and all(isinstance(part, dict) for own in contents for part in own.values()),
             "not of content and weights",
         )
         base = _base_of(path) if any(map(_is_told, weights.values())) else None
         weights = {name: _whole(value, base) for name, value in weights.items()}
+        for own in contents:
+            for name, piece in own["pieces"].items():
+                _put(weights.get(name), piece)
     except (ValueError, OSError) as error:  # CheckpointError among them
         raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
-    return dict(manifest), contents, weights
+    return dict(manifest), [own["content"] for own in contents], weights
 
 
 def _is_told(value: Any) -> bool:
@@ -239,7 +265,7 @@ def _base_of(path: Path) -> Base:
     wrong = manifest if isinstance(manifest, str) else wrong_files(path / BASE, manifest["files"].items())
     if isinstance(manifest, str) or wrong:
         raise ValueError(f"the checkpoint that it counts on {wrong}")
-    return Base.at(path / BASE, manifest)
+    return Base.at(path / BASE)
 
 
 def _whole(value: Any, base: Base | None) -> Any:
@@ -257,3 +283,20 @@ def _whole(value: Any, base: Base | None) -> Any:
     if was is None:
         raise ValueError(f"the checkpoint that it counts on has no {value[1]!r}")
     return was if value[0] == "base" else restored(value[2], was)
+
+
+def _put(whole: Any, piece: Any) -> None:
+    """Make one rank's piece of a checkpoint's weight what it was."""
+    need(
+        isinstance(whole, Tensor)
+        and isinstance(piece, tuple)
+        and len(piece) == 3
+        and all(isinstance(part, tuple) and len(part) == whole.dim() for part in piece[:2])
+        and all(type(n) is int and n >= 0 for part in piece[:2] for n in part)
+        and all(o + n <= size for o, n, size in zip(*piece[:2], whole.shape, strict=True))
+        and isinstance(piece[2], Tensor),
+        "a piece of a weight is none",
+    )
+    offsets, sizes, packed = piece
+    box = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    box.copy_(restored(packed, box))
