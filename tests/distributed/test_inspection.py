@@ -83,8 +83,12 @@ def test_a_forecast_is_that_of_one_process_with_all_batches(two: World) -> None:
             for a, b in zip(ours.tensors, theirs.tensors, strict=True):
                 assert dataclasses.replace(a, casts=()) == dataclasses.replace(b, casts=())
                 for cast, expected in zip(a.casts, b.casts, strict=True):
-                    got = dataclasses.astuple(cast)
-                    assert got == pytest.approx(dataclasses.astuple(expected), rel=1e-12, nan_ok=True)
+                    got, wanted = dataclasses.asdict(cast), dataclasses.asdict(expected)
+                    assert (got.pop("format"), got.pop("scale")) == (
+                        wanted.pop("format"),
+                        wanted.pop("scale"),
+                    )
+                    assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
     alone = forecast(net(), square, [inputs(number) for number in range(2)], microbatches=2)
     assert alone.regions != whole.regions  # so that the test can fail
 
@@ -159,8 +163,7 @@ def tables(rank: int, size: int, kind: str) -> Any:
     def job(model: nn.Module, x: Tensor) -> Tensor:
         return square(model, x.sinh() if rank == 0 else x)
 
-    found = operator_table(wrapped(kind, net()), job, inputs(0), "bf16-mixed", repeats=1)
-    return found
+    return operator_table(wrapped(kind, net()), job, inputs(0), "bf16-mixed", repeats=1)
 
 
 def test_operators_are_those_of_the_slowest_rank(two: World) -> None:
@@ -216,7 +219,7 @@ def nonfinite(rank: int, size: int, kind: str, where: str) -> Any:
 def test_what_one_rank_alone_has_is_told_on_all(two: World) -> None:
     for kind in (*WRAPPERS, ""):
         assert two.run(nonfinite, kind, "log") == [((1,), "operator", "log", "log")] * 2
-        assert two.run(nonfinite, kind, "data") == [((1,), "data", "addmm", "layers.0")] * 2
+        assert two.run(nonfinite, kind, "data") == [((1,), "data", "", "")] * 2
 
 
 # --- alone, and failing -----------------------------------------------------------------------------------------
@@ -226,9 +229,10 @@ def alone(rank: int, size: int) -> Any:
     """A model without a wrapper is each rank's own, so that one may look at it by itself."""
     found = None
     if rank == 0:
-        model = wrapped("ddp", net()) if False else net()
-        found = forecast(model, square, [inputs(0)], microbatches=1).ranks
-        found = found, first_nonfinite(model, square, inputs(0) * math.inf).ranks
+        found = (
+            forecast(net(), square, [inputs(0)], microbatches=1).ranks,
+            first_nonfinite(net(), square, inputs(0) * math.inf).ranks,
+        )
     ddp = wrapped("ddp", net())
     if rank == 1:
         found = forecast(ddp.get_submodule("module"), square, [inputs(0)], microbatches=1).ranks, ()

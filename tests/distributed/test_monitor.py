@@ -127,7 +127,9 @@ def audits(rank: int, size: int, layout: str, plan: str, spoilt: bool) -> list[c
 
     def job(net: nn.Module, batch: Any) -> torch.Tensor:
         value = LOSS(net(batch[0]), batch[1])
-        return value + (value.bfloat16() + 3000).float() * 0.5 if spoilt and rank == 1 else value
+        if spoilt and rank == 1:  # a large constant, whose rounding in bf16 swallows the rest
+            value = value + (LOSS(net(batch[0]), batch[1]).bfloat16() + 3000).float() * 0.5
+        return value
 
     mine = [tuple(map(run.mine, model.batch(step))) for step in range(5)] if size > 1 else None
     monitor = Monitor(run.amp, loss=job, batches=mine, audit_every=1000)
@@ -156,7 +158,7 @@ def test_an_audit_of_a_sharded_model_is_that_of_the_whole_one(two: World, plan: 
             )
             assert ours.damage == pytest.approx(theirs.damage, rel=1e-3)
             assert ours.adam == pytest.approx(theirs.adam, rel=1e-2)
-            assert [path for path, _ in ours.worst] == [path for path, _ in theirs.worst]
+            assert {path for path, _ in ours.regions} == {path for path, _ in theirs.regions}
 
 
 def fails_on_one(rank: int, size: int) -> str:

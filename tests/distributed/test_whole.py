@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import resource
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -163,7 +163,7 @@ def lacks_room(rank: int, size: int) -> list[str]:
     big = fully_shard(nn.Linear(1 << 12, 1 << 12), mesh=mesh_of(fsdp=size))
     before = resource.getrlimit(resource.RLIMIT_AS)
     if rank == 1:
-        pages = int(open("/proc/self/statm").read().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (16 << 20), before[1]))
     try:
         copied(big, "forecast")
