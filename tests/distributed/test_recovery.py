@@ -55,9 +55,10 @@ def shifted(model: nn.Module, batch: Any) -> Tensor:
 class Job:
     """A model on a layout, whose weights are equal on all ranks and whose dropout is not."""
 
-    def __init__(self, rank: int, layout: str, plan: Any, adam: bool = True) -> None:
+    def __init__(self, rank: int, layout: str, plan: Any, adam: bool = True, frozen: bool = False) -> None:
         seed_all(0)
         self.model = Net()
+        self.model.last.weight.requires_grad_(not frozen)
         self.amp = castwise.Amp(plan, device="cpu")
         if layout == "fsdp":
             self.amp.fully_shard(self.model, blocks=[self.model.first, self.model.last])
@@ -164,8 +165,7 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
 def told_by_a_checkpoint(rank: int, size: int, layout: str, folder: str) -> Any:
     patch = pytest.MonkeyPatch()
     patch.setattr("castwise.monitor.recorder.LARGE", 0)
-    job = Job(rank, layout, "bf16-master")
-    job.model.last.weight.requires_grad_(False)  # which no step moves
+    job = Job(rank, layout, "bf16-master", frozen=True)
     then: list[Any] = []
     with castwise.Recorder(job.amp, job.call, f"{folder}/steps", checkpoints=f"{folder}/saves") as recorder:
         for number, batch in enumerate(recorder.batches(data(3, seed=rank))):

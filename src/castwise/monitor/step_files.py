@@ -168,7 +168,8 @@ def write(
     tensors: dict[str, Tensor] = {}
 
     def trees() -> tuple[Any, Any]:
-        kept, pieces = dict(weights), {}
+        kept = dict(weights)
+        pieces: dict[str, Any] = {}
         for name, value in weights.items():
             was = base.read(name, value) if base is not None and isinstance(value, Tensor) else None
             if was is not None and value.numel():
