@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -1505,16 +1505,28 @@ def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch
                 del own[name][api]
             if not own.get(name, True):
                 del own[name]
+        for name, value in list(
+            own.items()
+        ):  # what register_fsdp_forward_method has put before the class's own
+            if isinstance(value, MethodType) and _defined_in(value.__func__).startswith(_FSDP):
+                del own[name]
     return out
 
 
 _SHARDING = ("fully_shard", "replicate")
 
 
+_FSDP = "torch.distributed.fsdp."
+
+
 def _is_of_parallelism(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith((
-        "torch.distributed.fsdp.", "torch.distributed.tensor.", "torch.distributed._composable.replicate",
-    ))  # fmt: skip
+    home = str(getattr(hook, "__module__", ""))
+    return home.startswith((_FSDP, "torch.distributed.tensor.", "torch.distributed._composable.replicate"))
+
+
+def _defined_in(function: Any) -> str:
+    """The module that a function was written in, whatever it wraps."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:

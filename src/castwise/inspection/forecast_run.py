@@ -18,10 +18,10 @@ from castwise.measure.environment import Environment
 from castwise.numerics.casts import Tally, Values, cast_of
 from castwise.numerics.gradient_range import NEGLIGIBLE, Magnitudes, ScaleRange, scale_range, sum_of
 from castwise.numerics.probes import REFERENCE, Prober
+from castwise.numerics.together import Looking
 from castwise.numerics.updates import stored_change
 from castwise.plans.formats import LOW, LOW_DTYPES, Format
 from castwise.plans.plan import Plan
-from castwise.ranks import Ranks
 from castwise.report import words
 
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "weight gradients", "updates")
@@ -130,7 +130,7 @@ class Run:
         ranks: The processes that make the forecast together. They learn of the first which tensors the plan casts.
     """
 
-    def __init__(self, prober: Prober, plan: Plan, formats: list[Format], ranks: Ranks) -> None:
+    def __init__(self, prober: Prober, plan: Plan, formats: list[Format], ranks: Looking) -> None:
         self.prober, self.plan, self.formats = prober, plan, formats
         self.seen = Seen()
         self.casts = PlanCasts()
@@ -289,7 +289,8 @@ class Run:
     def _notes(self, regions: Sequence[RegionForecast]) -> tuple[str, ...]:
         compiled = [path for path, module in self.prober.model.named_modules() if _torch.is_compiled(module)]
         notes = []
-        if compiled:
+        if self._ranks.compiled:
+            compiled = compiled or [""]
             notes.append(
                 f"Compiled code ran as it is written ({_some(compiled)}): what a compiler fuses keeps more in fp32."
             )

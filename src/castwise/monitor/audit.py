@@ -7,6 +7,7 @@ gradient parity test of :mod:`castwise.numerics.parity` is made on more of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -87,22 +88,21 @@ class Auditor:
             claims_aside(),
             together(model, _CALL) as ranks,
         ):  # whose ranks are alone where the model is whole
-
-            def begin() -> Prober:
-                if self._batches is None:
-                    self._batches = self._make(0)
-                return Prober(
-                    whole, self._loss, self._batches, device_of(whole), seed=self._made + 1, call=_CALL,
-                    dither=coarsest(plan.formats), arrived=low,
-                )  # fmt: skip
-
             whole, low = _widened(model, ranks.model, arrived)
-            prober = ranks.each(begin)
+            prober = ranks.each(functools.partial(self._prober, whole, low, plan))
             del whole
             ranks.model = prober.model
             steps = None if adam is None else _steps(prober, model, adam)
             found = ranks.each(lambda: self._judged(prober, running, adam is not None, steps))
         return dataclasses.replace(found, time_s=time.perf_counter() - begun)
+
+    def _prober(self, whole: nn.Module, low: dict[str, torch.dtype], plan: Plan) -> Prober:
+        if self._batches is None:
+            self._batches = self._make(0)
+        return Prober(
+            whole, self._loss, self._batches, device_of(whole), seed=self._made + 1, call=_CALL,
+            dither=coarsest(plan.formats), arrived=low,
+        )  # fmt: skip
 
     def _judged(self, prober: Prober, running: Plan, adam: bool, steps: list[Tensor] | None) -> Audit:
         self._made += 1

@@ -27,6 +27,7 @@ def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
         WorkloadError: The model cannot be copied, or has parameters that are lazy still; it names the caller.
     """
     _refuse_lazy(model, call)
+    _refuse_pieces(model, call)
     try:
         return whole_copy(model, call) if is_cut(model) else copy.deepcopy(model)
     except CastwiseError:
@@ -36,6 +37,15 @@ def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
             f"{call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach "
             "tensors that are no parameters or buffers, or give a Workload whose model() builds it"
         ) from error
+
+
+def _refuse_pieces(model: torch.nn.Module, call: str) -> None:
+    pieces = [name for name, parameter in model.named_parameters() if _torch.was_dtensor(parameter)]
+    if pieces:
+        raise WorkloadError(
+            f"{call}: {pieces[0]} is a piece of a DTensor that DistributedDataParallel(device_mesh=...) holds, which cannot be made "
+            "whole; give the model as it was before it was wrapped"
+        )
 
 
 def _refuse_lazy(model: torch.nn.Module, call: str) -> None:

@@ -146,7 +146,7 @@ class Ranks:
     @classmethod
     def among(cls, members: Sequence[int], use: str) -> Ranks:
         """Some of all ranks, by number, in a group as :meth:`duplicate` makes it."""
-        return cls(_gloo(use, members))
+        return cls(ALONE if len(members) == 1 else _gloo(use, members))
 
     def merge(self, value: _T, join: Callable[[list[_T]], _T]) -> _T:
         """What ``join`` makes on the first rank of what each of them gives, by rank; the same on all."""
