@@ -252,7 +252,13 @@ def test_an_error_of_one_rank_is_its_own(two: World, tmp_path: Path) -> None:
     assert "other ranks hold the rest of the weights" in said[0]
 
 
-def cut_by_hand(rank: int, size: int, folder: str) -> list[str]:
+def refused(rank: int, size: int, folder: str) -> None:
+    job = Job(rank, "fsdp", "bf16-master")
+    before = job.state()
+    with pytest.raises(StateError, match="whose groups are by the formats that parameters are stored in"):
+        job.amp.change("bf16-mixed")
+    assert same(before, job.state())
+    job.amp.close()
     net = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     amp = castwise.Amp("bf16-mixed", device="cpu")
@@ -260,11 +266,12 @@ def cut_by_hand(rank: int, size: int, folder: str) -> list[str]:
     amp.mark_sharded(net.weight, dim=0)
     with pytest.raises(StateError, match="cut by hand"):
         castwise.Recorder(amp, net, folder)
-    return []
+    with pytest.raises(StateError, match="cut by hand"):
+        Recovery(amp, net, optimizer, loss, folder)
 
 
 def test_what_no_process_could_hold_is_refused(two: World, tmp_path: Path) -> None:
-    two.run(cut_by_hand, str(tmp_path))
+    two.run(refused, str(tmp_path))
 
 
 # --- recoveries -----------------------------------------------------------------------------------------------
