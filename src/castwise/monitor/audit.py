@@ -84,14 +84,10 @@ class Auditor:
         begun = time.perf_counter()
         running = with_scale(dataclasses.replace(plan, compile="as_given"), scale)
         adam = optimizer if optimizer is not None and is_adam(optimizer) else None
-        with (
-            claims_aside(),
-            together(model, _CALL) as ranks,
-        ):  # whose ranks are alone where the model is whole
+        with claims_aside(), together(model, _CALL) as ranks:
             whole, low = _widened(model, ranks.model, arrived)
             prober = ranks.each(functools.partial(self._prober, whole, low, plan))
-            del whole
-            ranks.model = prober.model
+            ranks.model = whole = prober.model  # the other copy goes
             steps = None if adam is None else _steps(prober, model, adam)
             found = ranks.each(lambda: self._judged(prober, running, adam is not None, steps))
         return dataclasses.replace(found, time_s=time.perf_counter() - begun)
