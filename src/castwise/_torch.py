@@ -8,6 +8,7 @@ has self-checks for others.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import gc
@@ -22,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -1455,6 +1456,79 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
     ]
 
 
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard``, or the ``replicate`` made of it, was called on a module itself."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """The shard behind each form in which FSDP2 registers a parameter with its module, gathered or not."""
+    return {
+        form: param.sharded_param
+        for _, _, group in _fsdp_param_groups(model)
+        for param in group.fsdp_params
+        for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        if (form := getattr(param, name, None)) is not None
+    }
+
+
+def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch.Tensor]) -> torch.nn.Module:
+    """A deep copy of a model without what ``fully_shard`` and ``parallelize_module`` have put on it: states, hooks, classes.
+
+    The classes that ``fully_shard`` makes refuse to be copied, and their states hold process groups.
+
+    Args:
+        model: Is as it was afterwards.
+        wholes: What stands in the copy in the place of a parameter or a buffer.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    sharded = [(module, type(module)) for module in model.modules() if is_fsdp(module)]
+    memo: dict[int, Any] = {id(tensor): whole for tensor, whole in wholes.items()}
+    memo |= {id(module._get_fsdp_state()): object() for module, _ in sharded}  # type: ignore[operator]
+    try:
+        for module, kind in sharded:
+            module.__class__ = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
+        out = copy.deepcopy(model, memo)
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+    for module in out.modules():
+        own = vars(module)
+        tables = [own[name] for name in own if "_hooks" in name and isinstance(own[name], dict)]
+        hooks = [getattr(hook, "hook", hook) for table in tables for hook in table.values()]
+        remove_hooks(module, *(hook for hook in hooks if _is_of_parallelism(hook)))
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied"):
+            own.pop(name, None)
+        for name in (STATE_KEY, REGISTRY_KEY):
+            for api in [api for api in own.get(name, ()) if getattr(api, "__name__", api) in _SHARDING]:
+                del own[name][api]
+            if not own.get(name, True):
+                del own[name]
+        for name, value in list(
+            own.items()
+        ):  # what register_fsdp_forward_method has put before the class's own
+            if isinstance(value, MethodType) and _defined_in(value.__func__).startswith(_FSDP):
+                del own[name]
+    return out
+
+
+_SHARDING = ("fully_shard", "replicate")
+
+
+_FSDP = "torch.distributed.fsdp."
+
+
+def _is_of_parallelism(hook: Any) -> bool:
+    home = str(getattr(hook, "__module__", ""))
+    return home.startswith((_FSDP, "torch.distributed.tensor.", "torch.distributed._composable.replicate"))
+
+
+def _defined_in(function: Any) -> str:
+    """The module that a function was written in, whatever it wraps."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
 def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:
     """The dtype of each shard that FSDP2 counts on since the model ran for the first time; nothing before that."""
     params = (param for _, _, group in _fsdp_param_groups(model) for param in group.fsdp_params)
@@ -1463,7 +1537,7 @@ def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:
 
 def _fsdp_param_groups(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     for path, module in model.named_modules():
-        if not hasattr(module, "_get_fsdp_state"):
+        if not is_fsdp(module):
             continue
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)  # a list since torch 2.12

@@ -23,7 +23,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The record that reports are made from: plain data, with numbers that are not finite as None."""
-        record: dict[str, Any] = _plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
+        record: dict[str, Any] = plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
         return record
 
     def _fields(self) -> dict[str, Any]:
@@ -40,11 +40,14 @@ class Result:
 
         return table(self.to_dict())
 
-    def _save(self, page: Path, data: Path) -> tuple[Path, ...]:
-        """Write the record, and where the libraries are there the page with its pictures; folders are made."""
+    def _save(self, page: Path, data: Path, **about: Any) -> tuple[Path, ...]:
+        """Write the record, and where the libraries are there the page with its pictures; folders are made.
+
+        ``about`` is of the files alone, such as where they were made.
+        """
         from castwise.report.show import write
 
-        record = self.to_dict()  # once: it may say what time it is
+        record = self.to_dict() | about  # once: it may say what time it is
         page.parent.mkdir(parents=True, exist_ok=True)
         data.write_text(_text(record) + "\n", encoding="utf-8")
         with left_out(f"{page.name} with its pictures"):
@@ -53,21 +56,21 @@ class Result:
         return (data,)
 
 
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=1, allow_nan=False)
+
+
 def finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it."""
     return value if math.isfinite(value) else None
 
 
-def _text(record: dict[str, Any]) -> str:
-    return json.dumps(record, indent=1, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
     if isinstance(value, float):
         return finite(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

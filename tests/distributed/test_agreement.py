@@ -168,9 +168,18 @@ def all_or_none(rank: int, size: int) -> None:
     if rank > 1:
         mine, other = other, mine
     assert (
-        Ranks(mine).gather(rank) == Ranks(mine).duplicate().gather(rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        Ranks(mine).gather(rank)
+        == Ranks(mine).duplicate("test").gather(rank)
+        == [rank // 2 * 2, rank // 2 * 2 + 1]
     )
     assert Ranks(mine).first(lambda: rank) == rank // 2 * 2
+    assert Ranks(mine).merge(rank, lambda ranks: 10 * ranks[0] + ranks[1]) == 11 * (rank // 2 * 2) + 1
+    groups = [Ranks(mine).duplicate(use).group for use in ("test", "test", "other")]
+    assert (
+        groups[0] is groups[1]
+    )  # while the messages of another use, on another thread, go by a group of their own
+    assert groups[0] is not groups[2]
+    assert Ranks.among([rank], "test").gather(rank) == [rank]
     for error, kind in ((None, StateError), (CheckpointError, CheckpointError)):
         with pytest.raises(kind, match=rf"this rank is not in it \({rank} of all\)"):
             Ranks(other, error)

@@ -23,7 +23,6 @@ from castwise.errors import CheckpointError, DivergedError, PlanError, StateErro
 from castwise.monitor.losses import LEAST, PERSISTENT, LossLine
 from castwise.monitor.recovery import Recovery
 from castwise.numerics.isolation import seed_all
-from tests.distributed.world import World
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -363,88 +362,6 @@ def test_good_states_that_are_gone_are_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
         run.train(data(40, spikes=(30,), value=float("nan")), steal)
-
-
-# --- ranks ----------------------------------------------------------------------------------------------------
-
-
-def _on_two_ranks(
-    rank: int, size: int, folder: str, spike_on: int
-) -> tuple[list[dict[str, Any]], float, list[float]]:
-    seed_all(0)
-    torch.manual_seed(rank + 1)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    amp = castwise.Amp("fp16-mixed" if spike_on < 0 else "bf16-mixed", device="cpu")
-    amp.prepare(model, optimizer)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    recovery = Recovery(amp, ddp, optimizer, loss, folder, every=10)
-    spikes = (25,) if rank == spike_on else ()
-    seen = []
-    for batch in recovery.batches(data(40, spikes=spikes, value=float("nan"), seed=rank)):
-        value = loss(ddp, batch)
-        amp.backward(value)
-        seen.append(float(value.detach()))
-        amp.step(optimizer)
-        optimizer.zero_grad()
-        if spike_on < 0:
-            model.loud.gain.fill_(1.0 if recovery.step < 25 else 1e6)
-    return (
-        [one.to_dict() for one in recovery.returns],
-        float(sum(p.detach().double().sum() for p in model.parameters())),
-        seen,
-    )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    world = World(2)
-    yield world
-    world.close()
-
-
-def test_both_ranks_go_back_together(two: World, tmp_path: Path) -> None:
-    (first, sum0, _), (second, sum1, _) = two.run(_on_two_ranks, str(tmp_path), 1)
-    assert first == second
-    assert sum0 == sum1
-    assert [(one["step"], one["cause"]) for one in first] == [(25, "batch")]
-    assert first[0]["evidence"].startswith("on rank 1: ")
-
-
-def test_the_plan_changes_under_distributed_data_parallel(two: World, tmp_path: Path) -> None:
-    (first, sum0, seen0), (second, sum1, seen1) = two.run(_on_two_ranks, str(tmp_path), -1)
-    assert first == second
-    assert sum0 == sum1
-    assert [one["cause"] for one in first] == ["format"]
-    assert seen0[-1] < seen0[0]
-    assert seen1[-1] < seen1[0]
-
-
-def _records_on_two_ranks(rank: int, size: int, folder: str) -> list[str]:
-    seed_all(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
-    amp.prepare(model, optimizer)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    with castwise.Recorder(amp, ddp, folder) as recorder:
-        for batch in recorder.batches(data(4, spikes=(2,) if rank else (), value=float("nan"), seed=rank)):
-            amp.backward(loss(ddp, batch))
-            amp.step(optimizer)
-            optimizer.zero_grad()
-    return [str(path) for path in recorder.records]
-
-
-def test_each_rank_records_its_own_batch(two: World, tmp_path: Path) -> None:
-    (first,), (second,) = two.run(_records_on_two_ranks, str(tmp_path))
-    assert second == str(tmp_path / "rank-1" / Path(first).name)
-    good, bad = (castwise.replay(path, Net(), loss, find=False) for path in (first, second))
-    assert good.exact
-    assert good.finite
-    assert good.recorded_nonfinite  # which came from the other rank
-    assert bad.exact
-    assert not bad.finite
-    assert any("several processes" in note for note in good.notes)
 
 
 def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def save(
         "world_size": ranks.size,
     }
     if asynchronous:
-        future = _background().submit(_finish, draft, stage, about, keep, ranks.duplicate())
+        future = _background().submit(finish, draft, stage, about, keep, ranks.duplicate("saving"))
     else:
-        _finish(draft, stage, about, keep, ranks)
+        finish(draft, stage, about, keep, ranks)
         future = Future()
         future.set_result(None)
     saving = Saving(step, draft.path, future)
@@ -160,10 +160,12 @@ def _background() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="castwise-checkpoint")
 
 
-def _finish(
-    draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int | None, ranks: Ranks
-) -> None:
-    """Write the tensors on all ranks, then make the checkpoint the newest."""
+def finish(draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int | None, ranks: Ranks) -> None:
+    """Write the tensors on all ranks, then make the checkpoint the newest. A collective.
+
+    Raises:
+        CheckpointError: It could not be written, and nothing is left of it; or it is there, and what was to follow failed.
+    """
     try:
         parts = ranks.every(lambda: stage.write(draft.partial))
         files = {name: measured for part in parts for name, measured in part.items()}

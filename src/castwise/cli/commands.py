@@ -325,6 +325,10 @@ def replay(
         ),
     ] = None,
     device: Device = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="Of a step that several ranks made, the part of this one.", show_default="all"),
+    ] = None,
     find: Annotated[bool, typer.Option(help="Look for the operator that began what is not finite.")] = True,
     out: Annotated[Path | None, path_option("Folder for the record of it.", "none is written")] = None,
     json: Json = False,
@@ -334,7 +338,7 @@ def replay(
     with answering(show_traceback, json=json) as answer:
         from castwise.monitor.replay import replay as make_again
 
-        result = make_again(folder, workload=workload, plan=plan, device=device, find=find)
+        result = make_again(folder, workload=workload, plan=plan, device=device, rank=rank, find=find)
         answer(result, lambda: [] if out is None else sorted(result.save(out).iterdir()))
 
 

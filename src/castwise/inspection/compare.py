@@ -23,26 +23,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from castwise.errors import CastwiseError, NonFiniteError, WorkloadError, check_count, sentence, told
-from castwise.inspection.comparison import Comparison, Trial, relative
+from castwise.errors import CastwiseError, NonFiniteError, check_count, sentence, told
+from castwise.inspection.comparison import CallComparison, Comparison, Trial, relative, worst_calls, worst_of
 from castwise.inspection.judging import Judge, Own, suspects
 from castwise.inspection.looks import Key, Look
 from castwise.inspection.runs import Run, Runs, differences, total_difference
 from castwise.measure.environment import Environment, environment
-from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.parity import device_of, with_scale
 from castwise.numerics.probes import dithered
+from castwise.numerics.together import together
 from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan, Region, as_plan
 from castwise.process import find_device
 from castwise.resolve import Resolution
-from castwise.workload import users_code
 
 TRIES = 2
 ROOM = 4.0
@@ -67,8 +66,11 @@ def compare(
 
     Takes five passes and one for each try, and memory for about four times the activations of one pass. Waits for the device.
 
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with a batch of its own, and all get
+    the same comparison: of each call, forward and backward, what the worst rank found, with its number.
+
     Args:
-        model: In any state of training: its modes are kept.
+        model: In any state of training: its modes are kept. One that is sharded is copied whole on every rank.
         loss: ``loss(model, batch)`` -> scalar tensor.
         batch: One batch, as ``loss`` takes it.
         plan_a: The reference, mostly ``"fp32"``.
@@ -88,13 +90,18 @@ def compare(
     """
     first, second = as_plan(plan_a), as_plan(plan_b)
     check_count("compare", "tries", tries, 0)
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"compare: model is {type(model).__name__}; give the torch.nn.Module itself")
-    where = find_device("compare", device, str(device_of(model)))
-    with users_code("compare: the model or its loss failed"), undisturbed(), unspoilt(model, "compare"):
+    with together(model, "compare") as ranks:
+        where = find_device("compare", device, str(device_of(ranks.model)))
         eager = first.compile == second.compile == "as_given"
-        runs = Runs(model, loss, batch, where, seed=seed, call="compare", replays=eager)
-        return _Comparing(runs, first, second, environment(where)).compare(tries)
+
+        def begun() -> _Comparing:
+            runs = Runs(ranks.model, loss, batch, where, seed=seed, call="compare", replays=eager)
+            return _Comparing(runs, first, second, environment(where))
+
+        comparing = ranks.each(begun)
+        calls = ranks.merge(ranks.each(comparing.run), worst_calls)
+        tried = [call.path for call in suspects(calls, tries)]
+        return ranks.merge(ranks.each(lambda: comparing.finding(tried)), worst_of)
 
 
 class _Comparing:
@@ -110,9 +117,14 @@ class _Comparing:
             for path in self._formats
         }
         self._bordered = frozenset({"", *(place.path for res in resolved for place in res.borders)})
+        self._a, self._b = Look(keep=True), Look()
+        self._ran_a: Run
+        self._ran_b: Run
+        self._calls: tuple[CallComparison, ...] = ()
 
-    def compare(self, tries: int) -> Comparison:
-        a, b = Look(keep=True), Look()
+    def run(self) -> tuple[CallComparison, ...]:
+        """The passes; all calls, each with what it did."""
+        a, b = self._a, self._b
         if not self._runs.replays:
             self._runs.run(dataclasses.replace(self._first, compile="as_given"))  # for who calls whom
         ran_a = self._runs.run_finite(self._first, a.begin)
@@ -124,8 +136,14 @@ class _Comparing:
         b.reference = a.kept
         ran_b = self._runs.run_finite(_with_room(self._second, a, ran_a), b.begin)
         own = self._isolated(a, b, ran_a, ran_b)
-        calls = Judge(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
-        tried = [self._try(call.path, a, ran_a) for call in suspects(calls, tries)]
+        self._ran_a, self._ran_b = ran_a, ran_b
+        self._calls = Judge(ran_a, ran_b, b, own, self._eps, self._formats, self._bordered).calls()
+        return self._calls
+
+    def finding(self, suspects: Iterable[str]) -> Comparison:
+        """What was found, with what is left of the errors where a suspect computes in the first plan's format."""
+        a, b, ran_a, ran_b = self._a, self._b, self._ran_a, self._ran_b
+        tried = [self._try(path, a, ran_a) for path in suspects]
         end_a, end_b = self._whole(self._first, ran_a), self._whole(self._second, ran_b)
         return Comparison(
             workload=ran_a.kinds[""],
@@ -134,7 +152,7 @@ class _Comparing:
             losses=(end_a.loss, end_b.loss),
             output_error=b.at_the_end(),
             gradient_error=total_difference(end_b.gradients, end_a.gradients),
-            calls=calls,
+            calls=self._calls,
             tried=tuple(tried),
             parameters={
                 name: apart and apart.norm

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from castwise.plans.plan import Plan
+from castwise.ranks.group import named
 from castwise.result import Result
 
 Verdict = Literal["born", "amplifies", "rounding", "passes", "exact", "unseen"]
@@ -30,6 +31,7 @@ class Side:
         expected: The own error that rounding to the format explains.
         where: The tensor that ``own`` and ``expected`` are about; where it is said to be the largest element of one, they are
             ``max |b - a| / max |a|``, by which an error in few elements shows.
+        rank: Of several processes the one that this was found on, which is the worst of all; None of a single one.
     """
 
     verdict: Verdict
@@ -38,6 +40,7 @@ class Side:
     own: float | None = None
     expected: float | None = None
     where: str = ""
+    rank: int | None = None
 
     @property
     def excess(self) -> float:
@@ -118,7 +121,8 @@ class Comparison(Result):
         strayed: Random draws that could not be replayed.
         notes: What could not be seen, in sentences.
         passes: Forward/backwards it took.
-        environment: What it ran on.
+        environment: What it ran on, on the first rank.
+        ranks: Processes that made it together. Each figure is that of the worst of them; ``strayed`` and ``passes`` are sums.
     """
 
     kind: ClassVar[str] = "compare"
@@ -136,6 +140,7 @@ class Comparison(Result):
     notes: tuple[str, ...]
     passes: int
     environment: Mapping[str, Any]
+    ranks: int = 1
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
@@ -168,6 +173,83 @@ class Comparison(Result):
             The page's path; where matplotlib or Jinja is missing there is no page, and it is that of the JSON.
         """
         return self._save(Path(folder) / "compare.html", Path(folder) / "compare.json")[0]
+
+
+_SEVERITY: tuple[Verdict, ...] = ("unseen", "exact", "passes", "rounding", "amplifies", "born")
+
+
+def worst_calls(by_rank: Sequence[Sequence[CallComparison]]) -> tuple[CallComparison, ...]:
+    """Each call with what the worst rank found, forward and backward; those that some ranks alone made come last."""
+    found: dict[tuple[str, int], dict[int, CallComparison]] = {}
+    for rank, calls in enumerate(by_rank):
+        for call in calls:
+            found.setdefault((call.path, call.call), {})[rank] = call
+
+    def side(by: Mapping[int, Side]) -> Side:
+        rank, one = max(
+            by.items(),
+            key=lambda item: (_SEVERITY.index(item[1].verdict), item[1].excess, item[1].own or 0.0, item[1].error or 0.0),
+        )  # fmt: skip
+        return dataclasses.replace(one, rank=rank)
+
+    return tuple(
+        dataclasses.replace(
+            next(iter(by.values())),
+            forward=side({rank: call.forward for rank, call in by.items()}),
+            backward=side({rank: call.backward for rank, call in by.items()}),
+        )
+        for by in found.values()
+    )
+
+
+def worst_of(found: Sequence[Comparison]) -> Comparison:
+    """One comparison of those of all ranks, which tried the same modules: each figure is the worst."""
+    first = found[0]
+    names = dict.fromkeys(name for one in found for name in one.parameters)
+    return dataclasses.replace(
+        first,
+        losses=max((one.losses for one in found), key=lambda losses: _size(relative(*losses))),
+        output_error=_largest(one.output_error for one in found),
+        gradient_error=_largest(one.gradient_error for one in found),
+        calls=worst_calls([one.calls for one in found]),
+        tried=tuple(map(_worst_trial, zip(*(one.tried for one in found), strict=True))),
+        parameters={name: _largest(one.parameters.get(name) for one in found) for name in names},
+        loss_scale=min((one.loss_scale for one in found if one.loss_scale is not None), default=None),
+        strayed=sum(one.strayed for one in found),
+        notes=said_by_rank([one.notes for one in found]),
+        passes=sum(one.passes for one in found),
+        ranks=len(found),
+    )
+
+
+def _worst_trial(trials: tuple[Trial, ...]) -> Trial:
+    return Trial(
+        trials[0].path,
+        trials[0].plan,
+        _largest(trial.loss_error for trial in trials),
+        _largest(trial.output_error for trial in trials),
+        _largest(trial.gradient_error for trial in trials),
+        next((trial.reason for trial in trials if trial.reason), ""),
+    )
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _size(value: float | None) -> float:
+    return -1.0 if value is None else value
+
+
+def said_by_rank(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The notes of all ranks, each once; with the ranks that have it where others have not."""
+    ranks: dict[str, list[int]] = {}
+    for rank, said in enumerate(notes):
+        for note in said:
+            ranks.setdefault(note, []).append(rank)
+    return tuple(
+        note if len(having) == len(notes) else f"On {named(having)}: {note}" for note, having in ranks.items()
+    )
 
 
 def relative(one: float, other: float) -> float | None:

@@ -12,7 +12,7 @@ Ranges are all that it judges. Whether a format's digits are enough for the grad
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,13 @@ from castwise.inspection.forecast_result import Forecast, RegionForecast, Tensor
 from castwise.inspection.forecast_run import Run
 from castwise.measure.environment import environment
 from castwise.numerics.batches import endless
-from castwise.numerics.isolation import undisturbed, unspoilt
 from castwise.numerics.parity import device_of, made
 from castwise.numerics.probes import Prober
+from castwise.numerics.together import together
 from castwise.numerics.updates import one_update
 from castwise.plans.formats import FORMATS, LOW, get_format
 from castwise.plans.plan import Plan, as_plan
 from castwise.process import find_device
-from castwise.workload import users_code
 
 __all__ = ["FORECAST", "MICROBATCHES", "Forecast", "RegionForecast", "TensorForecast", "forecast"]
 
@@ -54,10 +53,14 @@ def forecast(
     """Say what low formats would do to a model's numbers, from a run in fp32.
 
     Everything runs on copies: the model, random numbers and process-wide settings are as before when it returns or
-    fails. Compiled models run uncompiled. Among ranks each makes a forecast of its own data.
+    fails. Compiled models run uncompiled.
+
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with batches of its own. All get
+    the one forecast of all their batches; gradients are those of a rank's own batch, before they are averaged.
 
     Args:
-        model: In any state of training: its modes are kept. What of it is stored in bf16 or fp16 is widened.
+        model: In any state of training: its modes are kept. What of it is stored in bf16 or fp16 is widened. One that is sharded
+            is copied whole on every rank.
         loss: ``loss(model, batch)`` -> scalar tensor, fp32.
         batches: A sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
         formats: Of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. Tensors in fp8 are scaled each by itself, gradients in fp16
@@ -65,7 +68,7 @@ def forecast(
         optimizer: ``optimizer(params)`` -> Optimizer, for the updates: on a copy it makes a few steps.
         plan: Whose casts are assumed, whatever its format: one that computes low. ``bf16-mixed+rules=cuda`` tells on a CPU what
             autocasting casts on a GPU; ``bf16-true`` keeps nothing in fp32.
-        microbatches: How many to run.
+        microbatches: How many to run, on each rank.
         device: By default the device of the model's parameters.
         seed: Of random draws and, where batches are a function, of these.
 
@@ -85,17 +88,24 @@ def forecast(
             "'bf16-mixed'"
         )
     check_count("forecast", "microbatches", microbatches, 1)
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"forecast: model is {type(model).__name__}; give the torch.nn.Module itself")
-    where = find_device("forecast", device, str(device_of(model)))
-    make = endless(batches, "forecast")
-    failed = "forecast: the model, its loss or its optimizer failed"
-    with users_code(failed), undisturbed(), unspoilt(model, "forecast"):
-        prober = Prober(model, loss, make(seed), where, seed=seed, call="forecast", dither="fp32")
-        run = Run(prober, chosen, [FORMATS[name] for name in names], microbatches)
-        if optimizer is not None:
-            _check_steps(made(optimizer, prober.model, "forecast"))
-            run.see_updates(one_update(model, loss, make(seed), optimizer, where, seed))
+    with together(model, "forecast", what="the model, its loss or its optimizer") as ranks:
+        where = find_device("forecast", device, str(device_of(ranks.model)))
+        make = endless(batches, "forecast")
+
+        def begun() -> Run:
+            prober = Prober(
+                ranks.model, loss, make(seed), where, seed=seed, call="forecast", dither="fp32",
+                first=ranks.rank * microbatches,
+            )  # fmt: skip
+            return Run(prober, chosen, [FORMATS[name] for name in names], ranks)
+
+        def updates() -> Iterator[tuple[str, Tensor, Tensor]]:
+            if optimizer is not None:
+                _check_steps(made(optimizer, ranks.model, "forecast"))
+                yield from one_update(ranks.model, loss, make(seed), optimizer, where, seed)
+
+        run = ranks.each(begun)
+        run.run(microbatches, updates)
         return run.forecast(environment(where))
 
 

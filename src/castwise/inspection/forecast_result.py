@@ -96,6 +96,11 @@ class Spread:
     reached: tuple[str, ...]
     gradients: bool
 
+    def __or__(self, other: Spread) -> Spread:
+        """What is seen in either of two runs."""
+        reached = tuple(dict.fromkeys([*self.reached, *other.reached]))
+        return Spread(self.sources, reached, self.gradients or other.gradients)
+
 
 @dataclass(frozen=True)
 class Forecast(Result):
@@ -112,11 +117,12 @@ class Forecast(Result):
         regions: In the model's order, those that compute something.
         scales: Loss scales under which fp16 holds all gradients; None without fp16 or gradients.
         loss_scale: With which gradients were cast to fp16; 1 without.
-        microbatches: That were run.
-        passes: Forward/backwards it took.
+        microbatches: That were run, on all ranks together.
+        passes: Forward/backwards it took, on all ranks together.
         spreads: By format in which activations overflow what these become.
         notes: What else to know, a sentence each.
-        environment: Where it was made.
+        environment: Where it was made, by the first rank.
+        ranks: Processes whose batches it is made of.
     """
 
     kind: ClassVar[str] = "forecast"
@@ -134,6 +140,7 @@ class Forecast(Result):
     spreads: dict[str, Spread]
     notes: tuple[str, ...]
     environment: Environment
+    ranks: int = 1
 
     def region(self, path: str) -> RegionForecast:
         """The region of a module path.

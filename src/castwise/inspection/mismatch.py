@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +28,14 @@ from castwise.errors import PlanError, WorkloadError
 from castwise.inspection.ratios import ServeMismatch, Sums
 from castwise.measure.environment import environment
 from castwise.numerics.emulation import EmulatedProducts
-from castwise.numerics.isolation import copied, seed_all, undisturbed, unspoilt
+from castwise.numerics.isolation import copied, seed_all
 from castwise.numerics.parity import device_of
 from castwise.numerics.probes import prepared
+from castwise.numerics.together import together
 from castwise.plans.plan import Plan, as_plan
 from castwise.plans.text import shown
 from castwise.process import find_device
 from castwise.result import Result
-from castwise.workload import users_code
 
 CLIP = (0.8, 1.2)
 
@@ -53,7 +55,8 @@ class Mismatch(Result):
         count: Tokens that were compared.
         sequences: Sequences they are in.
         clip: The range of r that is not clipped.
-        environment: What it ran on.
+        environment: What it ran on, on the first rank.
+        ranks: Processes whose batches they are.
     """
 
     kind: ClassVar[str] = "mismatch"
@@ -65,6 +68,7 @@ class Mismatch(Result):
     sequences: int
     clip: tuple[float, float]
     environment: Mapping[str, Any]
+    ranks: int = 1
 
     def _fields(self) -> dict[str, Any]:
         serve = [dataclasses.asdict(row) | {"plan": str(row.plan)} for row in self.serve]
@@ -101,8 +105,12 @@ def mismatch(
     Both sides run in evaluation mode, without gradients, on copies: the model, random numbers and process-wide settings are as
     before when it returns, fails or is interrupted. Waits for the device. Memory for one batch's logits, twice, in fp32.
 
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with batches of its own, and all get
+    what one process finds on all batches.
+
     Args:
         model: A causal language model that gives logits ``[batch, length, vocabulary]``, or ``.logits`` as those of Hugging Face do.
+            One that is sharded is copied whole on every rank.
         batches: Finitely many. Each is token numbers ``[batch, length]``, or a mapping with ``input_ids`` and perhaps
             ``attention_mask``, 0 where a token is padding; or whatever ``logits`` takes.
         plan_train: How the model is trained.
@@ -130,34 +138,44 @@ def mismatch(
     if not serve:
         raise PlanError("mismatch(plan_serve=[]): give a plan, or several")
     _check_clip(clip)
-    if not isinstance(model, nn.Module):
-        raise WorkloadError(f"mismatch: model is {type(model).__name__}; give the torch.nn.Module itself")
-    where = find_device("mismatch", device, str(device_of(model)))
-    with users_code("mismatch: the model or its batches failed"), undisturbed(), unspoilt(model, "mismatch"):
-        sums = [Sums(plan, clip) for plan in serve]
-        sides = _Sides(model, where, logits or _causal)
-        with torch.no_grad():
-            for at, batch in enumerate(batches):
-                batch = to_device(batch, where)
-                ours, targets, mask = sides.run(train, batch)
-                for row, plan in zip(sums, serve, strict=True):
-                    theirs, _, _ = sides.run(plan, batch)
-                    seed_all((seed * 1_000_003 + at) % 2**32)
-                    row.take(at, ours, theirs, targets if tokens == "given" else _draw(theirs), mask)
-    if not sums[0].count:
-        raise WorkloadError(
-            "mismatch: batches gave no token to compare; give at least one batch of two tokens"
-        )
-    return Mismatch(
-        workload=type(model).__name__,
-        plan_train=train,
-        serve=tuple(row.finding() for row in sums),
-        tokens=tokens,
-        count=sums[0].count,
-        sequences=sums[0].sequences,
-        clip=(float(clip[0]), float(clip[1])),
-        environment=dataclasses.asdict(environment(where)),
-    )
+    with together(model, "mismatch", what="the model or its batches") as ranks:
+        where = find_device("mismatch", device, str(device_of(ranks.model)))
+
+        def run() -> list[Sums]:
+            sums = [Sums(plan, clip, ranks.size) for plan in serve]
+            sides = _Sides(ranks.model, where, logits or _causal)
+            with torch.no_grad():
+                for number, batch in enumerate(batches):
+                    at = number * ranks.size + ranks.rank  # among the batches of all
+                    batch = to_device(batch, where)
+                    ours, targets, mask = sides.run(train, batch)
+                    for row, plan in zip(sums, serve, strict=True):
+                        theirs, _, _ = sides.run(plan, batch)
+                        seed_all((seed * 1_000_003 + at) % 2**32)
+                        row.take(at, ours, theirs, targets if tokens == "given" else _draw(theirs), mask)
+            return sums
+
+        every = ranks.to_first(ranks.each(run))
+
+        def finding() -> Mismatch:
+            sums = [functools.reduce(operator.iadd, of_plan) for of_plan in zip(*every, strict=True)]
+            if not sums[0].count:
+                raise WorkloadError(
+                    "mismatch: batches gave no token to compare; give at least one batch of two tokens"
+                )
+            return Mismatch(
+                workload=type(ranks.model).__name__,
+                plan_train=train,
+                serve=tuple(row.finding() for row in sums),
+                tokens=tokens,
+                count=sums[0].count,
+                sequences=sums[0].sequences,
+                clip=(float(clip[0]), float(clip[1])),
+                environment=dataclasses.asdict(environment(where)),
+                ranks=ranks.size,
+            )
+
+        return ranks.first(finding)
 
 
 # --- running ----------------------------------------------------------------------------------------------------

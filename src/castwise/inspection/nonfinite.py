@@ -28,8 +28,8 @@ from castwise.inspection.passes import Pass, Passes
 from castwise.inspection.trace import Place
 from castwise.inspection.values import Values, is_finite, is_floating
 from castwise.measure.environment import environment
+from castwise.numerics.together import together
 from castwise.plans.plan import Plan, as_plan
-from castwise.ranks import Ranks
 from castwise.result import Result
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FirstNonfinite(Result):
         harmless: How many of them made something that is not finite and that went away again.
         workload: The model's class.
         device: That it ran on.
-        ranks: Those on which something is not finite, of a group; empty without one.
+        ranks: Of several processes those on which something is not finite; the finding is that of the first of them.
         note: What else to know, in a sentence.
     """
 
@@ -202,7 +202,7 @@ def first_nonfinite(
     operator.
 
     Args:
-        model: In any state of training, in DistributedDataParallel or compiled too.
+        model: In any state of training, in DistributedDataParallel or compiled too. One that is sharded is copied whole on every rank.
         loss: From the model and the batch a floating tensor with one element.
         batch: On any device.
         plan: What the model runs by.
@@ -210,8 +210,9 @@ def first_nonfinite(
         seed: Of random draws; by default they go on from where the generators stand.
         loss_scale: In the place of the plan's first loss scale.
         cures: Whether to try which plans cure it: a smaller loss scale, one operator or region in fp32, bf16 in the place of fp16.
-        group: Where torch.distributed is initialised, the process group whose ranks call this together, each with its own
-            batch; None for all. Ranks run by themselves, and the finding of the first rank that has one is returned on all.
+        group: The process group whose ranks call this together, each with its own batch; by default those of a model in
+            DistributedDataParallel or sharded by FSDP2, and this process alone of any other. Ranks run by themselves, and the finding
+            of the first rank that has one is returned on all.
 
     Returns:
         The finding: ``.operator``, ``.module``, ``.source``, ``.cause``, ``.cure``, ``.table()``; true where there is one.
@@ -229,10 +230,10 @@ def first_nonfinite(
                 "scale, such as fp16-mixed"
             )
         chosen = with_scale(chosen, float(loss_scale))
-    passes = Passes("first_nonfinite", model, loss, batch, device, seed)
-    ranks = Ranks(group)
-    with passes.kept():
-        found = ranks.every(lambda: _find(passes, chosen, cures))
+    with together(model, "first_nonfinite", group=group) as ranks:
+        found = ranks.every(
+            lambda: _find(Passes("first_nonfinite", ranks, loss, batch, device, seed), chosen, cures)
+        )
     if ranks.size == 1:
         return found[0]
     bad = tuple(rank for rank, finding in enumerate(found) if finding)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,8 +23,10 @@ from castwise.errors import UnknownNameError, check_count
 from castwise.inspection.passes import Passes
 from castwise.inspection.trace import Phase, Place, Trace
 from castwise.measure.environment import environment
+from castwise.numerics.together import together
 from castwise.plans.formats import get_format
 from castwise.plans.plan import Plan, as_plan
+from castwise.ranks.group import named
 from castwise.result import Result
 
 if TYPE_CHECKING:
@@ -120,6 +122,8 @@ class OperatorTable(Result):
         workload: The model's class.
         device: That it ran on.
         notes: What else to know, in sentences.
+        rank: Of several processes the one whose table this is, the slowest; None of a single one.
+        ranks_time_s: What all operators take together on each of them.
     """
 
     kind: ClassVar[str] = "operators"
@@ -131,6 +135,8 @@ class OperatorTable(Result):
     workload: str
     device: str
     notes: tuple[str, ...] = ()
+    rank: int | None = None
+    ranks_time_s: tuple[float, ...] = ()
 
     @property
     def time_s(self) -> float:
@@ -262,6 +268,9 @@ def operator_table(
     Runs on copies and waits for the device at every operator. What is compiled runs as it is: a compiled model fuses operators
     and their casts, so that this table is of the code that was written.
 
+    Ranks whose model is in DistributedDataParallel or sharded by FSDP2 call it together, each with a batch of its own, and all get
+    the table of the slowest; it says whether others ran other operators. Collectives are not in it: each runs a whole copy.
+
     Args:
         model: In any state of training.
         loss: From the model and the batch a floating tensor with one element.
@@ -281,9 +290,17 @@ def operator_table(
     """
     check_count("operator_table", "repeats", repeats, 1)
     chosen = as_plan(plan)
-    passes = Passes("operator_table", model, loss, batch, device, seed)
-    with passes.kept():
-        runs = [_run(passes, chosen) for _ in range(repeats + 1)]
+    with together(model, "operator_table") as ranks:
+
+        def table() -> OperatorTable:
+            passes = Passes("operator_table", ranks, loss, batch, device, seed)
+            runs = [_run(passes, chosen) for _ in range(repeats + 1)]
+            return _table(passes, chosen, runs)
+
+        return ranks.merge(ranks.each(table), _slowest)
+
+
+def _table(passes: Passes, plan: Plan, runs: Sequence[list[_Call]]) -> OperatorTable:
     calls = runs[-1]
     for run in runs[1:-1]:
         if len(run) == len(calls):
@@ -292,15 +309,37 @@ def operator_table(
     order = [path for path, _ in passes.model.named_modules()]
     seen = [call for call in calls if not call.view]
     return OperatorTable(
-        chosen,
+        plan,
         tuple(_operators(seen)),
         tuple(_regions(seen, order)),
         tuple(_casts(seen)),
         len(calls) - len(seen),
         type(passes.model).__name__,
         str(passes.device),
-        tuple(_notes(passes, chosen)),
+        tuple(_notes(passes, plan)),
     )
+
+
+def _slowest(tables: Sequence[OperatorTable]) -> OperatorTable:
+    """Of several processes' tables that of the one whose operators take longest, with the others' times."""
+    times = tuple(table.time_s for table in tables)
+    rank = times.index(max(times))
+    own = _counts(tables[rank])
+    others = [at for at, table in enumerate(tables) if _counts(table) != own]
+    notes = tables[rank].notes
+    if others:
+        differing = dict.fromkeys(
+            key[0] for at in others for key, _ in own.items() ^ _counts(tables[at]).items()
+        )
+        notes = (
+            *notes,
+            f"{named(others).capitalize()} ran other operators: {', '.join(sorted(differing)[:6])}.",
+        )
+    return dataclasses.replace(tables[rank], notes=notes, rank=rank, ranks_time_s=times)
+
+
+def _counts(table: OperatorTable) -> dict[tuple[str, str, str], int]:
+    return {(use.operator, use.format, use.phase): use.calls for use in table.operators}
 
 
 def _run(passes: Passes, plan: Plan) -> list[_Call]:

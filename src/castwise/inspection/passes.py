@@ -17,8 +17,9 @@ from castwise.arrival import widen_for
 from castwise.casting.trees import map_tensors, to_device
 from castwise.errors import WorkloadError
 from castwise.numerics.emulation import EmulatedProducts
-from castwise.numerics.isolation import copied, seed_all, undisturbed, unspoilt
+from castwise.numerics.isolation import copied, seed_all, undisturbed
 from castwise.numerics.parity import device_of
+from castwise.numerics.together import Looking
 from castwise.parallel.wrappers import unwrap
 from castwise.plans.plan import Plan
 from castwise.process import find_device
@@ -46,50 +47,35 @@ class Pass:
 
 
 class Passes:
-    """Runs passes of one model, loss and batch; the model that is handed in is copied for each and never touched.
+    """Runs passes of one model, loss and batch, inside of :func:`castwise.numerics.together.together`.
 
-    Every pass starts from the same weights, buffers and random state. What is compiled runs as it is, so that operators are
-    seen; modules inside DistributedDataParallel run without it, each rank by itself. fp16 products of a CPU are emulated.
+    Every pass starts from the same weights, buffers and random state, on a copy. What is compiled runs as it is, so that operators
+    are seen; each rank runs by itself. fp16 products of a CPU are emulated.
 
     Args:
         call: The caller, for errors.
-        model: In any state of training.
+        looking: At which model.
         loss: From the model and a batch a scalar.
         batch: On any device.
         device: To run on; by default that of the model's parameters.
         seed: Of random draws; None goes on from where the generators stand.
 
     Raises:
-        WorkloadError: A model that is none.
         DeviceError: A device that is not there.
     """
 
     def __init__(
         self,
         call: str,
-        model: nn.Module,
+        looking: Looking,
         loss: Callable[[nn.Module, Any], Tensor],
         batch: Any,
         device: torch.device | str | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")
         self.call, self.loss, self.batch, self.seed = call, loss, batch, seed
-        self.given, self.model = model, unwrap(model)
+        self.model, self.compiled = unwrap(looking.model), looking.compiled
         self.device = find_device(call, device, str(device_of(self.model)))
-
-    def kept(self) -> AbstractContextManager[None]:
-        """A block that gives the model back as it was, should a loss call it in the place of the copy; around all passes.
-
-        A backward to its parameters is refused.
-        """
-        return unspoilt(self.model, self.call)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a part of the model is compiled, which runs as it is written here."""
-        return any(_torch.is_compiled(module) for module in self.given.modules())
 
     def run(self, plan: Plan, watch: Watch | None = None) -> Pass:
         """One forward and backward.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,12 +32,13 @@ class Token:
     """One token, by where it is.
 
     Attributes:
-        batch: Which batch.
+        batch: Which batch, of its rank's.
         row: Of the batch.
         position: Among the tokens that are predicted: 0 is the first that has a context.
         token: Its number in the vocabulary.
         train: Log-probability under the training plan.
         serve: Under the serving plan.
+        rank: Of several processes the one whose batch it is in; 0 of a single one.
     """
 
     batch: int
@@ -45,6 +47,7 @@ class Token:
     token: int
     train: float
     serve: float
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,15 +93,21 @@ class ServeMismatch:
 
 
 class Sums:
-    """What tokens say of one serving plan; per token only its log-probabilities and its place are kept."""
+    """What tokens say of one serving plan; per token only its log-probabilities and its place are kept.
 
-    def __init__(self, plan: Plan, clip: tuple[float, float]) -> None:
-        self._plan, self._clip = plan, clip
+    Args:
+        plan: The serving plan.
+        clip: The range of r that is not clipped.
+        size: Processes among which batches are dealt out: of batch ``i`` the rank is ``i % size``.
+    """
+
+    def __init__(self, plan: Plan, clip: tuple[float, float], size: int = 1) -> None:
+        self._plan, self._clip, self._size = plan, clip, size
         self._rows: list[Tensor] = []  # batch, row, position, token, train, serve, KL, other likeliest: fp64
         self.count = self.sequences = 0
 
     def take(self, at: int, train: Tensor, serve: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
-        """Note the tokens of a batch."""
+        """Note the tokens of a batch, by its number among those of all processes."""
         for row in range(len(tokens)):  # one at a time, since in fp64
             keep = torch.ones_like(tokens[row], dtype=torch.bool) if mask is None else mask[row]
             positions = keep.nonzero()[:, 0]
@@ -116,6 +125,13 @@ class Sums:
             self._rows.append(torch.stack([column.cpu().double() for column in columns], 1))
             self.count += len(positions)
             self.sequences += 1
+
+    def __iadd__(self, other: Sums) -> Self:
+        """Note what another process has noted."""
+        self._rows += other._rows
+        self.count += other.count
+        self.sequences += other.sequences
+        return self
 
     def finding(self) -> ServeMismatch:
         """All of it."""
@@ -145,12 +161,13 @@ class Sums:
             by_position=_along(position, log_ratio.abs()),
             worst=tuple(
                 Token(
-                    batch=int(batch[at]),
+                    batch=int(batch[at]) // self._size,
                     row=int(row[at]),
                     position=int(position[at]),
                     token=int(token[at]),
                     train=float(ours[at]),
                     serve=float(theirs[at]),
+                    rank=int(batch[at]) % self._size,
                 )
                 for at in worst
             ),

@@ -7,6 +7,7 @@ gradient parity test of :mod:`castwise.numerics.parity` is made on more of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,13 +24,14 @@ from castwise.errors import PlanError, sentence
 from castwise.monitor.records import Audit
 from castwise.numerics.batches import endless
 from castwise.numerics.damage import ADAM_FAIL, FAIL, Grams, estimate
-from castwise.numerics.isolation import copied, undisturbed, unspoilt
+from castwise.numerics.isolation import copied
 from castwise.numerics.parity import ParityTest, coarsest, device_of, is_adam, with_scale
 from castwise.numerics.probes import Prober
+from castwise.numerics.together import together
+from castwise.parallel.whole import held
+from castwise.parallel.whole import whole as whole_of
 from castwise.plans.plan import Plan
 from castwise.process import claims_aside
-from castwise.ranks.pieces import is_dtensor
-from castwise.workload import users_code
 
 SCREEN = 2
 """Microbatches that are looked at first: with fewer bias and noise cannot be told apart."""
@@ -80,46 +82,42 @@ class Auditor:
             CastwiseError: The model, the loss or the batches cannot be used.
         """
         begun = time.perf_counter()
-        if any(is_dtensor(p) for p in model.parameters()):
-            raise PlanError(
-                f"{_CALL}: the model is sharded into DTensors, and an audit runs on a whole copy of it. Leave loss= and batches= out, "
-                "and audit a run that is not sharded"
-            )
         running = with_scale(dataclasses.replace(plan, compile="as_given"), scale)
-        with (
-            users_code(f"{_CALL}: the model or its loss failed"),
-            claims_aside(),
-            undisturbed(),
-            unspoilt(model, _CALL),
-        ):
-            whole, low = _widened(model, arrived)
-            if self._batches is None:
-                self._batches = self._make(0)
-            prober = Prober(
-                whole, self._loss, self._batches, device_of(model), seed=self._made + 1, call=_CALL,
-                dither=coarsest(plan.formats), arrived=low,
-            )  # fmt: skip
-            del whole
-            self._made += 1
-            adam = optimizer is not None and is_adam(optimizer)
-            test = ParityTest(prober, self._accumulate, adam)
-            if self._dead is not None:
-                test.dead = self._dead
-                found = self._screen(test, running, model, optimizer if adam else None)
-                if found is not None:
-                    return dataclasses.replace(found, time_s=time.perf_counter() - begun)
-            test.reference(WHOLE, observed=0)
-            self._dead = test.dead
-            result = test.decide(running, WHOLE, MOST, least=WHOLE)
+        adam = optimizer if optimizer is not None and is_adam(optimizer) else None
+        with claims_aside(), together(model, _CALL) as ranks:
+            whole, low = _widened(model, ranks.model, arrived)
+            prober = ranks.each(functools.partial(self._prober, whole, low, plan))
+            ranks.model = whole = prober.model  # the other copy goes
+            steps = None if adam is None else _steps(prober, model, adam)
+            found = ranks.each(lambda: self._judged(prober, running, adam is not None, steps))
+        return dataclasses.replace(found, time_s=time.perf_counter() - begun)
+
+    def _prober(self, whole: nn.Module, low: dict[str, torch.dtype], plan: Plan) -> Prober:
+        if self._batches is None:
+            self._batches = self._make(0)
+        return Prober(
+            whole, self._loss, self._batches, device_of(whole), seed=self._made + 1, call=_CALL,
+            dither=coarsest(plan.formats), arrived=low,
+        )  # fmt: skip
+
+    def _judged(self, prober: Prober, running: Plan, adam: bool, steps: list[Tensor] | None) -> Audit:
+        self._made += 1
+        test = ParityTest(prober, self._accumulate, adam)
+        if self._dead is not None:
+            test.dead = self._dead
+            found = self._screen(test, running, steps)
+            if found is not None:
+                return found
+        test.reference(WHOLE, observed=0)
+        self._dead = test.dead
+        result = test.decide(running, WHOLE, MOST, least=WHOLE)
         worst = tuple((region.path, region.bias + region.noise) for region in result.worst(3))
         return Audit(
             0, result.verdict, result.reason, result.damage.value, None if result.adam is None else result.adam.value,
-            result.microbatches, time.perf_counter() - begun, worst,
+            result.microbatches, 0.0, worst,
         )  # fmt: skip
 
-    def _screen(
-        self, test: ParityTest, plan: Plan, model: nn.Module, optimizer: Optimizer | None
-    ) -> Audit | None:
+    def _screen(self, test: ParityTest, plan: Plan, weights: list[Tensor] | None) -> Audit | None:
         """A finding from few microbatches, or None where they leave a doubt."""
         prober = test.prober
         prober.extend(SCREEN)
@@ -128,7 +126,6 @@ class Auditor:
             return None
         grams = prober.grams(probe)
         damage = self._damage("plain", grams.values())
-        weights = None if optimizer is None else _steps(prober, model, optimizer)
         adam: float | None = None
         if weights is not None:
             live = [g for name, g in prober.grams(probe, weights).items() if name not in test.dead]
@@ -154,27 +151,33 @@ class Auditor:
         return found.value * found.denominator / whole if whole > 0 else found.value
 
 
-def _widened(model: nn.Module, arrived: Any) -> tuple[nn.Module, dict[str, torch.dtype]]:
-    """A copy of a prepared model without its plan, in fp32; and which of its tensors arrived low and have stayed so."""
-    copy = copied(model, _CALL)
+def _widened(model: nn.Module, whole: nn.Module, arrived: Any) -> tuple[nn.Module, dict[str, torch.dtype]]:
+    """A copy of a prepared model without its plan, in fp32; and which of its tensors arrived low and have stayed so.
+
+    Of a sharded model the whole copy itself; collective then.
+    """
+    copy = copied(model, _CALL) if whole is model else whole
     strip(copy, lambda _: None)
     low = {}
     before = widen_(copy)
     mine = dict((*copy.named_parameters(), *copy.named_buffers()))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in held(model).items():
         if name in before:
             master = masters.master_of(tensor)
             values = masters.original_of(tensor) if master is None else master
             if values is not None:
-                mine[name].data.copy_(values.detach())
+                mine[name].data.copy_(whole_of(values))
             elif tensor in arrived:
                 low[name] = before[name]
     return copy, low
 
 
 def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tensor] | None:
-    """Factors that turn gradients into the optimizer's own steps, by its second moments; None before it has any."""
-    named = dict(model.named_parameters())
+    """Factors that turn gradients into the optimizer's own steps, by its second moments; None before it has any.
+
+    Collective where these are sharded.
+    """
+    named = held(model)
     factors = []
     for name in prober.names:
         parameter = named[name]
@@ -183,7 +186,7 @@ def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tenso
         square = state.get("exp_avg_sq")
         if not isinstance(square, Tensor) or square.shape != parameter.shape:
             return None
-        root = prober.picked(name, square).clamp(min=0).sqrt()
+        root = prober.picked(name, whole_of(square)).clamp(min=0).sqrt()
         factors.append(1.0 / (root + 1e-8 + 1e-2 * root.square().mean().sqrt()))
     return factors
 

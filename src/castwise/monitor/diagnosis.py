@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from castwise.arrival import widen_
 from castwise.casting.trees import to_device
@@ -23,8 +23,9 @@ from castwise.monitor.moments import Moment, set_generators
 from castwise.monitor.passes import Loss, Ran, run_step, total
 from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE
+from castwise.parallel.whole import is_cut, whole
 from castwise.plans.plan import Plan, Region
-from castwise.ranks import ALONE
+from castwise.ranks import ALONE, Ranks
 from castwise.session import Amp
 from castwise.workload import non_finite_parts
 
@@ -44,8 +45,12 @@ class Verdict:
     plan: Plan | None = None
 
 
-def diagnose(amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], limit: float) -> Verdict:
+def diagnose(
+    amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], limit: float, ranks: Ranks
+) -> list[Verdict]:
     """Find out why a step diverges, or that it does not from these weights. Nothing of the training notices.
+
+    A collective: each rank tries its own microbatches, on a whole copy of the model.
 
     Args:
         amp: The session.
@@ -53,12 +58,25 @@ def diagnose(amp: Amp, model: nn.Module, loss: Loss, moments: Sequence[Moment], 
         loss: From the model and a batch.
         moments: The step's microbatches.
         limit: The largest loss of a step, as :func:`castwise.monitor.passes.mean_loss` has it, that training brings.
+        ranks: That train together.
+
+    Returns:
+        The verdict of each rank.
     """
-    holders = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
-    if holders:
-        return Verdict("batch", f"not finite in the data: {'; '.join(holders[:3])}")
+    parts = [part for number, moment in enumerate(moments) for part in _parts(moment, number, len(moments))]
+    holders = ranks.gather(parts[:3])
+    if any(holders):
+        return [
+            Verdict("batch" if found else "transient", f"not finite in the data: {'; '.join(found)}")
+            for found in holders
+        ]
     with unspoilt(model, "Recovery"), undisturbed():
-        return _Trials(amp, model, loss, moments, limit).verdict()
+        weights = {
+            name: whole(value) if isinstance(value, Tensor) else value
+            for name, value in amp.model_state_dict(model).items()
+        }
+        twin = copied(model, "Recovery") if is_cut(model) else model
+        return ranks.every(lambda: _Trials(amp, twin, weights, loss, moments, limit).verdict())
 
 
 def _parts(moment: Moment, number: int, of: int) -> list[str]:
@@ -70,6 +88,7 @@ class _Trials:
         self,
         amp: Amp,
         model: nn.Module,
+        weights: Mapping[str, Any],
         loss: Loss,
         moments: Sequence[Moment],
         limit: float,
@@ -77,7 +96,7 @@ class _Trials:
         self._plan = dataclasses.replace(amp.plan, compile="as_given")
         self._model, self._loss, self._moments, self._limit = model, loss, moments, limit
         self._device = next((p.device for p in model.parameters()), torch.device(amp.device_type))
-        self._weights = amp.model_state_dict(model)
+        self._weights = weights
         scale = self._plan.loss_scale
         # a dynamic scale is sought anew by skipping: what counts is whether any would do
         self._scale = None if scale is None else 1.0 if scale.dynamic else scale.init

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from castwise import checkpoint
 from castwise.checkpoint.folder import candidates
 from castwise.errors import CheckpointError, PlanError, sentence
 from castwise.monitor.moments import generators, set_generators
-from castwise.ranks import Ranks
-from castwise.session import Amp
+from castwise.ranks.pieces import is_dtensor
+from castwise.session.amp import Amp, inside
 
 KEPT = 2
 """How many there are: the last may hold what diverges later."""
@@ -27,11 +27,15 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Good:
-    """A good state: its checkpoint, the step that comes next, and where in the data that begins."""
+    """A good state: its checkpoint, the step that comes next, and where in the data that begins.
+
+    ``own`` is what each rank has to itself, in its memory: Python's and NumPy's generators, and buffers.
+    """
 
     path: Path
     step: int
     cursor: int
+    own: Mapping[str, Any] = field(repr=False, compare=False)
 
 
 class GoodStates:
@@ -72,7 +76,7 @@ class GoodStates:
         self._amp, self._model, self._inner, self._optimizers = amp, model, inner, optimizers
         self._also, self._folder = also, folder
         self._serial = max((step for step, _ in candidates(folder)), default=-1) + 1
-        self._first = Ranks().rank == 0
+        self._ranks = inside(amp).agreement.ranks
         self.all = []
 
     def add(self, step: int, cursor: int) -> None:
@@ -81,7 +85,10 @@ class GoodStates:
         Raises:
             CheckpointError: It could not be written; those before are as they were.
         """
-        draws = {name: state for name, state in generators(self._amp).items() if name != "torch"}
+        own = {
+            "generators": {name: state for name, state in generators(self._amp).items() if name != "torch"},
+            "buffers": {name: buffer.detach().clone() for name, buffer in self._inner.named_buffers()},
+        }
         also = {name: thing.state_dict() for name, thing in self._also.items()}
         saving = checkpoint.save(
             self._folder,
@@ -89,19 +96,15 @@ class GoodStates:
             model=self._model,
             optimizers=self._optimizers,
             amp=self._amp,
-            extra={"step": step, "generators": draws, "also": also, "buffers": dict(self._unsaved_buffers())},
+            extra={"step": step, "also": also},
             keep=None,
+            process_group=self._ranks.group,
         )
         self._serial += 1
-        self.all.append(Good(saving.path, step, cursor))
+        self.all.append(Good(saving.path, step, cursor, own))
         for old in self.all[:-KEPT]:
             self._remove(old)
         self.all = self.all[-KEPT:]
-
-    def _unsaved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that are in no state dict."""
-        saved = self._inner.state_dict()
-        return ((name, buffer) for name, buffer in self._inner.named_buffers() if name not in saved)
 
     def before(self, step: int, earlier: int) -> Good:
         """The newest whose next step is before this one, so that it was seen to be good, or the start.
@@ -126,13 +129,11 @@ class GoodStates:
             optimizer.zero_grad()
         self._inner.zero_grad()
         before = {name: copy.deepcopy(thing.state_dict()) for name, thing in self._also.items()}
-        kept: dict[str, Any] = {}
 
         def accept(extra: Any) -> None:
-            kept.update(extra)
             for name, thing in self._also.items():
                 try:
-                    thing.load_state_dict(extra["also"][name])
+                    thing.load_state_dict(_as_held(extra["also"][name], before[name]))
                 except (KeyError, TypeError, ValueError, RuntimeError) as error:
                     raise CheckpointError(
                         f"{name} of also= does not take its state: {sentence(error)}"
@@ -140,16 +141,18 @@ class GoodStates:
 
         try:
             checkpoint.load(
-                good.path, model=self._model, optimizers=self._optimizers, amp=self._amp, accept=accept
-            )
+                good.path, model=self._model, optimizers=self._optimizers, amp=self._amp, accept=accept,
+                process_group=self._ranks.group,
+            )  # fmt: skip
         except BaseException:
             for name, thing in self._also.items():
                 thing.load_state_dict(before[name])
             raise
         with torch.no_grad():
-            for name, buffer in self._unsaved_buffers():
-                buffer.copy_(kept["buffers"][name])
-        set_generators({**generators(self._amp), **kept["generators"]})
+            for name, buffer in self._inner.named_buffers():
+                if name in good.own["buffers"]:
+                    buffer.copy_(good.own["buffers"][name])
+        set_generators({**generators(self._amp), **good.own["generators"]})
 
     def forget_after(self, good: Good) -> None:
         """Delete the states that came after one."""
@@ -160,8 +163,24 @@ class GoodStates:
 
     def _remove(self, good: Good) -> None:
         """Delete a state, by a rename first, so that nothing that has a checkpoint's name is half of one."""
-        if self._first:
+        if self._ranks.rank == 0:
             doomed = good.path.with_name(f".{good.path.name}.deleted")
             with contextlib.suppress(OSError):
                 good.path.rename(doomed)
                 shutil.rmtree(doomed)
+
+
+def _as_held(saved: Any, held: Any) -> Any:
+    """What was saved, tensors of the whole, cut as what is held now is."""
+    if isinstance(held, Tensor) and isinstance(saved, Tensor) and is_dtensor(held):
+        from torch.distributed.tensor import distribute_tensor
+
+        cut: Any = held
+        return distribute_tensor(
+            saved.to(held.device), cut.device_mesh, cut.placements, src_data_rank=None
+        )  # fmt: skip
+    if isinstance(saved, Mapping) and isinstance(held, Mapping):
+        return {key: _as_held(value, held.get(key)) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(held, (list, tuple)) and len(saved) == len(held):
+        return type(saved)(map(_as_held, saved, held))
+    return saved

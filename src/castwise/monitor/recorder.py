@@ -3,6 +3,9 @@
 Until something goes wrong that costs nearly nothing: of each batch a reference is kept and the states of the random
 generators, and the buffers that the forward may move. Weights need no copy: a step that is skipped leaves them as they were,
 and a loss that is not finite is seen before its backward.
+
+Ranks that train one model write one record together: each its batches, random states and buffers, and of the weights what no
+other has written. Whether there is something to write they ask each other at every step, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from castwise.errors import CheckpointError, PlanError, StateError, check_count
 from castwise.monitor import step_files
 from castwise.monitor.moments import Moment
 from castwise.monitor.passes import gradients_not_finite
-from castwise.parallel.wrappers import unwrap
-from castwise.ranks import Ranks
+from castwise.parallel import wrappers
+from castwise.ranks import ALONE, Ranks
+from castwise.ranks.group import named
 from castwise.ranks.pieces import is_dtensor
 from castwise.scaler import StepResult
-from castwise.session import Amp
+from castwise.session.amp import Amp, inside
 
+KINDS = ("loss", "error", "alarm", "overflow")
+"""Of records, the most telling first."""
 LARGE = 64 << 20
 """Bytes of weights from which on a checkpoint is looked for that they can be told by."""
 
@@ -64,12 +70,17 @@ class Recorder:
     for, as by an alarm. Of each kind the first few: those that follow seldom say more. A record that cannot be written is
     a warning, and the training goes on.
 
+    Where the session has several ranks each makes the same recorder, under DistributedDataParallel and FSDP2 alike: a step that
+    went wrong on one of them is written by all, as one record. An error that a rank ends by is written by that rank alone, as
+    others may know nothing of it; where the model is cut into shards a warning says that it was not.
+
     On an accelerator the host waits at each step for the loss and for whether it was skipped.
 
     Args:
         amp: The session.
-        model: What it has prepared; DistributedDataParallel and ``torch.compile`` around it are seen through.
-        folder: Of the records; each rank of several writes into ``rank-1`` and so on in it.
+        model: What it has prepared; DistributedDataParallel, FSDP2 and ``torch.compile`` around it are seen through.
+        folder: Of the records, on a file system that all ranks see; a rank that ends by an error writes into ``rank-1`` and so
+            on in it.
         workload: By which name the job can be found again, as in :func:`castwise.workload.find_workload`.
         checkpoints: A folder of :func:`castwise.checkpoint.save`. Weights of 64 MiB and more are written as what differs from
             the newest there, whose files the record keeps by hard links.
@@ -79,11 +90,11 @@ class Recorder:
 
     Raises:
         PlanError: ``most`` below 1.
-        StateError: A model that this session has not prepared, or one whose parameters are cut into shards.
+        StateError: A model that this session has not prepared, a stage of a pipeline, or one with weights that were cut by hand.
     """
 
     records: tuple[Path, ...]
-    """What has been written by this process."""
+    """What has been written, by this rank or by all."""
 
     def __init__(
         self,
@@ -98,16 +109,9 @@ class Recorder:
     ) -> None:
         check_count("Recorder", "most", most, 1)
         self._model = check_prepared("Recorder", amp, model)
-        if any(is_dtensor(parameter) for parameter in self._model.parameters()):
-            raise StateError(
-                "Recorder: parameters of the model are cut into shards, and a record is of one process alone; record a run under "
-                "DistributedDataParallel, or replay from a checkpoint of all ranks"
-            )
-        ranks = Ranks()
         self._amp, self._workload, self._most, self._copies = amp, workload, most, copies
-        self._folder = Path(folder) / (f"rank-{ranks.rank}" if ranks.rank else "")
+        self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
-        self._world = ranks.size
         self._counts: dict[str, int] = {}
         self._number = 0
         self._step: _Step | None = None
@@ -170,32 +174,63 @@ class Recorder:
         step.losses.append((len(step.moments) - 1, name, value))
         if self._amp.scaler.is_enabled():
             step.scales.setdefault(name, self._amp.scaler.scale_tensor(name).detach().clone())
-        if step.why is None and not math.isfinite(float(value)):
+        bad = not math.isfinite(float(value))
+        if bad and step.why is None:
             step.why = "loss", f"the loss is {float(value)}"
-            if step.weights is None and self._wants("loss"):
-                step.weights = self._copy_weights()
+        # a rank that holds all weights copies them for all; of shards each has to copy its own
+        bad = self._any(bad)[0] if self._is_cut else bad
+        if bad and step.weights is None and self._wants("loss"):
+            step.weights = self._copy_weights()
 
     def _on_step(self, _: Sequence[Optimizer], result: StepResult) -> None:
         step = self._step
         if step is None:
             return
-        skipped = result.skipped
-        if not step.over and (skipped or step.why is not None):
-            kind, text = step.why or ("overflow", "the step was skipped, since gradients are not finite")
-            self._write(step, kind, text, skipped, result.grad_norm)
+        if not step.over:
+            skipped, has = result.skipped, step.weights is not None
+            if skipped and step.why is None:
+                step.why = "overflow", "the step was skipped, since gradients are not finite"
+            why = step.why if step.why is not None and self._wants(step.why[0]) else None
+            wrong, some_have, some_lack = self._any(why is not None, has, not has)
+            if wrong and (skipped or (not some_lack if self._is_cut else some_have)):
+                self._write(step, skipped, result.grad_norm)
+            elif wrong:  # the weights have moved: the next step, by all
+                self._next = "alarm", f"the step before: {why[1]}" if why else ""
         step.over = True
+
+    @property
+    def _ranks(self) -> Ranks:
+        return inside(self._amp).agreement.ranks
+
+    def _any(self, *flags: bool) -> tuple[bool, ...]:
+        """Each of some flags, whether it is set on any rank."""
+        ranks = self._ranks
+        if ranks.size == 1:
+            return flags
+        told = torch.tensor(flags, dtype=torch.float32, device=self._amp.device_type)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=ranks.group)
+        return tuple(bool(one) for one in told.tolist())
 
     def _fail(self, error: Exception) -> None:
         step = self._step
-        if step is not None and not step.over and step.moments:
-            kind, _ = step.why or ("error", "")
-            self._write(step, kind, f"{type(error).__name__}: {error}", None, None)
-            step.over = True
+        if step is None or step.over or not step.moments:
+            return
+        step.over = True
+        kind, _ = step.why or ("error", "")
+        step.why = kind, f"{type(error).__name__}: {error}"
+        if self._is_cut and self._ranks.size > 1:
+            warnings.warn(
+                f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: other ranks hold the rest of "
+                "the weights, and may have seen no error",
+                stacklevel=3,
+            )
+        else:
+            self._write(step, None, None, together=False)
 
     # --- records ----------------------------------------------------------------------------------------------
 
     def write(self, alarm: object = "asked for") -> None:
-        """Have a step written: with ``copies`` the one on its way or just made, else the next.
+        """Have a step written: with ``copies`` the one on its way or just made, else the next. All ranks ask together.
 
         Args:
             alarm: What for, as text or anything that is shown as text. So it can be given to what calls upon alarms.
@@ -203,22 +238,29 @@ class Recorder:
         if not self._wants("alarm"):
             return
         why, step = ("alarm", str(alarm)), self._step
-        if step is None or step.weights is None:  # the weights may have moved already
+        alike = self._copies or self._ranks.size == 1  # else one rank alone may have copied them
+        if step is None or step.weights is None or not alike:  # the weights may have moved already
             self._next = why
         elif step.over:
-            self._write(step, *why, None, None)
+            step.why = why
+            self._write(step, None, None)
         elif step.why is None:
             step.why = why
 
     def _wants(self, kind: str) -> bool:
         return self._counts.get(kind, 0) < self._most
 
-    def _write(self, step: _Step, kind: str, text: str, skipped: bool | None, norm: Tensor | None) -> None:
+    def _write(self, step: _Step, skipped: bool | None, norm: Tensor | None, together: bool = True) -> None:
+        """Write a step, of all ranks or of this one alone."""
+        ranks = self._ranks if together else Ranks(ALONE)
+        whys = ranks.gather(step.why)
+        kind, text = _joined([why if why and why[1] else None for why in whys])
         if not step.moments or not self._wants(kind):
             return
         self._counts[kind] = self._counts.get(kind, 0) + 1
+        about = {"kind": kind, "reason": text, "skipped": skipped}
         try:
-            path = self._record(step, kind, text, skipped, norm)
+            path = self._record(step, about, norm, ranks)
         except (CheckpointError, OSError) as error:
             warnings.warn(
                 f"Recorder: the step was not written, and the training goes on: {error}", stacklevel=3
@@ -226,44 +268,68 @@ class Recorder:
         else:
             self.records += (path,)
 
-    def _record(self, step: _Step, kind: str, text: str, skipped: bool | None, norm: Tensor | None) -> Path:
+    def _record(self, step: _Step, about: dict[str, Any], norm: Tensor | None, ranks: Ranks) -> Path:
         model, amp = self._model, self._amp
-        weights = step.weights if step.weights is not None else amp.model_state_dict(model)
-        moments = [{"batch": m.batch, "random": m.random, "changed": m.changed} for m in step.moments]
+        weights = step.weights or ({} if about["skipped"] is False else amp.model_state_dict(model))
+        ddp = wrappers.ddp_around(model) if ranks.size > 1 else None
+        shared = ddp is not None and ddp.broadcast_buffers  # the first rank's, before each forward
         content = {
-            "kind": kind,
-            "reason": text,
+            **about,
             "step": self._number,
             "workload": self._workload,
             "plan": amp.plan.to_json(),
             "device": amp.device_type,
             "threads": torch.get_num_threads(),
-            "world_size": self._world,
-            "moments": moments,
+            "world_size": self._ranks.size,
+            "rank": self._ranks.rank,
+            "moments": [{"batch": m.batch, "random": m.random, "changed": m.changed} for m in step.moments],
             "losses": [{"moment": at, "name": name, "value": value} for at, name, value in step.losses],
             "scales": dict(step.scales),
-            "buffers": dict(step.buffers),
+            "buffers": {} if shared and ranks.rank else dict(step.buffers),
+            "shared_buffers": shared,
             "training": [name for name, module in model.named_modules() if module.training],
             "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
             "nonfinite": gradients_not_finite(model),
-            "skipped": skipped,
             "grad_norm": None if norm is None else norm.detach().float().cpu(),
         }
-        about = {
+        made_by = {
             "castwise": importlib.import_module("castwise").__version__,
             "torch": torch.__version__,
             "plan": str(amp.plan),
             "digest": amp.plan.digest,
         }
-        return step_files.write(self._folder, self._number, content, weights, about, self._base(weights))
+        folder = self._folder
+        if ranks.size < self._ranks.size and self._ranks.rank:
+            folder = folder / f"rank-{self._ranks.rank}"
+        return step_files.write(
+            folder, self._number, content, weights, made_by, self._base(ranks), ranks.group
+        )
 
-    def _base(self, weights: dict[str, Any]) -> step_files.Base | None:
-        size = sum(value.nbytes for value in weights.values() if isinstance(value, Tensor))
+    def _base(self, ranks: Ranks) -> step_files.Base | None:
+        """The checkpoint that weights are told by, the same on all ranks."""
+        size = sum(parameter.nbytes for parameter in self._model.parameters())
         if self._checkpoints is None or size < LARGE:
             return None
-        base = step_files.Base.newest(self._checkpoints)
-        same = base is not None and base.path.stat().st_dev == _nearest(self._folder).stat().st_dev
-        return base if same else None
+        folder, home = self._checkpoints, _nearest(self._folder)
+
+        def newest() -> Path | None:
+            base = step_files.Base.newest(folder)
+            return base.path if base is not None and base.path.stat().st_dev == home.stat().st_dev else None
+
+        path = Ranks(ranks.group, CheckpointError).first(newest)
+        return None if path is None else step_files.Base.at(path)
+
+
+def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:
+    """What is most telling of what ranks have seen, and on which."""
+    kind = min((why[0] for why in whys if why), key=KINDS.index, default="alarm")
+    ranks_of: dict[str, list[int]] = {}
+    for rank, why in enumerate(whys):
+        if why and why[0] == kind:
+            ranks_of.setdefault(why[1], []).append(rank)
+    if len(ranks_of) == 1 and len(next(iter(ranks_of.values()))) == len(whys):
+        return kind, next(iter(ranks_of))
+    return kind, "; ".join(f"on {named(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def _nearest(folder: Path) -> Path:
@@ -276,16 +342,21 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
 
     Raises:
         PlanError: No session, or no module.
-        StateError: Another session has, or none.
+        StateError: Another session has, or none; or each rank holds a part of the model that says not of what.
     """
     if not isinstance(amp, Amp) or not isinstance(model, nn.Module):
         raise PlanError(
             f"{call}({type(amp).__name__}, {type(model).__name__}) is not allowed. Allowed: the castwise.Amp of the training, then "
             "the model that it has prepared."
         )
-    inner = unwrap(model)
+    inner = wrappers.unwrap(model)
     if Amp.of(inner) is not amp:
         raise StateError(
             f"{call}: this {type(inner).__name__} was not prepared by this Amp; call amp.prepare(model, optimizer) first"
+        )
+    if any(map(inside(amp).agreement.pieces.is_part, inner.parameters())):
+        raise StateError(
+            f"{call}: of this {type(inner).__name__} each rank holds a part, a stage of a pipeline or weights cut by hand, of which no "
+            "process can make the whole; save checkpoints, and go back to those"
         )
     return inner

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 
-from castwise.extras import left_out
 from castwise.measure.environment import environment
-from castwise.schemas import RECORD_VERSION
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from castwise.result import Result
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class MonitorReport:
+class MonitorReport(Result):
     """What a monitor has seen of a run so far.
 
     Attributes:
@@ -166,6 +161,7 @@ class MonitorReport:
         unseen: What could not be looked at, and why, in sentences.
     """
 
+    kind: ClassVar[str] = "monitor"
     plan: str
     device: str
     steps: int
@@ -182,11 +178,7 @@ class MonitorReport:
 
         Numbers that are not finite are None, and named in the sample's or the region's ``not_finite``.
         """
-        out: dict[str, Any] = plain({
-            "kind": "monitor",
-            "version": RECORD_VERSION,
-            **dataclasses.asdict(self),
-        })
+        out = super().to_dict()
         for row, sample in zip(out["samples"], self.samples, strict=True):
             row["not_finite"] = _not_finite(sample)
             for region, seen in zip(row["regions"], sample.regions, strict=True):
@@ -195,41 +187,18 @@ class MonitorReport:
             alarm["open"] = alarm in out["open_alarms"]
         return out
 
-    def table(self) -> RenderableType:
-        """Alarms, the last sample by region and the audits, for ``rich.print``."""
-        from castwise.report.show import table
-
-        return table(self.to_dict())
-
     def save(self, folder: str | Path) -> Path:
         """Write ``monitor.json`` and, where the libraries for it are there, the page ``monitor.html``; returns the folder."""
-        from castwise.report.show import write
-
         home = Path(folder)
-        home.mkdir(parents=True, exist_ok=True)
-        about = {"workload": "", "description": self.plan}
-        record = (
-            self.to_dict()
-            | about
-            | {"environment": dataclasses.asdict(environment(torch.device(self.device)))}
+        made_on = dataclasses.asdict(environment(torch.device(self.device)))
+        self._save(
+            home / "monitor.html",
+            home / "monitor.json",
+            workload="",
+            description=self.plan,
+            environment=made_on,
         )
-        (home / "monitor.json").write_text(
-            json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
-        with left_out("monitor.html"):
-            write(record, home / "monitor.html")
         return home
-
-
-def plain(value: Any) -> Any:
-    """JSON's own types: mappings, lists, and None for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
 
 
 def _not_finite(seen: Sample | RegionSample) -> list[str]:

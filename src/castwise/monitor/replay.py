@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +16,30 @@ from castwise.casting import default_device_type
 from castwise.casting.trees import to_device
 from castwise.checkpoint.folder import candidates, read_manifest
 from castwise.checkpoint.storage import need
-from castwise.errors import CastwiseError, CheckpointError, StateError
+from castwise.errors import CastwiseError, CheckpointError, PlanError, StateError
 from castwise.inspection.nonfinite import FirstNonfinite, first_nonfinite
 from castwise.monitor import step_files
 from castwise.monitor.moments import set_generators
 from castwise.monitor.passes import Loss, Ran, run_step, threads, total
 from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.parallel.wrappers import unwrap
+from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
 from castwise.process import find_device
 from castwise.ranks import ALONE
+from castwise.result import Result
+from castwise.scaler.gradients import values
 from castwise.workload import find_workload
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
 class Record:
-    """A step as it was recorded; see :class:`castwise.monitor.recorder.Recorder`.
+    """One rank's part of a step as it was recorded; see :class:`castwise.monitor.recorder.Recorder`.
 
     Attributes:
         path: Its folder.
+        rank: Whose part it is.
+        world_size: How many ranks made the step together.
         step: Which of those that the recorder saw.
         kind: ``overflow``, ``loss``, ``alarm`` or ``error``.
         reason: What was seen, in a clause.
@@ -51,6 +52,8 @@ class Record:
     """
 
     path: Path
+    rank: int
+    world_size: int
     step: int
     kind: str
     reason: str
@@ -64,26 +67,27 @@ class Record:
     weights: Mapping[str, Any] = field(repr=False)
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> Record:
-        """Read a record, or the newest of a folder of them, and check all of it.
+    def read(cls, folder: str | os.PathLike[str]) -> list[Record]:
+        """Read a record, or the newest of a folder of them, and check all of it; returns the part of each rank that wrote it.
 
         Raises:
             CheckpointError: There is none, or it is damaged.
         """
         path = _newest(Path(folder))
-        _, content, weights = step_files.read(path)
+        _, contents, weights = step_files.read(path)
         try:
-            _check(content)
-            plan = Plan.from_json(content["plan"])
+            for content in contents:
+                _check(content)
+            plans = [Plan.from_json(content["plan"]) for content in contents]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
-        own = {
-            name: content[name]
-            for name in ("step", "kind", "reason", "device", "workload", "moments", "losses")
-        }
-        return cls(
-            path=path, plan=plan, nonfinite=content["nonfinite"], content=content, weights=weights, **own
-        )
+        parts = []
+        for content, plan in zip(contents, plans, strict=True):
+            if content["shared_buffers"]:
+                content["buffers"] = contents[0]["buffers"]
+            own = {name: content[name] for name in _OF_A_RECORD}
+            parts.append(cls(path=path, plan=plan, content=content, weights=weights, **own))
+        return parts
 
     def load_into(self, model: nn.Module) -> None:
         """Give a model, prepared or not, the weights, buffers and modes that the step began with.
@@ -119,6 +123,11 @@ class Record:
                 parameter.requires_grad_(name not in frozen)
 
 
+_OF_A_RECORD = (
+    "rank", "world_size", "step", "kind", "reason", "device", "workload", "moments", "losses", "nonfinite",
+)  # fmt: skip
+
+
 def _newest(folder: Path) -> Path:
     if (folder / "checkpoint.json").exists():
         return folder
@@ -139,7 +148,8 @@ def _check(content: Mapping[str, Any]) -> None:
     kinds: dict[str, Any] = {
         "kind": str, "reason": str, "step": int, "workload": (str, type(None)), "plan": str, "device": str, "threads": int,
         "world_size": int, "moments": list, "losses": list, "scales": dict, "buffers": dict, "training": list, "frozen": list,
-        "nonfinite": list, "skipped": (bool, type(None)), "grad_norm": (Tensor, type(None)),
+        "nonfinite": list, "skipped": (bool, type(None)), "grad_norm": (Tensor, type(None)), "rank": int,
+        "shared_buffers": bool,
     }  # fmt: skip
     for name, kind in kinds.items():
         need(isinstance(content.get(name), kind), f"{name} is not of its kind")
@@ -158,7 +168,7 @@ def _check(content: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Result):
     """A step that was made again.
 
     Attributes:
@@ -176,8 +186,13 @@ class Replay:
         notes: What stands in the way of an exact answer.
         first: The first operator that turned finite numbers into others, as :func:`castwise.first_nonfinite` found it; None
             where all is finite, or nobody asked.
-        gradients: By name, as the backward left them: the loss scale is in them. Not in :meth:`to_dict`.
+        world_size: How many ranks made the step together.
+        ranks: Of each recorded loss, the rank that it is of.
+        gradients: By name, as the backward left them: the loss scale is in them. Of several ranks the mean. Not in
+            :meth:`to_dict`.
     """
+
+    kind: ClassVar[str] = "replay"
 
     path: Path
     step: int
@@ -191,6 +206,8 @@ class Replay:
     exact: bool | None
     notes: tuple[str, ...] = ()
     first: FirstNonfinite | None = None
+    world_size: int = 1
+    ranks: tuple[int, ...] = ()
     gradients: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -198,44 +215,30 @@ class Replay:
         """Whether losses and gradients are finite now."""
         return not self.nonfinite and all(map(math.isfinite, self.losses))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; what is not finite is a string."""
-        return {
-            "kind": "replay",
-            "version": 1,
+    def _fields(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "gradients"}
+        return own | {
             "path": str(self.path),
-            "step": self.step,
-            "reason": self.reason,
             "recorded_plan": str(self.recorded_plan),
             "plan": str(self.plan),
             "recorded_losses": [_plain(value) for value in self.recorded_losses],
             "losses": [_plain(value) for value in self.losses],
-            "recorded_nonfinite": list(self.recorded_nonfinite),
-            "nonfinite": list(self.nonfinite),
-            "exact": self.exact,
             "finite": self.finite,
-            "notes": list(self.notes),
             "first": None if self.first is None else self.first.to_dict(),
         }
-
-    def table(self) -> RenderableType:
-        """What was found, for ``rich.print``."""
-        from castwise.report.show import table
-
-        return table(self.to_dict())
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``replay.json`` into a folder, and what :attr:`first` writes beside it; returns the folder."""
         where = Path(folder)
         where.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        (where / "replay.json").write_text(text + "\n", encoding="utf-8")
+        (where / "replay.json").write_text(self.to_json() + "\n", encoding="utf-8")
         if self.first is not None:
             self.first.save(where)
         return where
 
 
 def _plain(value: float) -> float | str:
+    """A loss for JSON: what is not finite by its name, since which it was matters."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -247,12 +250,16 @@ def replay(
     workload: str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    rank: int | None = None,
     find: bool = True,
 ) -> Replay:
     """Make a recorded step again, on a copy of the model.
 
     Forward and backward of each microbatch run from the recorded weights, buffers, modes, random states and loss scale. On
     a CPU, with the torch and the number of threads of the recording, losses and gradients come out bit for bit.
+
+    A step that several ranks made, whole or in shards of FSDP2, is made again in this one process on the whole model: each
+    rank's microbatches from the weights that all began with, and then the mean of their gradients.
 
     Args:
         folder: A record of a :class:`~castwise.monitor.recorder.Recorder`, or its folder, whose newest is taken.
@@ -262,6 +269,7 @@ def replay(
         workload: Of which the model and the loss are, where none are given; by default that which was recorded.
         plan: To run under; by default the recorded one.
         device: To run on; by default the recorded kind.
+        rank: Make the part of this rank alone; by default those of all, one after the other.
         find: Where something is not finite, look for the operator that began it: :func:`castwise.first_nonfinite`.
 
     Returns:
@@ -271,8 +279,16 @@ def replay(
         CheckpointError: No complete record there, or one of another model.
         StateError: Neither a model and a loss nor a workload.
         WorkloadError: A loss that is none.
+        PlanError: A rank that did not write the record.
     """
-    record = Record.read(folder)
+    records = Record.read(folder)
+    record = records[0]
+    if rank is not None:
+        records = [one for one in records if one.rank == rank]
+        if not records:
+            raise PlanError(
+                f"replay(rank={rank!r}): {str(record.path)!r} is of {record.world_size} ranks, and not of that one"
+            )
     if (model is None) != (loss is None):
         raise StateError("replay: give model and loss both, or neither and a workload")
     chosen = record.plan if plan is None else as_plan(plan)
@@ -288,38 +304,60 @@ def replay(
         loss = found.loss
     where = find_device("replay", device, record.device if record.device == "cpu" else default_device_type())
     inner = unwrap(model)
-    with unspoilt(inner, "replay"), undisturbed(), threads(record.content["threads"]):
-        ran = _run(record, copied(inner, "replay"), loss, chosen, where)
-        same = chosen == record.plan and where.type == record.device
-        recorded = [item["value"] for item in record.losses]
-        exact = None
-        if same:
-            alone = record.content["world_size"] > 1  # there gradients were averaged over all
-            exact = _equal(recorded, ran.losses) and (
-                alone or sorted(ran.nonfinite) == sorted(record.nonfinite)
-            )
-        first = None
-        if find and not ran.finite:
-            first = _first(record, copied(inner, "replay"), loss, chosen, where)
+    runs: list[Ran] = []
+    gradients: dict[str, Tensor] = {}
+    formats: dict[str, torch.dtype] = {}
+    first, notes = None, _notes(records)
+    with unspoilt(inner, "replay"), undisturbed():
+        for one in records:
+            with threads(one.content["threads"]):
+                ran = _run(one, copied(inner, "replay"), loss, chosen, where)
+                _add(gradients, ran.gradients, len(records))
+                formats |= {name: gradient.dtype for name, gradient in ran.gradients.items()}
+                runs.append(replace(ran, gradients={}))
+                if find and first is None and not ran.finite:
+                    first = _first(one, copied(inner, "replay"), loss, chosen, where)
+                    if first is not None and record.world_size > 1:
+                        notes.append(f"the first operator that is not finite is that of rank {one.rank}")
+        gradients = {name: gradient.to(formats[name]) for name, gradient in gradients.items()}
+        nonfinite = [name for name, grad in gradients.items() if not bool(torch.isfinite(values(grad)).all())]
+    recorded = [[item["value"] for item in one.losses] for one in records]
+    was_nonfinite = list(dict.fromkeys(name for one in records for name in one.nonfinite))
+    exact = None
+    if chosen == record.plan and where.type == record.device:
+        exact = all(_equal(then, ran.losses) for then, ran in zip(recorded, runs, strict=True))
+        if len(records) == record.world_size:  # else gradients of others are in those that were recorded
+            exact = exact and sorted(nonfinite) == sorted(was_nonfinite)
     return Replay(
         path=record.path, step=record.step, reason=record.reason, recorded_plan=record.plan, plan=chosen,
-        recorded_losses=tuple(map(float, recorded)), losses=tuple(map(float, ran.losses)),
-        recorded_nonfinite=tuple(record.nonfinite), nonfinite=tuple(ran.nonfinite), exact=exact, notes=_notes(record),
-        first=first, gradients=ran.gradients,
+        recorded_losses=tuple(float(value) for then in recorded for value in then),
+        losses=tuple(float(value) for ran in runs for value in ran.losses),
+        recorded_nonfinite=tuple(was_nonfinite), nonfinite=tuple(nonfinite), exact=exact, notes=tuple(notes), first=first,
+        world_size=record.world_size,
+        ranks=tuple(one.rank for one, then in zip(records, recorded, strict=True) for _ in then), gradients=gradients,
     )  # fmt: skip
 
 
-def _notes(record: Record) -> tuple[str, ...]:
+def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], ranks: int) -> None:
+    """Add one rank's share to the mean gradients, low ones in fp32, as FSDP2 takes it."""
+    for name, gradient in gradients.items():
+        wide = gradient.float() if gradient.dtype in LOW_DTYPES else gradient
+        share = wide / ranks if ranks > 1 else gradient
+        total[name] = total[name] + share if name in total else share
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    record = records[0]
     manifest = read_manifest(record.path)
     was = manifest["torch"] if isinstance(manifest, dict) else torch.__version__
     notes = []
     if was != torch.__version__:
         notes.append(f"recorded by torch {was}, and this is {torch.__version__}")
-    if any(moment["changed"] for moment in record.moments):
+    if any(moment["changed"] for one in records for moment in one.moments):
         notes.append("a batch was written to in place after the loader had handed it out")
-    if record.content["world_size"] > 1:
-        notes.append("of one of several processes: its gradients were averaged with those of the others")
-    return tuple(notes)
+    if len(records) < record.world_size:
+        notes.append("of one of several ranks: its gradients were averaged with those of the others")
+    return notes
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -22,6 +22,7 @@ class Rewind:
         cursor: How many batches lie before the next one.
         base: How many were handed out before the first that is kept.
         passed: Steps that are passed over.
+        spoilt: Steps with batches that somebody has changed since, which are passed over too.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -31,6 +32,7 @@ class Rewind:
         self._next_step = 0
         self.cursor = self.base = 0
         self.passed: set[int] = set()
+        self.spoilt: set[int] = set()
 
     @property
     def step(self) -> int:
@@ -44,9 +46,13 @@ class Rewind:
         return self._kept[at].moment if at < len(self._kept) else None
 
     def pass_over(self) -> None:
-        """Go past batches that are not wanted again: of steps that are passed over, or changed since by somebody."""
-        while (moment := self.again()) is not None and (self.step in self.passed or moment.changed):
+        """Go past batches that are not wanted again."""
+        while self.again() is not None and self.step in self.passed | self.spoilt:
             self.cursor += 1
+
+    def changed(self) -> set[int]:
+        """Steps with batches that somebody has changed since they were handed out."""
+        return {one.step for one in self._kept if one.moment.changed}
 
     def keep(self, moment: Moment, oldest: int) -> None:
         """Take in a new batch; those before ``oldest``, which no good state goes back to, are let go."""

@@ -108,7 +108,7 @@ class Sampler:
         mine = self.attempt("figures", read, found) or {}
         self._add_lost(mine)
         ranks = self._ranks
-        numbers = join(ranks.duplicate().gather(mine)) if ranks.size > 1 else mine
+        numbers = join(ranks.duplicate("looking").gather(mine)) if ranks.size > 1 else mine
         if self.outputs.failed:
             self.note_unseen(self.outputs.failed)
         if turn.steps > 1 and self._blind < 2:

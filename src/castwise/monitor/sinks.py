@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from castwise.errors import PlanError
 from castwise.extras import needs
-from castwise.monitor.records import Alarm, Audit, MonitorReport, Sample, plain
+from castwise.monitor.records import Alarm, Audit, MonitorReport, Sample
 from castwise.process import interrupts_wait
+from castwise.result import plain
 
 if TYPE_CHECKING:
     from rich.live import Live

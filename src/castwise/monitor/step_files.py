@@ -3,7 +3,7 @@
 A record is written as a checkpoint is (:mod:`castwise.checkpoint.folder`): into a hidden folder that gets its name at the
 end, tensors as plain bytes, all else as JSON, each file with its crc32, nothing a pickle. Where the weights are large and a
 checkpoint of them exists, the record holds hard links to the checkpoint's files, so that deleting the checkpoint takes
-nothing from it, and of the weights only what differs.
+nothing from it, and of the weights only what differs; of weights in shards each rank writes what differs in its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from castwise import _torch
 from castwise.checkpoint import storage, values
 from castwise.checkpoint.folder import (
     MANIFEST,
@@ -29,10 +30,12 @@ from castwise.checkpoint.folder import (
     read_values,
     wrong_files,
 )
+from castwise.checkpoint.saving import finish
 from castwise.checkpoint.storage import need
 from castwise.checkpoint.tree import check, decode, encode
 from castwise.errors import CheckpointError
 from castwise.ranks import ALONE, Ranks
+from castwise.ranks.pieces import is_dtensor
 
 BASE = "base"
 """Folder in a record of the checkpoint that it counts on."""
@@ -54,20 +57,35 @@ class Base:
             if isinstance(manifest, dict) and not wrong_files(
                 path, manifest["files"].items(), checksums=False
             ):
-                return cls.at(path, manifest)
+                return cls.at(path)
         return None
 
     @classmethod
-    def at(cls, path: Path, manifest: Mapping[str, Any]) -> Base:
-        """A checkpoint that was found to be one."""
+    def at(cls, path: Path) -> Base:
+        """A checkpoint that was found to be one.
+
+        Raises:
+            CheckpointError: It is none any more.
+        """
+        manifest = read_manifest(path)
+        if isinstance(manifest, str):
+            raise CheckpointError(f"the checkpoint {path} {manifest}")
         return cls(path, manifest, values.read(path, manifest))
 
-    def read(self, name: str, like: torch.Size | None = None) -> Tensor | None:
-        """A tensor of the model as it was saved; None where there is none of that name, or of that shape."""
+    def read(self, name: str, like: Tensor | None = None) -> Tensor | None:
+        """A tensor of the model as it was saved; None where there is none of that name, or none like a given one.
+
+        Like a DTensor it is cut as that one is, and of it this rank's piece is read.
+        """
         entry = self.saved.tensors.get(f"model.{name}")
-        if entry is None or (like is not None and tuple(like) != tuple(entry.shape)):
+        if entry is None:
             return None
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if like is not None and (tuple(like.shape) != tuple(entry.shape) or like.dtype is not entry.dtype):
+            return None
+        if like is not None and is_dtensor(like):
+            tensor = torch.empty_like(like.detach())
+        else:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
         storage.read(self.path, self.saved.tensors, {f"model.{name}": tensor})
         return tensor
 
@@ -123,55 +141,84 @@ def write(
     weights: Mapping[str, Any],
     about: Mapping[str, Any],
     base: Base | None = None,
+    group: Any = ALONE,
 ) -> Path:
-    """Write a record as ``folder/step-00000123``; one that is there of that step is replaced.
+    """Write a record as ``folder/step-00000123``; one that is there of that step is replaced. A collective of the group.
 
     Args:
-        folder: Made where there is none.
+        folder: Made where there is none; the same on all ranks.
         step: Number of the record.
-        content: Nested values that :func:`castwise.checkpoint.tree.encode` takes.
-        weights: By name, as a checkpoint has them.
+        content: Nested values that :func:`castwise.checkpoint.tree.encode` takes, of this rank.
+        weights: By name, as a checkpoint has them; of a DTensor this rank's piece is written. What all ranks hold whole is
+            taken from the lowest that gives any.
         about: For the manifest: ``castwise``, ``torch``, ``plan``, ``digest``.
-        base: A checkpoint that the weights may be told by.
+        base: A checkpoint that the weights may be told by, the same on all ranks.
+        group: The ranks whose record it is, as for :class:`~castwise.ranks.Ranks`.
 
     Raises:
         CheckpointError: A value that cannot be written, or a disk that takes no more; nothing is left of it then.
     """
     draft = Draft(folder.absolute(), step)
-    ranks = Ranks(ALONE, CheckpointError)
+    ranks = Ranks(group, CheckpointError)
+    giver = next((at for at, gives in enumerate(ranks.gather(bool(weights))) if gives), 0)
+    if ranks.rank != giver:
+        weights = {
+            name: value for name, value in weights.items() if isinstance(value, Tensor) and is_dtensor(value)
+        }
     tensors: dict[str, Tensor] = {}
-    kept = weights if base is None else {name: _told(name, value, base) for name, value in weights.items()}
-    tree = encode({"content": dict(content), "weights": dict(kept)}, "record", tensors)
+
+    def trees() -> tuple[Any, Any]:
+        kept = dict(weights)
+        pieces: dict[str, Any] = {}
+        for name, value in weights.items():
+            was = base.read(name, value) if base is not None and isinstance(value, Tensor) else None
+            if was is not None and value.numel():
+                kept[name], piece = _told(name, value, was)
+                pieces |= {} if piece is None else {name: piece}
+        own = encode({"content": dict(content), "pieces": pieces}, f"rank.{ranks.rank}", tensors)
+        return own, encode(kept, "weights", tensors)
+
+    parts = ranks.to_first(ranks.each(trees))
     index = storage.lay_out(tensors, ranks)
-    stage = storage.Stage(tensors, index, 0, copied=False)
-    draft.begin({"record": tree, "tensors": {name: entry.to_json() for name, entry in index.items()}})
+    stage = ranks.each(lambda: storage.Stage(tensors, index, ranks.rank, copied=False))
+    values = {
+        "ranks": [own for own, _ in parts],
+        "weights": parts[giver][1] if parts else {},
+        "tensors": {name: entry.to_json() for name, entry in index.items()},
+    }
+    ranks.first(lambda: draft.begin(values))
+
+    def link() -> None:
+        try:
+            if base is not None and ranks.rank == 0:
+                base.link(draft.partial / BASE)
+        except OSError as error:
+            raise draft.not_written(f"{type(error).__name__}: {error}") from error
+
     try:
-        if base is not None:
-            base.link(draft.partial / BASE)
-        files = stage.write(draft.partial)
-        draft.publish({**about, "world_size": 1}, files)
-        draft.confirm()
-    except BaseException as error:
-        draft.abandon()
-        if not isinstance(error, OSError):
-            raise
-        raise draft.not_written(f"{type(error).__name__}: {error}") from error
+        ranks.each(link)
+        finish(draft, stage, {**about, "world_size": ranks.size}, None, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            draft.abandon()
+        raise
     return draft.path
 
 
-def _told(name: str, value: Any, base: Base) -> Any:
-    """A weight by what a checkpoint has of it, where that takes less than the weight."""
-    was = base.read(name, value.shape) if isinstance(value, Tensor) and value.numel() else None
-    if was is None or was.dtype is not value.dtype:
-        return value
-    if np.array_equal(_bytes(value), _bytes(was)):
-        return ("base", name)
-    packed = difference(value, was)
-    return ("difference", name, packed) if packed.nbytes < 0.9 * was.nbytes else value
+def _told(name: str, value: Tensor, was: Tensor) -> tuple[Any, Any]:
+    """A weight by what a checkpoint has of it, where that takes less than the weight; and, of a DTensor, this rank's piece."""
+    here, there = storage.local_of(value), storage.local_of(was)
+    same = np.array_equal(_bytes(here), _bytes(there))
+    if is_dtensor(value):
+        return ("base", name), None if same else (*_torch.local_box(value), difference(here, there))
+    if same:
+        return ("base", name), None
+    packed = difference(here, there)
+    return ("difference", name, packed) if packed.nbytes < 0.9 * there.nbytes else value, None
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A record, whoever wrote it: manifest, content and weights. All of it is checked, and nothing is executed.
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """A record, whoever wrote it: manifest, content by rank, and weights. All of it is checked, and nothing is executed.
 
     Raises:
         CheckpointError: It is damaged, unfinished, or no record.
@@ -182,24 +229,32 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         raise CheckpointError(f"replay({str(path)!r}): {reason}. Allowed: a record that a Recorder wrote.")
     try:
         found = read_values(path, manifest)
-        need(isinstance(found, dict) and found.keys() == {"record", "tensors"}, "not of a record's parts")
+        need(
+            isinstance(found, dict) and found.keys() == {"ranks", "weights", "tensors"},
+            "not of a record's parts",
+        )
         sizes = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
         index = storage.read_index(found["tensors"], sizes)
-        check(found["record"], index)
+        check([found["ranks"], found["weights"]], index)
         tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in index.items()}
         storage.read(path, index, tensors)
-        record = decode(found["record"], tensors.__getitem__)
+        contents, weights = (decode(found[part], tensors.__getitem__) for part in ("ranks", "weights"))
         need(
-            isinstance(record, dict)
-            and record.keys() == {"content", "weights"}
-            and all(isinstance(part, dict) for part in record.values()),
+            isinstance(contents, list)
+            and len(contents) == manifest["world_size"]
+            and isinstance(weights, dict)
+            and all(isinstance(own, dict) and own.keys() == {"content", "pieces"} for own in contents)
+            and all(isinstance(part, dict) for own in contents for part in own.values()),
             "not of content and weights",
         )
-        base = _base_of(path) if any(map(_is_told, record["weights"].values())) else None
-        weights = {name: _whole(value, base) for name, value in record["weights"].items()}
+        base = _base_of(path) if any(map(_is_told, weights.values())) else None
+        weights = {name: _whole(value, base) for name, value in weights.items()}
+        for own in contents:
+            for name, piece in own["pieces"].items():
+                _put(weights.get(name), piece)
     except (ValueError, OSError) as error:  # CheckpointError among them
         raise CheckpointError(f"replay({str(path)!r}): it is damaged, or no record: {error}") from None
-    return dict(manifest), record["content"], weights
+    return dict(manifest), [own["content"] for own in contents], weights
 
 
 def _is_told(value: Any) -> bool:
@@ -211,7 +266,7 @@ def _base_of(path: Path) -> Base:
     wrong = manifest if isinstance(manifest, str) else wrong_files(path / BASE, manifest["files"].items())
     if isinstance(manifest, str) or wrong:
         raise ValueError(f"the checkpoint that it counts on {wrong}")
-    return Base.at(path / BASE, manifest)
+    return Base.at(path / BASE)
 
 
 def _whole(value: Any, base: Base | None) -> Any:
@@ -229,3 +284,20 @@ def _whole(value: Any, base: Base | None) -> Any:
     if was is None:
         raise ValueError(f"the checkpoint that it counts on has no {value[1]!r}")
     return was if value[0] == "base" else restored(value[2], was)
+
+
+def _put(whole: Any, piece: Any) -> None:
+    """Make one rank's piece of a checkpoint's weight what it was."""
+    need(
+        isinstance(whole, Tensor)
+        and isinstance(piece, tuple)
+        and len(piece) == 3
+        and all(isinstance(part, tuple) and len(part) == whole.dim() for part in piece[:2])
+        and all(type(n) is int and n >= 0 for part in piece[:2] for n in part)
+        and all(o + n <= size for o, n, size in zip(*piece[:2], whole.shape, strict=True))
+        and isinstance(piece[2], Tensor),
+        "a piece of a weight is none",
+    )
+    offsets, sizes, packed = piece
+    box = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    box.copy_(restored(packed, box))

@@ -13,24 +13,39 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from castwise.errors import WorkloadError
+from castwise import _torch
+from castwise.errors import CastwiseError, WorkloadError
+from castwise.parallel.whole import is_cut, whole_copy
 from castwise.process import put_settings, settings
+from castwise.ranks.pieces import is_dtensor
 
 
 def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
-    """A copy of a model to experiment on.
+    """A copy of a model to experiment on; of one that is sharded a whole one, see :func:`castwise.parallel.whole.whole_copy`.
 
     Raises:
         WorkloadError: The model cannot be copied, or has parameters that are lazy still; it names the caller.
     """
     _refuse_lazy(model, call)
+    _refuse_pieces(model, call)
     try:
-        return copy.deepcopy(model)
+        return whole_copy(model, call) if is_cut(model) else copy.deepcopy(model)
+    except CastwiseError:
+        raise
     except Exception as error:
         raise WorkloadError(
             f"{call}: the model cannot be copied ({type(error).__name__}: {error}), and experiments need copies; detach "
             "tensors that are no parameters or buffers, or give a Workload whose model() builds it"
         ) from error
+
+
+def _refuse_pieces(model: torch.nn.Module, call: str) -> None:
+    pieces = [name for name, parameter in model.named_parameters() if _torch.was_dtensor(parameter)]
+    if pieces:
+        raise WorkloadError(
+            f"{call}: {pieces[0]} is a piece of a DTensor that DistributedDataParallel(device_mesh=...) holds, which cannot be made "
+            "whole; give the model as it was before it was wrapped"
+        )
 
 
 def _refuse_lazy(model: torch.nn.Module, call: str) -> None:
@@ -89,7 +104,15 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
     _refuse_lazy(model, call)
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    kept = [(d, d.copy()) for m in model.modules() for d in (vars(m), *vars(m).values()) if type(d) in _DICTS]
+    managed = (
+        {id(m._parameters) for m in model.modules()} if is_cut(model) else set()
+    )  # FSDP2 swaps them as it gathers
+    kept = [
+        (d, d.copy())
+        for m in model.modules()
+        for d in (vars(m), *vars(m).values())
+        if type(d) in _DICTS and id(d) not in managed
+    ]
 
     def refuse(_parameter: torch.Tensor) -> None:
         raise WorkloadError(
@@ -114,7 +137,7 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
                 if gradient is not None and values is not None and not _equal(gradient, values):
                     gradient.copy_(values)
             for buffer, values in buffers:
-                if not torch.equal(buffer, values):
+                if not _equal(buffer, values):
                     buffer.copy_(values)
 
 
@@ -122,7 +145,9 @@ _DICTS = (dict, collections.OrderedDict)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two gradients are equal; torch compares dense ones alone."""
+    """Whether two tensors are equal; torch compares dense ones alone, and DTensors on all ranks together."""
+    if is_dtensor(one):
+        one, other = _torch.local_tensor(one), _torch.local_tensor(other)
     if one.is_sparse and other.is_sparse:
         one, other = one.to_dense(), other.to_dense()
     return torch.equal(one, other)

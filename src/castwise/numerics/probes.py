@@ -100,6 +100,7 @@ class Prober:
         dither: The coarsest format in question.
         arrived: Path of a tensor -> low format that it arrived in, of a model that has been widened since; by default the
             model says so itself.
+        first: How many microbatches other processes see before this one's, where one process would see all.
 
     Attributes:
         passes: Forward/backwards so far.
@@ -122,8 +123,10 @@ class Prober:
         call: str = "parity",
         dither: str = "bf16",
         arrived: Mapping[str, torch.dtype] = MappingProxyType({}),
+        first: int = 0,
     ) -> None:
         self.call = call
+        self._first = first
         self.device = device
         self.passes = 0
         self.micros: list[Micro] = []
@@ -197,7 +200,7 @@ class Prober:
                         "Give more, or an iterator without end"
                     )
                 batch = to_device(batch, self.device)
-                micro = Micro(batch, self._seed * 1_000_003 + len(self.micros) + 1)
+                micro = Micro(batch, self._seed * 1_000_003 + self._first + len(self.micros) + 1)
                 self._set(model, micro)
                 state = {name: t.detach().clone() for name, t in state_of(model)}
                 with Recorder(micro.tape), contextlib.ExitStack() as watching:

@@ -1,7 +1,8 @@
 """Many processes, one plan: what each kind of parallelism needs.
 
 ``wrappers``: DistributedDataParallel, recognised. ``fsdp``: FSDP2, and its shard groups. ``pipeline``: losses inside pipeline
-schedules. ``compression``: gradients sent in bf16 or fp16. ``rendezvous``: where processes meet, restarted ones too.
+schedules. ``compression``: gradients sent in bf16 or fp16. ``rendezvous``: where processes meet, restarted ones too. ``whole``: a
+whole copy of a model that is cut, on every rank.
 """
 
 from __future__ import annotations

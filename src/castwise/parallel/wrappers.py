@@ -7,7 +7,7 @@ is announced by a public hook of torch, and that is where a prepared model learn
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 from torch import nn
@@ -55,16 +55,35 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
     return params
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what is inside of it, as long as it is but a wrapper."""
     while True:
-        wrapped = isinstance(model, (DistributedDataParallel, nn.DataParallel))
+        yield model
         inner = _torch.without_compiler(model)
-        if wrapped:
+        if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
             inner = model.get_submodule("module")
         if inner is model:
-            return model
+            return
         model = inner
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
+    return [*_layers(model)][-1]
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that a model is wrapped in, by ``torch.compile`` too; the innermost of several."""
+    found = None
+    for layer in _layers(model):
+        found = layer if isinstance(layer, DistributedDataParallel) else found
+    return found
+
+
+def inside_ddp(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel, or the very same without it."""
+    ddp = ddp_of(model)
+    return model if ddp is None else ddp.get_submodule("module")
 
 
 def ddp_around(module: nn.Module) -> DistributedDataParallel | None:

@@ -12,8 +12,8 @@ from castwise.errors import CastwiseError, RankError, StateError, place
 from castwise.plans.text import some
 
 _T = TypeVar("_T")
-_duplicates: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""gloo groups, by the group whose ranks they hold."""
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
+"""gloo groups by their use and the ranks that they hold, as long as the group of all."""
 
 
 class _Alone:
@@ -120,8 +120,10 @@ class Ranks:
         """Run a task on the first rank alone; what it returned there, on all.
 
         Raises:
-            RankError: It failed. Or the type given as ``error``.
+            RankError: It failed. Or the type given as ``error``; with neither, of a single process, its own exception.
         """
+        if self.size == 1 and self._error is None:
+            return task()
         value, failure = _attempt(task) if self.rank == 0 else (None, None)
         outcome: list[Any] = [(value, None if failure is None else self._say(failure))]
         if self.size > 1:
@@ -131,18 +133,27 @@ class Ranks:
             raise (self._error or RankError)(said) from failure
         return value  # type: ignore[no-any-return]
 
-    def duplicate(self) -> Ranks:
-        """The same ranks in a gloo group of their own, whose collectives may run in a background thread.
+    def duplicate(self, use: str) -> Ranks:
+        """The same ranks in a gloo group of their own, which is made once for each use.
 
-        The group is made once and then kept as long as the one that it copies.
+        Collectives of one use must not meet another's on another thread.
         """
         if self.size == 1:
             return self
-        key = self.group if self.group is not None else dist.group.WORLD
-        if key not in _duplicates:
-            members = dist.get_process_group_ranks(key)
-            _duplicates[key] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        return Ranks(_duplicates[key], self._error)
+        group = self.group if self.group is not None else dist.group.WORLD
+        return Ranks(_gloo(use, dist.get_process_group_ranks(group)), self._error)
+
+    @classmethod
+    def among(cls, members: Sequence[int], use: str) -> Ranks:
+        """Some of all ranks, by number, in a group as :meth:`duplicate` makes it."""
+        return cls(ALONE if len(members) == 1 else _gloo(use, members))
+
+    def merge(self, value: _T, join: Callable[[list[_T]], _T]) -> _T:
+        """What ``join`` makes on the first rank of what each of them gives, by rank; the same on all."""
+        if self.size == 1:
+            return value
+        given = self.to_first(value)
+        return self.first(lambda: join(given))
 
     def _say(self, failure: Exception) -> str:
         """A failure as the other ranks hear of it."""
@@ -158,6 +169,13 @@ class Ranks:
     def _cannot_run(self, failure: Exception) -> bool:
         """Whether a failure says that a plan cannot run here; see :attr:`RankError.cannot_run`."""
         return False
+
+
+def _gloo(use: str, members: Sequence[int]) -> Any:
+    known, key = _groups.setdefault(dist.group.WORLD, {}), (use, tuple(sorted(members)))
+    if key not in known:
+        known[key] = dist.new_group([*key[1]], backend="gloo", use_local_synchronization=True)
+    return known[key]
 
 
 def _attempt(task: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

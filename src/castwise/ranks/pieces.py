@@ -69,6 +69,11 @@ class Pieces:
         """The ranks that hold the pieces of a parameter that was declared; None of any other."""
         return self._cuts.get(parameter, (None, None))[0]
 
+    def is_part(self, parameter: Tensor) -> bool:
+        """Whether it was declared to be cut, or to be of a stage, so that other ranks hold something else in its place."""
+        parameter = masters.model_param_of(parameter)
+        return self.group_of(parameter) is not None or parameter in self._stages
+
     def piece(self, parameter: Tensor) -> tuple[int, int] | None:
         """Which piece of how many this rank holds of a parameter that :meth:`as_whole` cannot make whole, else None."""
         group, dim = self._cuts.get(parameter, (None, None))

@@ -79,7 +79,8 @@ def headline(record: Record) -> str:
         if side["own"] is None
         else f"differs by {_error(side['own'])}, {side['excess']:.3g} times what rounding to {first['format']} explains"
     )
-    said = f"Under {b} an error is born in {label(first)}, {direction}: given what {a} has there, its {side['where']} {differs}."
+    where = f" on rank {side['rank']}" if side.get("rank") is not None else ""
+    said = f"Under {b} an error is born in {label(first)}, {direction}{where}: given what {a} has there, its {side['where']} {differs}."
     others = [label(call) for call, _ in born if call is not first]
     others = list(dict.fromkeys(others))
     if others:
@@ -147,6 +148,8 @@ def _calls(record: Record, direction: str, calls: Sequence[Record]) -> Grid:
         ),
         "verdict": lambda call: call[direction]["verdict"],
     }
+    if record.get("ranks", 1) > 1:
+        columns["rank"] = lambda call: str(call[direction]["rank"])
     return Grid.of(
         direction.capitalize(), calls, columns, lambda call: "stopped" if call[direction]["verdict"] == "born" else "",
         lambda call: ", ".join(filter(None, (call["kind"], call["format"], _where(call[direction]["where"])))),

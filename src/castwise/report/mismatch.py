@@ -97,6 +97,7 @@ def grids(record: Record) -> list[Grid]:
 def _tokens(record: Record, count: int | None = None) -> Grid:
     columns: Columns = {
         "plan": "plan",
+        **({"rank": "rank"} if record.get("ranks", 1) > 1 else {}),
         "batch": "batch",
         "row": "row",
         "position": "position",

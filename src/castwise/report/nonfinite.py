@@ -31,14 +31,15 @@ def headline(record: Record) -> str:
             f"{record['operators']:,} operators ran{gone}."
         )
     made = "NaN" if record["nan"] else "infinities"
+    on = f" on rank {record['ranks'][0]}" if record["ranks"] else ""
     if record["origin"] in ("data", "parameter", "buffer"):
-        return f"{record['why'][:1].upper()}{record['why'][1:]}."
+        return f"{record['why'][:1].upper()}{record['why'][1:]}{on}."
     if not record["operator"]:
-        return f"Something is not finite: {record['why']}."
+        return f"Something is not finite{on}: {record['why']}."
     what = f"{record['operator']} in {place(record)} made {made}"
     if record["origin"] != "operator":
         what = f"{record['operator']} in {place(record)} was the first to see {made}"
-    return f"{what}: {record['why']}."
+    return f"{what}{on}: {record['why']}."
 
 
 def place(record: Record) -> str:

@@ -25,13 +25,16 @@ def headline(record: Record) -> str:
         by_format[use["format"]] = by_format.get(use["format"], 0.0) + use["time_s"]
     most = sorted(by_format.items(), key=lambda pair: -pair[1])[:3]
     shares = words.listed([f"{_share(time, total)} in {name}" for name, time in most])
-    casts = record["casts"]
+    casts, rank = record["casts"], record.get("rank")
+    plan = record["plan"]
+    if rank is not None:
+        plan = f"{plan}, on rank {rank}, the slowest of {len(record['ranks_time_s'])}"
     if not casts:
-        return f"{record['plan']}: {calls:,} operators, {shares} by time; nothing is cast."
+        return f"{plan}: {calls:,} operators, {shares} by time; nothing is cast."
     avoidable = [cast for cast in casts if cast["avoidable"]]
     count, size = sum(c["calls"] for c in casts), words.size(record["cast_bytes"])
     said = (
-        f"{record['plan']}: {calls:,} operators, {shares} by time; {count:,} casts move {size} and take "
+        f"{plan}: {calls:,} operators, {shares} by time; {count:,} casts move {size} and take "
         f"{_share(sum(c['time_s'] for c in casts), total)} of the time"
     )
     if not avoidable:

@@ -12,10 +12,17 @@ def lines(record: Mapping[str, Any]) -> list[Grid | Line]:
     """Losses and gradients, then and now, and what began it."""
     now, then = record["losses"], record["recorded_losses"]
     rows = [
-        {"loss": at, "then": then[at] if at < len(then) else None, "now": now[at] if at < len(now) else None}
+        {
+            "loss": at,
+            "rank": record["ranks"][at] if at < len(then) else None,
+            "then": then[at] if at < len(then) else None,
+            "now": now[at] if at < len(now) else None,
+        }
         for at in range(max(len(now), len(then)))
     ]
+    of_ranks: Columns = {"rank": "rank"} if record["world_size"] > 1 else {}
     columns: Columns = {
+        **of_ranks,
         "loss": "loss",
         "recorded": lambda row: _said(row["then"]),
         "now": lambda row: _said(row["now"]),

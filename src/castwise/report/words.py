@@ -129,12 +129,14 @@ def listed(names: Sequence[str]) -> str:
 
 
 def where(record: Record) -> str:
-    """The machine and the versions in a line."""
+    """The machine and the versions in a line, and how many processes looked together."""
     env = record["environment"]
     castwise = f"castwise {env['castwise']}" + (f" at {env['commit']}" if env["commit"] else "")
     threads = f"{env['threads']} thread{'s' if env['threads'] != 1 else ''}"
     versions = f"torch {env['torch']}, Python {env['python']}, {castwise}"
-    return f"{env['device']}, {threads}; {versions}; {env['date'][:10]}"
+    count = record.get("ranks", 1)
+    together = f"; {count} ranks together" if isinstance(count, int) and count > 1 else ""
+    return f"{env['device']}, {threads}{together}; {versions}; {env['date'][:10]}"
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -277,8 +277,8 @@ class Amp:
         Raises:
             PlanError: A plan that does not exist or does not fit the model; see :meth:`prepare`.
             DeviceError: The device cannot run it.
-            StateError: A model that has run compiled, is cut into shards, or is in DistributedDataParallel where one of the plans
-                stores parameters low.
+            StateError: A model that has run compiled; or, where one of the plans stores parameters low, one that is cut into
+                shards or in DistributedDataParallel.
         """
         chosen = as_plan(plan)
         process.check_device(chosen, self.device_type)

@@ -217,8 +217,8 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
     why = (
         "has run compiled, so that hooks put on now would be ignored"
         if _torch.ran_compiled(model)
-        else "is cut into shards, whose groups are by the plan"
-        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        else "is cut into shards, whose groups are by the formats that parameters are stored in"
+        if low and any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
         else "is in DistributedDataParallel, which keeps parameters of the format that it has met"
         if low and wrappers.ddp_around(model) is not None
         else ""

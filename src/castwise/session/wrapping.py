@@ -29,6 +29,10 @@ class Wrapping:
         self.unchecked: list[tuple[weakref.ref[nn.Module], frozenset[str]]] = []
         """Models whose order of wrapping is still to be checked, and which of their parameters were DTensors."""
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Wrapping:
+        """On a copy of a model, which has its hooks, it does nothing."""
+        return Wrapping(self._members, self._agreement)
+
     def note(self, model: nn.Module, plan: Plan) -> None:
         """Take note of a model that was prepared, and of the regions that matched in it."""
         cut = frozenset(name for name, parameter in model.named_parameters() if is_dtensor(parameter))

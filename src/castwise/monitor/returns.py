@@ -1,0 +1,61 @@
+"""What a recovery did, as it is told and written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOG = "recovery.jsonl"
+
+
+@dataclass(frozen=True)
+class Return:
+    """One return to a good state.
+
+    Attributes:
+        step: That diverged, by the order of the data.
+        to_step: That training went on from.
+        symptom: What was seen.
+        cause: ``batch``, ``format``, ``loss scale``, ``transient``, or ``unknown`` where the step did not come again.
+        evidence: What was tried, and what came of it.
+        action: What was done.
+        plan: That training goes on under, as a line.
+    """
+
+    step: int
+    to_step: int
+    symptom: str
+    cause: str
+    evidence: str
+    action: str
+    plan: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    def tell(self, folder: Path) -> None:
+        """A warning, and a line in the log of a folder."""
+        warnings.warn(
+            f"Recovery: step {self.step} diverged ({self.symptom}); back to step {self.to_step}. Cause: {self.cause} "
+            f"({self.evidence}). {self.action[:1].upper()}{self.action[1:]}.",
+            stacklevel=5,
+        )
+        try:
+            with (folder / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.to_dict()) + "\n")
+        except OSError as error:
+            warnings.warn(f"Recovery: {LOG} was not written: {error}", stacklevel=5)
+
+
+def gave_up(step: int, symptom: str, returns: tuple[Return, ...], folder: Path) -> str:
+    """What to say where going back did not help: the returns that were tried."""
+    told = "; ".join(f"step {one.step}: {one.symptom}: {one.action}" for one in returns)
+    return (
+        f"Recovery: step {step} diverged ({symptom}), and {len(returns)} returns without a new good state did not help: {told}. "
+        f"{folder / LOG} has the evidence. Look at the data and the learning rate; attempts= allows more."
+    )

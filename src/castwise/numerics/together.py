@@ -1,0 +1,76 @@
+"""A model looked at by one process, or by all that hold it together: DistributedDataParallel's or FSDP2's ranks make one report."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from castwise import _torch
+from castwise.errors import WorkloadError
+from castwise.numerics.isolation import copied, undisturbed, unspoilt
+from castwise.parallel.whole import is_cut, ranks_of
+from castwise.parallel.wrappers import inside_ddp, unwrap
+from castwise.ranks import Ranks
+from castwise.workload import users_code
+
+_T = TypeVar("_T")
+
+
+class Looking(Ranks):
+    """The processes that look at a model together.
+
+    Args:
+        group: That they are; :data:`~castwise.ranks.ALONE` for this one by itself.
+        failed: What is said of a user's own function that fails.
+
+    Attributes:
+        model: Whole, without a wrapper; not to be changed.
+        compiled: Whether a part of it, or its wrapper, was compiled.
+    """
+
+    model: nn.Module
+    compiled: bool
+
+    def __init__(self, group: Any, failed: str) -> None:
+        super().__init__(group)
+        self._failed = failed
+
+    def every(self, task: Callable[[], _T]) -> list[_T]:
+        """As of :class:`~castwise.ranks.Ranks`, and what a user's own function raises is said in a sentence."""
+
+        def said() -> _T:
+            with users_code(self._failed):
+                return task()
+
+        return super().every(said)
+
+
+@contextlib.contextmanager
+def together(
+    model: nn.Module, call: str, *, what: str = "the model or its loss", group: Any = None
+) -> Iterator[Looking]:
+    """Look at a model, on all ranks of its wrapper together; random numbers, settings and the model are as before at the end.
+
+    Args:
+        model: In DistributedDataParallel, sharded by FSDP2 or tensor parallelism, or of this process alone.
+        call: The caller, for errors.
+        what: Of the user's own may fail.
+        group: In the place of the wrapper's ranks.
+
+    Raises:
+        WorkloadError: No model, or there is no room for a whole copy.
+    """
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")
+    with undisturbed(), contextlib.ExitStack() as stack:
+        known = ranks_of(model) if group is None else Ranks(group)
+        ranks = Looking(known.group, f"{call}: {what} failed")
+        ranks.compiled = any(map(_torch.is_compiled, model.modules()))
+        cut = is_cut(model)
+        inner = unwrap(model) if cut else inside_ddp(model)
+        ranks.model = copied(inner, call) if cut else inner
+        ranks.each(lambda: stack.enter_context(unspoilt(inner, call)))
+        yield ranks
