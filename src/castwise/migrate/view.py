@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import libcst as cst
@@ -49,9 +49,9 @@ class View:
             meta.ParentNodeProvider,
             meta.PositionProvider,
         ))
-        self._scopes: Any = known[meta.ScopeProvider]
+        self._scopes: Mapping[Any, meta.Scope | None] = known[meta.ScopeProvider]
         self._names: Any = known[meta.QualifiedNameProvider]
-        self._parents: Any = known[meta.ParentNodeProvider]
+        self._parents: Mapping[Any, cst.CSTNode] = known[meta.ParentNodeProvider]
         self._positions: Any = known[meta.PositionProvider]
         scope = self._scopes[self.module]
         assert scope is not None
