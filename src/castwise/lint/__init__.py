@@ -1,8 +1,8 @@
 """What is silently wrong with precision in a training script, found by reading it.
 
 ``rules``: what is looked for. ``script``: what they see of a script. ``files``: which files, and the finding of each. Scripts are
-parsed as :mod:`castwise.migrate` parses them, and neither they nor torch are imported. A rule says something where the script itself shows it; what may come from
-elsewhere (an argument, a configuration, another file) is taken to be right.
+parsed as :mod:`castwise.migrate` parses them, and neither they nor torch are imported. A rule says something where the script
+itself shows it; what may come from elsewhere (an argument, a configuration, another file) is taken to be right.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def _name(axes: Axes, calls: Sequence[Record], direction: str) -> None:
     for step, at in enumerate(sorted(worst)):
         right = at > len(calls) / 2
         axes.annotate(
-            plain(_short(label(calls[at]), 24)), (at, calls[at][direction]["own"] or axes.get_ylim()[0]), xytext=(-4 if right else 4, 8 + 11 * step),
-            textcoords="offset points", ha="right" if right else "left", fontsize=8, color=COLOURS[6],
+            plain(_short(label(calls[at]), 24)), (at, calls[at][direction]["own"] or axes.get_ylim()[0]),
+            xytext=(-4 if right else 4, 8 + 11 * step), textcoords="offset points", ha="right" if right else "left", fontsize=8, color=COLOURS[6],
         ).set_in_layout(False)  # fmt: skip
 
 

@@ -73,8 +73,8 @@ def grids(record: Record) -> list[Grid]:
         "plan": "plan", "mean nats": digits("mean_abs"), "most nats": digits("max_abs"), "other likeliest": percent("argmax"),
     }  # fmt: skip
     ratios: Columns = {
-        "plan": "plan", "r, 1\N{NO-BREAK SPACE}%": level("0.01"), "50\N{NO-BREAK SPACE}%": level("0.5"), "99\N{NO-BREAK SPACE}%": level("0.99"), "clipped": percent("clipped"),
-        "effective": percent("effective"), "clipped sequences": percent("clipped_sequences"),
+        "plan": "plan", "r, 1\N{NO-BREAK SPACE}%": level("0.01"), "50\N{NO-BREAK SPACE}%": level("0.5"),
+        "99\N{NO-BREAK SPACE}%": level("0.99"), "clipped": percent("clipped"), "effective": percent("effective"), "clipped sequences": percent("clipped_sequences"),
         "effective sequences": percent("effective_sequences"),
     }  # fmt: skip
     kl: Columns = {
@@ -124,8 +124,9 @@ def meaning(record: Record) -> str:
     return (
         f"{record['count']:,} tokens in {record['sequences']:,} sequences, {drawn}. nats: differences of natural logarithms, so that 0.01 is "
         "a probability 1 % off. other likeliest: positions at which the two plans hold different tokens for the likeliest. Ratios are r = "
-        "p(train) / p(serve), of a sequence the product over its tokens, and of them the quantiles at 1, 50 and 99 %; clipped: those outside of the clip range of PPO. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman 2020); exact is from all logits. Effective: "
-        "(sum r)^2 / sum r^2 over their number (Kish 1965)."
+        "p(train) / p(serve), of a sequence the product over its tokens, and of them the quantiles at 1, 50 and 99 %; clipped: those "
+        "outside of the clip range of PPO. k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r (Schulman 2020); exact is from all "
+        "logits. Effective: (sum r)^2 / sum r^2 over their number (Kish 1965)."
     )
 
 

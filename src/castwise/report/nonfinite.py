@@ -13,7 +13,8 @@ Record = Mapping[str, Any]
 PICTURES: Mapping[str, Picture] = {}
 MEANING = (
     "lowest and highest: of the finite values. smallest: of the magnitudes beside 0. became NaN: the operator that made NaN of the "
-    "infinities. passed through: modules between there and what is not finite at the end. Each plan that is tried runs the same pass once more."
+    "infinities. passed through: modules between there and what is not finite at the end. Each plan that is tried runs the same pass "
+    "once more."
 )
 _FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
