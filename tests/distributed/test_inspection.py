@@ -282,6 +282,12 @@ def fails(rank: int, size: int, kind: str) -> list[str]:
         except CastwiseError as error:
             said.append(f"{type(error).__name__}: {error}")
         assert unchanged(model)
+        try:
+            forecast(model, lambda _, x: square(model, x), [inputs(0)], FORMATS, microbatches=1)  # noqa: B023
+        except CastwiseError as error:
+            assert "the loss must call the model that it is given" in str(error)  # noqa: PT017
+        assert unchanged(model)
+        square(model, inputs(rank)).backward()  # and it trains on
     return said
 
 

@@ -109,16 +109,35 @@ def same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(p, q)
 
 
+class Around(nn.Module):
+    """Hands on what it does not have itself, as adapters do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
 KINDS = ("nested", "flat", "low", "ignoring", "grouped", "replicas", "alone", "both", "tensor")
 
 
 def copies(rank: int, size: int) -> None:
     for kind in KINDS:
-        plain = build()
-        net = wrap(kind, build(), size)
+        plain: Any = build()
+        net: Any = wrap(kind, build(), size)
+        if kind == "nested":
+            plain, net = Around(plain), Around(net)
         assert [ranks_of(m).size for m in (net, plain)] == [1 if kind == "alone" else size, 1]
         before = [(id(p), type(p)) for p in net.parameters()], [type(m) for m in net.modules()]
-        whole = copied(net, "test")
+        whole: Any = copied(net, "test")
         same(whole, plain)
         assert whole.again is whole.last
         assert before == ([(id(p), type(p)) for p in net.parameters()], [type(m) for m in net.modules()])
