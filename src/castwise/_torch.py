@@ -1458,7 +1458,7 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
 
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard``, or the ``replicate`` made of it, was called on a module itself."""
-    return hasattr(module, "_get_fsdp_state")
+    return hasattr(type(module), "_get_fsdp_state")  # a module around it may hand on its attributes
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,10 @@ from castwise.errors import CastwiseError
 from castwise.inspection.comparison import Comparison
 from castwise.inspection.forecast_result import Forecast
 from castwise.inspection.mismatch import Mismatch
+from castwise.report import compare as compare_report
+from castwise.report import mismatch as mismatch_report
 from castwise.report import words
-from castwise.report.compare import headline
+from castwise.report.grids import Grid
 
 from ..inspection.faults import Stack
 from ..inspection.faults import batch as batch_of
@@ -48,6 +50,11 @@ def unchanged(model: nn.Module) -> bool:
 
 def _is_ddp(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
+
+
+def columns(report: Any, result: Any) -> set[str]:
+    """The names of all columns that a report of a result has."""
+    return {name for part in report.lines(result.to_dict()) if isinstance(part, Grid) for name in part.header}
 
 
 def net() -> Net:
@@ -126,9 +133,10 @@ def test_an_error_on_one_rank_is_found_on_all_with_its_rank(two: World) -> None:
                 joined, *found = (getattr(call, direction) for call in calls)
                 assert dataclasses.replace(joined, rank=None) == found[joined.rank]
                 assert joined.excess >= max(f.excess for f in found if f.verdict == joined.verdict)
+        assert "rank" in columns(compare_report, one)
         assert one.output_error == max(side.output_error or 0.0 for side in sides)
         assert one.tried[0].path == "layers.5.second"
-        assert "born in layers.5.second, forward on rank 1: given" in headline(one.to_dict())
+        assert "born in layers.5.second, forward on rank 1: given" in compare_report.headline(one.to_dict())
         assert "2 ranks together" in words.where(one.to_dict())
         assert (one.ranks, one.passes) == (2, sum(side.passes for side in sides))
 
@@ -159,6 +167,7 @@ def test_a_mismatch_is_that_of_one_process_with_all_batches(two: World) -> None:
             placed = [dataclasses.replace(t, batch=2 * t.batch + t.rank, rank=0) for t in ours.worst]
             assert placed == [*theirs.worst]
             assert {token.rank for token in ours.worst} == {0, 1}
+        assert "rank" in columns(mismatch_report, one)
 
 
 # --- operator_table -------------------------------------------------------------------------------------------
@@ -273,6 +282,12 @@ def fails(rank: int, size: int, kind: str) -> list[str]:
         except CastwiseError as error:
             said.append(f"{type(error).__name__}: {error}")
         assert unchanged(model)
+        try:
+            forecast(model, lambda _, x: square(model, x), [inputs(0)], FORMATS, microbatches=1)  # noqa: B023
+        except CastwiseError as error:
+            assert "the loss must call the model that it is given" in str(error)  # noqa: PT017
+        assert unchanged(model)
+        square(model, inputs(rank)).backward()  # and it trains on
     return said
 
 

@@ -63,14 +63,13 @@ def build() -> Tied:
 
 
 def wrap(kind: str, net: Tied, size: int) -> nn.Module:
-    if kind == "tensor":
-        plan = {f"blocks.{name}.up": ColwiseParallel() for name in net.blocks}
-        plan |= {f"blocks.{name}.down": RowwiseParallel() for name in net.blocks}
-        plan["blocks.3.norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
-        del plan["blocks.3.up"], plan["blocks.3.down"]
-        net.blocks["3"].up.requires_grad_(False)
-        parallelize_module(net.blocks["3"], mesh_of(tp=size), {"norm": plan.pop("blocks.3.norm")})
-        return parallelize_module(net, mesh_of(tp=size), plan)
+    if kind in ("tensor", "both"):
+        tensor = mesh_of(tp=size) if kind == "tensor" else mesh_of(dp=size, tp=1)["tp"]
+        plan = {f"blocks.{name}.up": ColwiseParallel() for name in ("0", "1", "2")}
+        plan |= {f"blocks.{name}.down": RowwiseParallel() for name in ("0", "1", "2")}
+        plan |= {"blocks.3.norm": SequenceParallel(sequence_dim=0, use_local_output=True)}
+        parallelize_module(net, tensor, plan)
+        return net if kind == "tensor" else fully_shard(net, mesh=mesh_of(dp=size, tp=1)["dp"])
     if kind in ("replicas", "alone"):
         mesh = mesh_of(replicas=size, shards=1)
         mesh = mesh if kind == "replicas" else mesh["shards"]
@@ -110,23 +109,38 @@ def same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(p, q)
 
 
-KINDS = ("nested", "flat", "low", "ignoring", "grouped", "replicas", "alone", "tensor")
+class Around(nn.Module):
+    """Hands on what it does not have itself, as adapters do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+KINDS = ("nested", "flat", "low", "ignoring", "grouped", "replicas", "alone", "both", "tensor")
 
 
 def copies(rank: int, size: int) -> None:
     for kind in KINDS:
-        plain = build()
-        net = wrap(kind, build(), size)
-        if kind == "tensor":
-            plain.blocks["3"].up.requires_grad_(False)
+        plain: Any = build()
+        net: Any = wrap(kind, build(), size)
+        if kind == "nested":
+            plain, net = Around(plain), Around(net)
         assert [ranks_of(m).size for m in (net, plain)] == [1 if kind == "alone" else size, 1]
         before = [(id(p), type(p)) for p in net.parameters()], [type(m) for m in net.modules()]
-        whole = copied(net, "test")
+        whole: Any = copied(net, "test")
         same(whole, plain)
         assert whole.again is whole.last
         assert before == ([(id(p), type(p)) for p in net.parameters()], [type(m) for m in net.modules()])
-        if kind == "tensor":
-            continue
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
         for model in (whole, plain):  # each rank its own batch, without the others
             model(x).square().mean().backward()

@@ -28,8 +28,7 @@ from castwise.numerics.isolation import copied
 from castwise.numerics.parity import ParityTest, coarsest, device_of, is_adam, with_scale
 from castwise.numerics.probes import Prober
 from castwise.numerics.together import together
-from castwise.parallel.whole import held
-from castwise.parallel.whole import whole as whole_of
+from castwise.parallel.whole import gathered, held
 from castwise.plans.plan import Plan
 from castwise.process import claims_aside
 
@@ -166,7 +165,7 @@ def _widened(model: nn.Module, whole: nn.Module, arrived: Any) -> tuple[nn.Modul
             master = masters.master_of(tensor)
             values = masters.original_of(tensor) if master is None else master
             if values is not None:
-                mine[name].data.copy_(whole_of(values))
+                mine[name].data.copy_(gathered(values))
             elif tensor in arrived:
                 low[name] = before[name]
     return copy, low
@@ -186,7 +185,7 @@ def _steps(prober: Prober, model: nn.Module, optimizer: Optimizer) -> list[Tenso
         square = state.get("exp_avg_sq")
         if not isinstance(square, Tensor) or square.shape != parameter.shape:
             return None
-        root = prober.picked(name, whole_of(square)).clamp(min=0).sqrt()
+        root = prober.picked(name, gathered(square)).clamp(min=0).sqrt()
         factors.append(1.0 / (root + 1e-8 + 1e-2 * root.square().mean().sqrt()))
     return factors
 

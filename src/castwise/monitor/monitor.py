@@ -69,7 +69,8 @@ class Monitor:
         lines: By kind of alarm another :class:`~castwise.monitor.alarms.Line`, or None to leave it out; see
             ``castwise.monitor.LINES``.
         loss: ``loss(model, batch)`` -> scalar tensor; with ``batches`` the plan is audited: held against fp32 as in :func:`castwise.parity`, on
-            copies of the model as trained so far, which for that time take about five times the memory of fp32 weights.
+            copies of the model as trained so far, which for that time take about five times the memory of fp32 weights; where it is
+            sharded, of all weights on every rank.
         batches: For audits: a sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
         audit_every: Steps between two audits; the first is made behind the first step.
         accumulate: Microbatches that one update of the training averages, on all ranks together.

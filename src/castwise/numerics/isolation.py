@@ -115,10 +115,7 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
     ]
 
     def refuse(_parameter: torch.Tensor) -> None:
-        raise WorkloadError(
-            f"{call}: a backward reaches the {type(model).__name__} itself, and experiments run on copies; the loss must call the "
-            "model that it is given, and leave backward and the optimizer's step to castwise"
-        )
+        raise not_given(model, call, "a backward reaches")
 
     leaves = [p for p in model.parameters() if p.requires_grad and p.is_leaf] if call else []
     hooks = [parameter.register_post_accumulate_grad_hook(refuse) for parameter in leaves]
@@ -139,6 +136,14 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
             for buffer, values in buffers:
                 if not _equal(buffer, values):
                     buffer.copy_(values)
+
+
+def not_given(model: torch.nn.Module, call: str, what: str) -> WorkloadError:
+    """The error of a loss that takes the model itself in the place of the copy that it is given."""
+    return WorkloadError(
+        f"{call}: {what} the {type(model).__name__} itself, and experiments run on copies; the loss must call the model that it is "
+        "given, and leave backward and the optimizer's step to castwise"
+    )
 
 
 _DICTS = (dict, collections.OrderedDict)

@@ -10,7 +10,7 @@ from torch import nn
 
 from castwise import _torch
 from castwise.errors import WorkloadError
-from castwise.numerics.isolation import copied, undisturbed, unspoilt
+from castwise.numerics.isolation import copied, not_given, undisturbed, unspoilt
 from castwise.parallel.whole import is_cut, ranks_of
 from castwise.parallel.wrappers import inside_ddp, unwrap
 from castwise.ranks import Ranks
@@ -61,7 +61,7 @@ def together(
         group: In the place of the wrapper's ranks.
 
     Raises:
-        WorkloadError: No model, or there is no room for a whole copy.
+        WorkloadError: No model, there is no room for a whole copy, or the wrapper itself is called meanwhile.
     """
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{call}: model is {type(model).__name__}; give the torch.nn.Module itself")
@@ -73,4 +73,10 @@ def together(
         inner = unwrap(model) if cut else inside_ddp(model)
         ranks.model = copied(inner, call) if cut else inner
         ranks.each(lambda: stack.enter_context(unspoilt(inner, call)))
+        if cut or inner is not model:  # whose ranks would wait for one another, with the rest undone
+
+            def refuse(*_: Any) -> None:
+                raise not_given(model, call, "the loss calls")
+
+            stack.callback(model.register_forward_pre_hook(refuse, prepend=True).remove)
         yield ranks

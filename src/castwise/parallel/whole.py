@@ -35,7 +35,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     return Ranks.among(*meshes, _USE) if len(meshes) == 1 else Ranks().duplicate(_USE)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """A DTensor's values, whole and detached, where its mesh computes; any other tensor detached. Collective over its mesh."""
     tensor = tensor.detach()
     if not is_dtensor(tensor):
@@ -60,7 +60,7 @@ def whole_copy(model: nn.Module, call: str) -> nn.Module:
         for tensor in _tensors(model):
             shard = shards.get(tensor)
             if shard is not None and shard not in made:
-                values = room[shard].copy_(whole(shard))
+                values = room[shard].copy_(gathered(shard))
                 held = isinstance(tensor, nn.Parameter)
                 made[shard] = nn.Parameter(values, tensor.requires_grad) if held else values
     of_form = {form: made[shard] for form, shard in shards.items() if shard in made}
