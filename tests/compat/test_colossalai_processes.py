@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.soak import each_value, pairs
+from tests.soak import each_value, every, pairs
 
 from ..distributed.world import World
 from . import colossalai_cases as cases
@@ -151,6 +151,7 @@ def test_gradients_that_some_ranks_have_are_averaged_with_zeros(two: World) -> N
         assert half == 4.0
 
 
+@every(2)
 @pytest.mark.parametrize("mode", ["torch", "naive"])
 def test_a_trainer_runs_a_pipeline(two: World, mode: str) -> None:
     """With a stage per rank, and with two: the same losses."""

@@ -94,6 +94,7 @@ def test_the_clipping(config: str, size: int, tmp_path: Path) -> None:
     assert made == pytest.approx([0.1] * len(made), rel=1e-2)
 
 
+@every(2)
 @pytest.mark.parametrize("mode", ["TORCH", "NAIVE"])
 def test_the_masked_autoencoder(mode: str, tmp_path: Path) -> None:
     config = f"""
@@ -124,6 +125,7 @@ def test_the_masked_autoencoder(mode: str, tmp_path: Path) -> None:
     assert again == pytest.approx(first[-1], rel=0.25)
 
 
+@every(2)
 @pytest.mark.parametrize(("mode", "size"), [("TORCH", 1), ("APEX", 2)])
 def test_simclr(mode: str, size: int, tmp_path: Path) -> None:
     """Contrast of two views, then a classifier on what it has learned."""

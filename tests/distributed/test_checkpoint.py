@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import castwise
 from castwise import checkpoint
 from castwise.errors import CheckpointError
+from tests.soak import every
 
 from .world import World
 
@@ -305,6 +306,7 @@ def saved(two: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     return save
 
 
+@every(2)
 @pytest.mark.parametrize("name", SAVED)
 def test_two_processes_resume_bit_for_bit(saved: Callable[[str], Path], name: str) -> None:
     saved(name)

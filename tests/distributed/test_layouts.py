@@ -147,6 +147,7 @@ def test_accumulation(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=12, accumulate=2))
 
 
+@every(2)
 @pytest.mark.parametrize(("plan", "hook"), pairs(["fp32", "fp16-mixed", "bf16-master"], ["bf16", "fp16"]))
 def test_compressed_gradients(two: World, hook: str, plan: str) -> None:
     """They lose what the wire's format loses, which is what the tolerance allows; not less."""

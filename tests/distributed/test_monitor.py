@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import castwise
 from castwise.monitor import Alarm, Line, Monitor
 from tests.monitor.jobs import batches, loss, same
+from tests.soak import every
 
 from . import model
 from .model import LOSS, Options
@@ -47,6 +48,7 @@ def figures(rank: int, size: int, layout: str, plan: str, folder: str, watched: 
     return out
 
 
+@every(2)
 @pytest.mark.parametrize(
     ("layout", "plan"), [("ddp", "fp16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-master")]
 )

@@ -862,6 +862,7 @@ def test_a_plan_that_compiles_compiles_a_submodule() -> None:
     assert same(model, fit(Net(), "bf16-mixed", batches(2), model="net"))
 
 
+@every(2)
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-master+regions.type:Conv2d=fp32"])
 def test_the_example_learns_to_read(
     plan: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -1171,6 +1172,7 @@ def goes_on(rank: int, size: int, layout: str, plan: Any, folder: str) -> None:
     assert ours == theirs
 
 
+@every(2)
 @pytest.mark.parametrize(("layout", "plan"), pairs(["fsdp", "ddp"], ["fp16-master", "bf16-master"]))
 def test_two_processes_resume(two: World, layout: str, plan: str, tmp_path: Path) -> None:
     two.run(goes_on, layout, MOVING[plan], str(tmp_path))

@@ -334,6 +334,7 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert one == two
 
 
+@every(2)
 @pytest.mark.parametrize("factor", [1e-6, 1e6])
 def test_the_unit_of_the_loss_does_not_matter(factor: float) -> None:
     plain = castwise.parity(Framed(nn.GELU()), _loss, _batches, "bf16-mixed")

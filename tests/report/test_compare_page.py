@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from tests.inspection.faults import Stack, batch, loss
 from tests.report.browser import CHROMIUM, DRIVER, Browser, browser
+from tests.soak import every
 
 from castwise.inspection.compare import compare
 from castwise.inspection.comparison import Comparison
@@ -82,6 +83,7 @@ def rows(window: Browser, change: str = "") -> list[Any]:
     return found
 
 
+@every(2)
 @in_a_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1280])

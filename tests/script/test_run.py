@@ -70,6 +70,7 @@ def test_a_script_gives_what_the_plan_gives_it_by_hand(name: str, plan: str, tmp
     assert run(tmp_path, text, "--plan", plan, "train.py") == expected
 
 
+@every(2)
 @pytest.mark.parametrize(("name", "plan"), pairs(MIXED, PLANS[2:]))
 def test_what_a_plan_comes_too_late_for_runs_as_it_would(name: str, plan: str, tmp_path: Path) -> None:
     text = (PUBLISHED / f"{name}.txt").read_text()
@@ -226,6 +227,7 @@ print(m.weight.tolist() == before)
 """
 
 
+@every(2)
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024"])
 def test_gradients_are_true_whoever_holds_them(plan: str, tmp_path: Path) -> None:
     found = run(tmp_path, OTHERS, "--plan", plan, "train.py")

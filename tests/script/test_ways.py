@@ -154,6 +154,7 @@ for _ in range(3):
 }  # fmt: skip
 
 
+@every(2)
 @pytest.mark.parametrize("what", READS)
 def test_gradients_are_true_wherever_the_script_reads_them(what: str, tmp_path: Path) -> None:
     _compare(READS[what], tmp_path)

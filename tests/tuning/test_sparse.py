@@ -93,7 +93,7 @@ def test_gradients_are_those_of_dense_tables() -> None:
     assert found[0].damage == found[1].damage
 
 
-@every(2)
+@every(3)
 @pytest.mark.parametrize(
     ("case", "plan"), pairs(CASES, ["bf16-mixed", "bf16-master", "fp16-master", "bf16-true", "O2"], 2)
 )
