@@ -146,10 +146,10 @@ class Prober:
                 f"{call}: no parameter of {type(model).__name__} requires a gradient; give a model that is trained"
             )
         if not any(p.dtype in (torch.float32, torch.complex64) for p in trained.values()):
-            first = next(iter(trained))
-            kind = str(trained[first].dtype).removeprefix("torch.")
+            name = next(iter(trained))
+            kind = str(trained[name].dtype).removeprefix("torch.")
             raise WorkloadError(
-                f"{call}: the model is the fp32 reference, but nothing that it trains is fp32 ({first} is {kind}), and no plan "
+                f"{call}: the model is the fp32 reference, but nothing that it trains is fp32 ({name} is {kind}), and no plan "
                 "casts the rest; give it in fp32: model.float()"
             )
         self._weights = {

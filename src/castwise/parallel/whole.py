@@ -32,7 +32,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     if not is_cut(model):
         return Ranks(ALONE)
     meshes = {tuple(_mesh(shard).mesh.flatten().tolist()) for shard in _shards(model).values()}
-    return Ranks.among(*meshes, _USE) if len(meshes) == 1 else Ranks().duplicate(_USE)
+    return Ranks.among(meshes.pop(), _USE) if len(meshes) == 1 else Ranks().duplicate(_USE)
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def _calls(record: Record, direction: str, calls: Sequence[Record]) -> Grid:
         "verdict": lambda call: call[direction]["verdict"],
     }
     if record.get("ranks", 1) > 1:
-        columns["rank"] = lambda call: str(call[direction]["rank"])
+        columns = {**columns, "rank": lambda call: str(call[direction]["rank"])}
     return Grid.of(
         direction.capitalize(), calls, columns, lambda call: "stopped" if call[direction]["verdict"] == "born" else "",
         lambda call: ", ".join(filter(None, (call["kind"], call["format"], _where(call[direction]["where"])))),
