@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
@@ -42,17 +42,13 @@ class View:
             raise SyntaxError(f"line {error.raw_line}: {error.message}") from None
         wrapper = meta.MetadataWrapper(tree, unsafe_skip_copy=True)
         self.module = wrapper.module
-        # in one call: each walks through the tree for what it resolves
-        known = wrapper.resolve_many((
-            meta.ScopeProvider,
-            meta.QualifiedNameProvider,
-            meta.ParentNodeProvider,
-            meta.PositionProvider,
-        ))
-        self._scopes: Mapping[Any, meta.Scope | None] = known[meta.ScopeProvider]
-        self._names: Any = known[meta.QualifiedNameProvider]
-        self._parents: Mapping[Any, cst.CSTNode] = known[meta.ParentNodeProvider]
-        self._positions: Any = known[meta.PositionProvider]
+        wrapper.resolve_many(  # together, since each call walks through the tree
+            (meta.ScopeProvider, meta.QualifiedNameProvider, meta.ParentNodeProvider, meta.PositionProvider)
+        )
+        self._scopes = wrapper.resolve(meta.ScopeProvider)
+        self._names: Any = wrapper.resolve(meta.QualifiedNameProvider)
+        self._parents = wrapper.resolve(meta.ParentNodeProvider)
+        self._positions = wrapper.resolve(meta.PositionProvider)
         scope = self._scopes[self.module]
         assert scope is not None
         self.globals: meta.Scope = scope

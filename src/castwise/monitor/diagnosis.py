@@ -23,7 +23,7 @@ from castwise.monitor.moments import Moment, set_generators
 from castwise.monitor.passes import Loss, Ran, run_step, total
 from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.numerics.probes import REFERENCE
-from castwise.parallel.whole import is_cut, whole
+from castwise.parallel.whole import gathered, is_cut
 from castwise.plans.plan import Plan, Region
 from castwise.ranks import ALONE, Ranks
 from castwise.session import Amp
@@ -72,7 +72,7 @@ def diagnose(
         ]
     with unspoilt(model, "Recovery"), undisturbed():
         weights = {
-            name: whole(value) if isinstance(value, Tensor) else value
+            name: gathered(value) if isinstance(value, Tensor) else value
             for name, value in amp.model_state_dict(model).items()
         }
         twin = copied(model, "Recovery") if is_cut(model) else model
