@@ -105,7 +105,7 @@ def unspoilt(model: torch.nn.Module, call: str = "") -> Iterator[None]:
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     managed = (
-        {id(m._parameters) for m in model.modules()} if is_cut(model) else set()
+        {id(vars(m)["_parameters"]) for m in model.modules()} if is_cut(model) else set()
     )  # FSDP2 swaps them as it gathers
     kept = [
         (d, d.copy())
