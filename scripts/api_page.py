@@ -59,7 +59,7 @@ FURTHER = (
     ("castwise.casting", casting, ("AmbientAutocast", "default_device_type", "hook_first")),
     ("castwise.checkpoint", checkpoint, ("save", "Saving", "newest", "load")),
     ("castwise.inspection.comparison", comparison, ("CallComparison", "Side", "Trial")),
-    ("castwise.inspection.forecast", forecasts, ("RegionForecast", "TensorForecast")),
+    ("castwise.inspection.forecast", forecasts, ("RegionForecast", "Spread", "TensorForecast")),
     ("castwise.inspection.cures", cures, ("Trial",)),
     ("castwise.inspection.operators", operators, ("OperatorUse", "RegionUse", "CastUse")),
     ("castwise.inspection.ratios", ratios, ("ServeMismatch", "Token")),

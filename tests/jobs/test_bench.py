@@ -140,7 +140,7 @@ def test_saves_a_page_the_record_and_pictures(result: BenchResult, tmp_path: Pat
     record = json.loads(paths[1].read_text())
     assert record == json.loads(result.to_json())
     assert record["environment"]["device_type"] == "cpu"
-    assert result.headline() in paths[0].read_text().replace("&#39;", "'")
+    assert result.headline() in paths[0].read_text().replace("&#39;", "'").replace("\xa0", " ")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[2:])
 
 

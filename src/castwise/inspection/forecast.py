@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.errors import PlanError, WorkloadError, check_count
-from castwise.inspection.forecast_result import Forecast, RegionForecast, TensorForecast
+from castwise.inspection.forecast_result import Forecast, RegionForecast, Spread, TensorForecast
 from castwise.inspection.forecast_run import Run
 from castwise.measure.environment import environment
 from castwise.numerics.batches import endless
@@ -31,7 +31,7 @@ from castwise.plans.formats import FORMATS, LOW, get_format
 from castwise.plans.plan import Plan, as_plan
 from castwise.process import find_device
 
-__all__ = ["FORECAST", "MICROBATCHES", "Forecast", "RegionForecast", "TensorForecast", "forecast"]
+__all__ = ["FORECAST", "MICROBATCHES", "Forecast", "RegionForecast", "Spread", "TensorForecast", "forecast"]
 
 FORECAST = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 """The formats that a forecast can be made for."""
