@@ -83,6 +83,23 @@ class WithinRounding(Wrong):
     by = 1.0 + 2.0**-9
 
 
+class CoarseByHand(Net):
+    """Is further from fp32 in bf16 as it is than when it is compiled."""
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x * 1.2 if self.is_coarse(x) and not torch.compiler.is_compiling() else x
+
+    def is_coarse(self, x: Tensor) -> bool:
+        return x.dtype is torch.bfloat16
+
+
+class CoarseCompiled(CoarseByHand):
+    """The other way about."""
+
+    def fault(self, x: Tensor) -> Tensor:
+        return x * 1.2 if self.is_coarse(x) and torch.compiler.is_compiling() else x
+
+
 class Restless(Net):
     """Counts its calls in Python, which a graph takes for a constant."""
 
@@ -151,6 +168,13 @@ def test_wrong_gradients_are_seen(plan: Plan) -> None:
 def test_what_a_format_leaves_open_is_no_fault_in_it_alone() -> None:
     assert tried(WithinRounding, BF16).reason == ""
     assert "the gradient of a.weight differs" in tried(WithinRounding, FP32_COMPILED).reason
+
+
+@needs_backend
+def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
+    plan = Plan.parse("bf16-master+compile=default")
+    assert tried(CoarseByHand, plan).reason == ""
+    assert "differs from the same plan's uncompiled" in tried(CoarseCompiled, plan).reason
 
 
 def test_complex_weights_are_moved_and_compared_in_both_parts() -> None:

@@ -6,6 +6,8 @@ weights, batches and random draws. What they may differ by is what the format le
 weight moves by a unit in the format's last place.
 
 That, and not a test against fp32, since the plan's numerics have been tested before, by means that only eager code allows.
+fp32 is asked where they differ by more: kernels that are not compiled may be those that round worse (a layer norm's backward in
+bf16 on a CPU is 0.1 off, and compiled 0.004), and a gradient that is nearer to fp32's than the tested one is no fault.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from castwise.measure.processes import keep_compiled_apart, received
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.numerics.isolation import seed_all
-from castwise.numerics.probes import as_real, dithered
+from castwise.numerics.probes import REFERENCE, as_real, dithered
 from castwise.plans.formats import FORMATS
 from castwise.plans.plan import Plan
 from castwise.workload import Workload, check_loss
@@ -43,6 +45,8 @@ STEPS, SETTLED = 4, 2
 TIMED, BLOCK_S = 5, 0.1
 FACTOR = 25.0
 """A squared difference may be so many times that which a unit in the last place of each weight makes."""
+NEAR = 0.25
+"""Squared relative error, of a gradient that is not compiled, up to which fp32 may say which of two is the better."""
 LEAST = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 1e-3, "fp16": 1e-3}
 """Squared relative difference of a parameter's gradient that is never held against a plan, by its coarsest format."""
 
@@ -88,7 +92,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
     try:
         with _torch.eager_random_numbers() if draws else contextlib.nullcontext():
             compiled = TrainingRun(workload, plan, device, seed)
-            worst, where = _difference(eager, compiled, workload, plan, data)
+            worst, where = _difference(eager, compiled, workload, plan, data, device)
         if compiled.compilations == 0:
             return Trial("not compiled: torch.compile finds nothing in it that it can compile")
         if worst > 1.0:
@@ -150,7 +154,12 @@ def _differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def _difference(
-    eager: TrainingRun, compiled: TrainingRun, workload: Workload, plan: Plan, data: Sequence[Any]
+    eager: TrainingRun,
+    compiled: TrainingRun,
+    workload: Workload,
+    plan: Plan,
+    data: Sequence[Any],
+    device: torch.device,
 ) -> tuple[float, str]:
     """The largest squared difference of a parameter's gradient over what it may be, and whose it is."""
     coarsest = next((name for name in ("bf16", "fp16") if name in plan.formats), "fp32")
@@ -177,8 +186,30 @@ def _difference(
         else error[name] and math.inf
         for name in signal
     }
+    if coarsest in ("bf16", "fp16") and any(value > 1.0 for value in over.values()):
+        nearer = _nearer(eager, compiled, workload, data, device)
+        over = {name: value for name, value in over.items() if value <= 1.0 or name not in nearer}
     worst = max(over, key=over.__getitem__, default="")
     return over.get(worst, 0.0), worst
+
+
+def _nearer(
+    eager: TrainingRun, compiled: TrainingRun, workload: Workload, data: Sequence[Any], device: torch.device
+) -> set[str]:
+    """Parameters whose compiled gradients are no further from fp32's than the others, which are near enough to tell."""
+    signal: dict[str, float] = {}
+    errors: dict[str, list[float]] = {}
+    with contextlib.closing(TrainingRun(workload, REFERENCE, device, 0)) as reference:
+        reference.model.load_state_dict(eager.amp.model_state_dict(eager.model))
+        for seed, batch in enumerate(data):
+            right = _gradients(reference, workload, batch, seed)
+            found = [_gradients(run, workload, batch, seed) for run in (eager, compiled)]
+            for name in right.keys() & found[0].keys() & found[1].keys():
+                signal[name] = signal.get(name, 0.0) + float(right[name].square().sum())
+                mine = errors.setdefault(name, [0.0, 0.0])
+                for at, other in enumerate(found):
+                    mine[at] += float((other[name] - right[name]).square().sum())
+    return {name for name, (one, other) in errors.items() if other <= one <= NEAR * signal[name]}
 
 
 @contextlib.contextmanager
