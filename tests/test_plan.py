@@ -368,6 +368,7 @@ def test_lists_mappings_and_dtypes_are_brought_into_one_form() -> None:
         ("bf16-mixed+loss_scale=default", Plan(loss_scale=LossScale())),
         ("bf16-mixed+loss_scale.floor=none", Plan(loss_scale=LossScale(floor=None))),
         ("fp16-mixed+loss_scale=none", Plan(compute="fp16")),
+        ("fp16-mixed+output=as_is+loss_scale=none", Plan(compute="fp16", output="as_is")),
         ("fp16-mixed+loss_scale.init=1e20", Plan(compute="fp16", loss_scale=LossScale(init=1e20))),
         ("fp32+compute=bf16", Plan()),
         ("fp32+compute=float16", Plan(compute="fp16")),

@@ -153,6 +153,15 @@ def test_gradient_penalty_by_double_backward(plan: Any) -> None:
 # --- several models, losses, optimizers ---------------------------------------------------------------------
 
 
+def test_backward_passes_on_what_torchs_takes() -> None:
+    amp, model, _ = ready(FP16)
+    first, *_, last = model.parameters()
+    amp.backward(loss_of(model, data()), inputs=[last])
+    assert first.grad is None
+    assert last.grad is not None
+    amp.close()
+
+
 def test_two_losses_through_shared_parameters_add_up_at_one_scale() -> None:
     batch, other = data(), data(seed=2)
     exact = mlp()
@@ -260,6 +269,15 @@ def test_every_way_to_clip_clips_what_is_applied(plan: Any, how: str) -> None:
     assert float(norm) > 100
     moved = torch.sqrt(sum((v - start[k]).pow(2).sum() for k, v in amp.model_state_dict(model).items()))
     assert float(moved) == pytest.approx(0.1 * 0.5, rel=0.02)
+    amp.close()
+
+
+def test_what_became_infinite_after_unscaling_is_seen_by_clipping() -> None:
+    amp, model, optimizer = ready(FP16)
+    amp.backward(loss_of(model, data()))
+    amp.unscale_(optimizer)
+    next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+    assert amp.step(optimizer, max_norm=1.0).skipped
     amp.close()
 
 
@@ -518,6 +536,14 @@ def test_close_leaves_everything_as_it_was() -> None:
     optimizer.zero_grad()
     loss_of(model, data()).backward()
     optimizer.step()
+
+
+def test_close_leaves_what_prepare_did_not_store() -> None:
+    model = nn.Conv2d(2, 2, 3)
+    amp, *_ = ready("bf16-mixed", model=model)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    amp.close()
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_live_plans_that_disagree_on_process_settings() -> None:

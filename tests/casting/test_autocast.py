@@ -344,6 +344,17 @@ def test_override_cache_is_keyed_by_grad_mode_and_version() -> None:
     assert torch.equal(again, out * 2)
 
 
+def test_a_low_weight_has_a_copy_for_each_use_as_in_torch() -> None:
+    """Of one copy for both, the gradients would meet in fp16."""
+    w = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    x = torch.ones(4, dtype=torch.float16)
+    with castwise.autocast(Plan(compute="fp16", ops={"mul": "lower"}), device_type="cpu"):
+        uses = [x * w, x * w]
+    torch.autograd.backward(uses, [x * 40000.0] * 2)
+    assert w.grad is not None
+    assert w.grad.isfinite().all()
+
+
 def test_a_mistyped_device_type_is_told_of_device_types() -> None:
     with pytest.raises(castwise.CastwiseError, match=r"no such preset.*Or a device type: cpu, cuda"):
         castwise.autocast("cuda8")

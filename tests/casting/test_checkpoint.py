@@ -54,3 +54,17 @@ def test_regions_inside_regions(reentrant: bool) -> None:
         y.sum().backward()
     assert outer.runs == [torch.float32] * 2
     assert inner.runs == [torch.bfloat16] * 2
+
+
+def test_a_backward_that_raised_leaves_no_region_behind() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    model = torch.nn.Linear(4, 4)
+    with castwise.Amp(P, device="cpu") as amp:
+        amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        model.weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            amp.backward(model(X).sum())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.exp(X @ X).dtype is torch.bfloat16

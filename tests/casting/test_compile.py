@@ -346,6 +346,25 @@ def test_another_instance_under_the_same_name_is_noticed() -> None:
     assert compiled(X)[1].dtype is torch.bfloat16
 
 
+def test_a_native_region_is_in_the_graph_as_torchs_is() -> None:
+    """As long as no plan that is alive asks for more."""
+    region, called = castwise.autocast(Q, device_type="cpu"), []
+
+    def look(graph: torch.fx.GraphModule, _: object) -> Any:
+        called.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with region:
+            return x @ x
+
+    torch.compile(inside, backend=look)(X)
+    override = castwise.autocast(P, device_type="cpu")
+    torch.compile(lambda x: inside(x) + 1, backend=look)(X)
+    del override
+    assert [torch.amp.autocast_mode._enter_autocast in targets for targets in called] == [True, False]
+
+
 def test_a_graph_break_inside_a_native_region_is_as_in_torch() -> None:
     region = castwise.autocast(Q, device_type="cpu")
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import castwise
 from castwise.masters import attach, fp32_state_dict
 from tests.test_masters_gradients import held
 from tests.test_masters_optimizers import Weights, lower
@@ -60,6 +61,37 @@ def test_sharded_parameters_train_like_whole_ones(options: dict[str, bool]) -> N
     for key, value in fp32_state_dict(sharded).items():
         assert isinstance(value, DTensor)
         assert value.dtype is torch.float32, key
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_norm_of_shards_that_no_other_process_has_is_a_plain_tensor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (1,)), ColwiseParallel())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        amp.backward(model(torch.ones(2, 4)).sum())
+        assert not isinstance(amp.clip_grad_norm_(optimizer, 1.0), DTensor)
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_may_be_looked_at_between_forward_and_backward_under_ddp() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with castwise.Amp("bf16-master", device="cpu") as amp:
+        amp.prepare(model, optimizer)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        with ddp.no_sync():
+            amp.backward(ddp(torch.ones(2, 4)).sum())
+        loss = ddp(torch.ones(2, 4)).sum()
+        assert all(m.grad is not None and m.grad.dtype is torch.float32 for m in held(optimizer))
+        amp.backward(loss)
+        for master in held(optimizer):
+            assert master.grad is not None
+            assert master.grad.eq(4).all()
 
 
 def _ddp(rank: int, size: int, as_view: bool) -> None:

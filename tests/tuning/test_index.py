@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -99,6 +100,15 @@ def test_another_job_is_searched(what: str) -> None:
     assert other.digest != known.digest or not other.is_like(dataclasses.asdict(known))
     keep(known, CPU, Plan.preset("bf16-mixed"), {})
     assert find(other, CPU, SETTINGS) == (None, [])
+
+
+def test_a_loss_that_draws_is_known_again() -> None:
+    drawing = dataclasses.replace(JOB, loss=lambda model, batch: loss(model, batch) * (1.0 + random.random()))
+    jobs = []
+    for seed in (1, 2):  # as processes start
+        random.seed(seed)
+        jobs.append(job_of(drawing, CPU, SETTINGS))
+    assert jobs[0] == jobs[1] is not None
 
 
 def test_what_was_asked_tells_jobs_apart_but_not_for_how_long() -> None:

@@ -196,7 +196,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
 
     def _is_torchs(self) -> bool:
         """Whether Dynamo may trace this instance as it traces ``torch.autocast``: no plan alive asks for more."""
-        return self._lease is None and not kernels.registered(self.device)
+        return not kernels.registered(self.device)  # its own lease registers some
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
