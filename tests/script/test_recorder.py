@@ -171,6 +171,7 @@ def test_an_optimizer_is_made_again_with_the_options_of_each_group() -> None:
     assert made.param_groups[1]["params"][0] is other[0].weight
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_tuned_plan_is_tried_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script's helper module, its random draws, its files: all as in the script's own folder, none of which is written to."""
     (tmp_path / "layers.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
@@ -184,7 +185,7 @@ def test_the_tuned_plan_is_tried_beside_the_others(tmp_path: Path, monkeypatch: 
         "PYTHONPATH",
         os.pathsep.join([str(record.__file__).split("castwise")[0], os.environ.get("PYTHONPATH", "")]),
     )
-    result = try_script("train.py", plans=["fp32"], rounds=1, tune=True, budget_s=5)
+    result = try_script("train.py", plans=["fp32"], rounds=1, tune=True, budget_s=2)
     assert result.tuned is not None
     assert result.answer
     assert {row.plan for row in result.plans} == {"fp32", result.tuned}
