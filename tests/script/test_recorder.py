@@ -185,7 +185,7 @@ def test_the_tuned_plan_is_tried_beside_the_others(tmp_path: Path, monkeypatch: 
         "PYTHONPATH",
         os.pathsep.join([str(record.__file__).split("castwise")[0], os.environ.get("PYTHONPATH", "")]),
     )
-    result = try_script("train.py", plans=["fp32"], rounds=1, tune=True, budget_s=2)
+    result = try_script("train.py", plans=["fp32"], rounds=1, tune=True, budget_s=5)
     assert result.tuned is not None
     assert result.answer
     assert {row.plan for row in result.plans} == {"fp32", result.tuned}
