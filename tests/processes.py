@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,30 @@ def serve_forks() -> None:
     real, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, copy
     multiprocessing.forkserver.ensure_running()
     multiprocessing.util.spawnv_passfds = real
+
+
+_SELF_ALONE = False
+
+
+def _context() -> BaseContext:
+    """What forks: the server, or in what :func:`of_one` has started this process itself, which has no threads."""
+    return multiprocessing.get_context("fork") if _SELF_ALONE else forks()
+
+
+def of_one(function: Callable[[Any], Any], argument: Any, folder: Path) -> None:
+    """Run ``function(argument)`` in a process whose own are forks of it: a library that takes seconds is imported once.
+
+    What it imports first, by its module or itself, they have.
+    """
+    process = Forked(_as_one, (function, argument), folder, folder / "one")
+    assert process.wait(240) == 0, process.said("err")
+
+
+def _as_one(given: tuple[Callable[[Any], Any], Any]) -> None:
+    global _SELF_ALONE
+    _SELF_ALONE = True
+    function, argument = given
+    function(argument)
 
 
 def _serve(there: socket.socket) -> None:
@@ -112,7 +136,7 @@ class Forked:
         self, function: Callable[[Any], Any], argument: Any, folder: Path, log: Path, **environment: str
     ) -> None:
         self._log = log
-        self._process: BaseProcess = forks().Process(
+        self._process: BaseProcess = _context().Process(
             target=_enter, args=(function, argument, str(folder), str(log), environment)
         )
         self._process.start()

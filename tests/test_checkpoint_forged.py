@@ -26,7 +26,7 @@ from castwise.checkpoint import storage
 from castwise.checkpoint.folder import measure
 from castwise.errors import CheckpointError
 from tests.processes import forks
-from tests.soak import each_value, every
+from tests.soak import each_value, every, examples
 from tests.test_checkpoint import Run, names, same
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -342,7 +342,7 @@ def loads(run: Run, path: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(examples(3, 6)))
 def test_forged_values_are_refused_whole_or_are_good_to_train_on(
     tmp_path: Path, saved: Run, seed: int
 ) -> None:

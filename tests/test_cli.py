@@ -316,11 +316,8 @@ def test_traceback_on_request() -> None:
 
 
 def test_exit_codes_of_real_processes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "castwise", "train", f"{TINY}:mlp", "--steps", "3", "--out", "o"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = _process("train", f"{TINY}:mlp", "--steps", "3", "--out", "o")
+    assert done.wait(120) == 0, done.said("err")
     assert Path("o/result.json").exists()
     failed = _process("train", f"{TINY}:nan_data")
     assert failed.wait(120) == 1

@@ -25,6 +25,7 @@ from castwise.workload import find_workload
 from .fresh import SOURCE
 from .processes import Forked
 from .schemas import check
+from .tries import forked_tries
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 WITHOUT = {"run"}
@@ -128,7 +129,8 @@ def test_every_command_has_it_and_is_tried_here(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", WORKS)
-def test_the_answer_is_one_object(command: str) -> None:
+def test_the_answer_is_one_object(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked_tries(monkeypatch)
     done = run(command, *WORKS[command])
     assert done.exit_code == 0, done.stderr
     found = one_object(done.stdout)

@@ -113,7 +113,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return float((got.detach() - want.detach()).norm() / want.detach().norm())
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", AFTER)
 def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:

@@ -185,7 +185,7 @@ def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> N
     assert same(photograph(model, *watched), before)
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", ["install", "store", "attach", "fuse", "note"])
 def test_a_prepare_that_is_interrupted_is_taken_back(
@@ -261,7 +261,7 @@ def test_fp64_is_never_cast(name: str) -> None:
 # --- closed -------------------------------------------------------------------------------------------------
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:

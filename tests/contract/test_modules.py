@@ -322,7 +322,7 @@ def check(recipe: Recipe, name: str) -> None:
     check_near(got, in_fp64(recipe), ROUNDING[plan.compute], recipe.random, broken)
 
 
-@each_value(2)
+@each_value()
 @pytest.mark.parametrize(("module", "name"), pairs(RECIPES, NAMES, 5))
 def test_every_module_runs_as_by_hand(module: str, name: str) -> None:
     check(RECIPES[module], name)

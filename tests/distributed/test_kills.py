@@ -23,20 +23,18 @@ from .kills import OwnLoop, Training
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for the processes to kill")
 
 
-def test_three_kills_lose_nothing(tmp_path: Path) -> None:
-    """In the middle of a step, while a checkpoint is written, and once more in a step: the same weights in the end."""
-    quiet = Training(tmp_path / "quiet", steps=60)
+def test_two_kills_lose_nothing(tmp_path: Path) -> None:
+    """In the middle of a step, and while a checkpoint is written: the same weights in the end."""
+    quiet = Training(tmp_path / "quiet", steps=40)
     quiet.run()
-    with Training(tmp_path / "noisy", steps=60) as noisy:
-        noisy.start(restarts=4)
+    with Training(tmp_path / "noisy", steps=40) as noisy:
+        noisy.start(restarts=3)
         draw = random.Random(0)
         made = []
         noisy.until(lambda: noisy.steps_made() > 12)
         made.append(noisy.kill_one(draw))
         noisy.until(lambda: noisy.steps_made() > 22)
         made.append(noisy.kill_one_saving(draw))
-        noisy.until(lambda: noisy.steps_made() > 42)
-        made.append(noisy.kill_one(draw))
         assert all(made)
         assert "saving" in str(made[1])
         assert noisy.wait() == 0, noisy.said()
@@ -47,8 +45,8 @@ def test_three_kills_lose_nothing(tmp_path: Path) -> None:
         del got["elapsed_s"], row["elapsed_s"]
         assert got == row
     result = json.loads((noisy.out / "result.json").read_text())
-    assert (result["status"], result["steps_done"]) == ("ok", 60)
-    assert result["steps_before"] >= 30  # saves are asynchronous: the last one may not have been whole
+    assert (result["status"], result["steps_done"]) == ("ok", 40)
+    assert result["steps_before"] >= 15  # saves are asynchronous: the last one may not have been whole
 
 
 def test_a_loop_of_ones_own_comes_back(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from castwise import checkpoint
-from tests.soak import every, pairs
+from tests.soak import every, pairs, soaks
 
 from . import model
 from .model import Options, Trace
@@ -91,6 +91,7 @@ def interleaved_half(rank: int, size: int, folder: str) -> None:
     run.amp.close()
 
 
+@soaks  # else two go on as two, and eight train in test_layouts.py
 def test_eight_processes_go_on_as_two(eight: World, two: World, tmp_path: Path) -> None:
     """Data, hand-cut tensor and pipeline parallelism together, then sharded data parallelism."""
     plan = "fp16-master" + LOSS_SCALE

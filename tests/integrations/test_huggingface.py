@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import castwise
 from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.integrations.huggingface import CastwiseAccelerator, CastwiseMixin, CastwiseTrainer, versions
-from tests.processes import run_ranks
+from tests.processes import of_one, run_ranks
 from tests.soak import each_value, every
 
 PLANS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true"]
@@ -863,9 +863,13 @@ def train_on_two(folder: str) -> None:
     torch.save(gathered, here / f"weights{run.args.process_index}.pt")
 
 
+def two_ranks(folder: Path) -> None:
+    ranks = run_ranks(train_on_two, str(folder), folder, 2)
+    assert [rank.code for rank in ranks] == [0, 0], "".join(rank.said("err") for rank in ranks)
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_the_loop_by_hand_on_two_does(tmp_path: Path) -> None:
-    ranks = run_ranks(train_on_two, str(tmp_path), tmp_path, 2)
-    assert [rank.code for rank in ranks] == [0, 0], "".join(rank.said("err") for rank in ranks)
+    of_one(two_ranks, tmp_path, tmp_path)
     one, other = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
     equal(one, other)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
 from castwise.cli import main
-from tests.processes import Forked
+from tests.processes import Forked, of_one, run_script
 
 PUBLISHED = Path(__file__).with_name("published")
 INTEGRATED = {
@@ -33,17 +31,18 @@ def test_a_script_gives_what_the_integration_gives(name: str, tmp_path: Path) ->
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "integrated.py").write_text(f"{imported}\nPLAN = {plan!r}\n{text}")
-    ran = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
+    of_one(_compare, (imported, plan, tmp_path), tmp_path)
+
+
+def _compare(given: tuple[str, str, Path]) -> None:
+    imported, plan, folder = given
+    exec(imported)
+    ran = Forked(main, ["run", "--plan", plan, "train.py"], folder, folder / "ran")
     assert ran.wait(200) == 0, ran.said("err")
     assert f"trains under {plan}" in ran.said("err")
-    by_hand = Forked(_python, ["integrated.py"], tmp_path, tmp_path / "by-hand")
+    by_hand = Forked(run_script, ["integrated.py"], folder, folder / "by-hand")
     assert by_hand.wait(200) == 0, by_hand.said("err")
     assert _numbers(ran) == _numbers(by_hand)
-
-
-def _python(words: list[str]) -> None:
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
 
 
 def _numbers(process: Forked) -> str:

@@ -175,7 +175,7 @@ def test_a_doctor_with_a_workload_prints_it():
 def test_a_loader_that_sleeps_is_caught_end_to_end():
     def stream(seed):
         while True:
-            time.sleep(0.2)
+            time.sleep(0.05)
             yield torch.ones(4, 4)
 
     job = Workload(

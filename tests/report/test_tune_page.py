@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import io
 import math
@@ -29,6 +30,12 @@ from castwise.report.words import pasted
 FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
 
 
+@functools.cache
+def shown() -> str:
+    """The page of the record, drawn once."""
+    return show.page(make_record())
+
+
 def drawn(record: dict[str, Any]) -> dict[str, Any]:
     return draw(tune.PICTURES, record)
 
@@ -51,8 +58,7 @@ def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
 
 
 def test_opens_with_the_answer_and_holds_what_decides() -> None:
-    record = make_record()
-    page = show.page(record)
+    record, page = make_record(), shown()
     said = read(page)
     places = [
         said.index(words)
@@ -83,7 +89,7 @@ def test_opens_with_the_answer_and_holds_what_decides() -> None:
 
 
 def test_rejected_plans_stand_below_and_are_folded_when_many() -> None:
-    page = show.page(make_record())
+    page = shown()
     assert "<details><summary>6 rejected" in page
     assert page.index("fp16-true") > page.index("<details>")
     assert "<details open><summary>1 not tried" in page
@@ -136,7 +142,7 @@ def test_what_is_to_be_pasted_runs_and_breaks_at_plus(plan: str) -> None:
 
 
 def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
-    page = show.page(make_record())
+    page = shown()
     assert re.findall(r'<figure id="(\w+)">', page) == FIGURES
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(pictures) == len(FIGURES)
@@ -150,7 +156,7 @@ def test_has_every_picture_as_a_valid_svg_in_the_pages_colours() -> None:
 
 
 def test_same_record_same_page() -> None:
-    assert show.page(make_record()) == show.page(make_record())
+    assert show.page(make_record()) == shown()
 
 
 def test_writes_the_page_and_a_png_per_picture(tmp_path: Path) -> None:

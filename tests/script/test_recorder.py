@@ -171,6 +171,7 @@ def test_an_optimizer_is_made_again_with_the_options_of_each_group() -> None:
     assert made.param_groups[1]["params"][0] is other[0].weight
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_tuned_plan_is_tried_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script's helper module, its random draws, its files: all as in the script's own folder, none of which is written to."""
     (tmp_path / "layers.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.fresh import SOURCE, run_python
-from tests.processes import Forked, command
+from tests.fresh import SOURCE
+from tests.processes import Forked, command, run_script
 from tests.soak import each_value, every, pairs, some
 
 from castwise.cli import main
@@ -51,11 +51,21 @@ CASES = [
 ]
 
 
-def run(folder: Path, text: str, *words: str, before: str = "") -> str:
+def run(folder: Path, text: str, *words: str) -> str:
     """What a script prints under ``castwise run``."""
     (folder / "train.py").write_text(text)
-    said = f"{before}\nfrom castwise.cli import main\nmain(['run', *{list(words)!r}])"
-    return run_python(said, folder)
+    return _printed(Forked(main, ["run", *words], folder, folder / "ran"))
+
+
+def python(folder: Path, text: str) -> str:
+    """What a script prints without it."""
+    (folder / "plain.py").write_text(text)
+    return _printed(Forked(run_script, ["plain.py"], folder, folder / "by-hand"))
+
+
+def _printed(process: Forked) -> str:
+    assert process.wait(100) == 0, process.said("err")
+    return process.said("out")
 
 
 @every(2)
@@ -66,7 +76,7 @@ def test_a_script_gives_what_the_plan_gives_it_by_hand(name: str, plan: str, tmp
     for old, new in BY_HAND[name].items():
         assert old in hand
         hand = hand.replace(old, new)
-    expected = run_python(f"import castwise\nPLAN = {plan!r}\n{hand}", tmp_path)
+    expected = python(tmp_path, f"import castwise\nPLAN = {plan!r}\n{hand}")
     assert run(tmp_path, text, "--plan", plan, "train.py") == expected
 
 
@@ -74,7 +84,7 @@ def test_a_script_gives_what_the_plan_gives_it_by_hand(name: str, plan: str, tmp
 @pytest.mark.parametrize(("name", "plan"), pairs(MIXED, PLANS[2:]))
 def test_what_a_plan_comes_too_late_for_runs_as_it_would(name: str, plan: str, tmp_path: Path) -> None:
     text = (PUBLISHED / f"{name}.txt").read_text()
-    assert run(tmp_path, text, "--plan", plan, "train.py") == run_python(text, tmp_path)
+    assert run(tmp_path, text, "--plan", plan, "train.py") == python(tmp_path, text)
 
 
 @pytest.mark.parametrize("plan", some(["fp16-mixed", "bf16-mixed"], 2))
@@ -231,6 +241,6 @@ print(m.weight.tolist() == before)
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed+loss_scale.init=1024"])
 def test_gradients_are_true_whoever_holds_them(plan: str, tmp_path: Path) -> None:
     found = run(tmp_path, OTHERS, "--plan", plan, "train.py")
-    *gradients, skipped = run_python(OTHERS, tmp_path).splitlines()
+    *gradients, skipped = python(tmp_path, OTHERS).splitlines()
     assert found.splitlines() == [*gradients, "True"]
     assert skipped == "False"

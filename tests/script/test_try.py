@@ -6,11 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,48 +21,7 @@ from castwise.script import copies, race, try_script
 DIGITS = (Path(__file__).with_name("published") / "digits.txt").read_text()
 
 
-def _run(given: tuple[Connection, list[str]]) -> None:
-    from castwise.cli import main
-
-    pipe, words = given
-    os.environ[race.ADDRESS] = str(pipe.fileno())
-    main(words)
-
-
-class _Process:
-    """A fork as a ``Popen``."""
-
-    def __init__(self, forked: Forked) -> None:
-        self._forked = forked
-
-    def wait(self, timeout: float = 60.0) -> int:
-        return self._forked.wait(timeout)
-
-    def poll(self) -> int | None:
-        return self._forked.code
-
-
-@pytest.fixture(autouse=True)
-def forks(monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
-    """Scripts run in forks of a process that has imported torch."""
-    started: list[Forked] = []
-
-    def start(
-        name: str, script: str, arguments: Sequence[str], folder: Path, is_module: bool, log: Path
-    ) -> Any:
-        here, there = Pipe()
-        words = ["run", "--plan", name, *(["-m"] if is_module else []), script, *arguments]
-        with there:
-            started.append(Forked(_run, (there, words), folder, log))
-        out, err = log.with_name(f"{log.name}.out"), log.with_name(f"{log.name}.err")
-        log.symlink_to(err)
-        assert out.name
-        return race._Child(name, _Process(started[-1]), here, log)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(race, "_started", start)
-    monkeypatch.setattr(race, "end", lambda process, grace_s: process.wait(10))
-    monkeypatch.setattr(race, "BLOCK_S", 0.0)  # a step a block
-    return started
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture
@@ -237,9 +192,12 @@ def test_bad_input_is_refused_before_anything_runs(
 
 
 def test_from_the_command_line(here: Path) -> None:
-    (here / "train.py").write_text(DIGITS)
+    (here / "train.py").write_text(
+        "import torch\nm = torch.nn.Linear(8, 4)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for _ in range(100_000):\n    o.zero_grad(); m(torch.randn(16, 8)).square().mean().backward(); o.step()\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "castwise", "try", "--plans", "bf16-mixed", "--rounds", "1", "train.py", "--epochs", "60"],
+        [sys.executable, "-m", "castwise", "try", "--plans", "bf16-mixed", "--rounds", "1", "train.py"],
         cwd=here, capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.report.evidence import make_candidate, make_evidence, make_record
-from tests.soak import every, pairs
+from tests.soak import every, pairs, soaks
 from torch import Tensor, nn
 
 import castwise
@@ -313,6 +313,7 @@ def _traced() -> nn.Module:
 
 
 @needs_backend
+@soaks  # else told by the whole search at the end
 def test_a_trial_has_a_process_of_its_own(search: Search) -> None:
     search.workload = workload(_traced)
     made = compile_finalists(search, [AUTOCAST], (), *within(600.0))
