@@ -27,8 +27,16 @@ MARKED = re.compile(r"(<!-- results:(\w+):start -->\n).*?(<!-- results:end -->)"
 
 
 def chosen(row: dict[str, Any]) -> str:
+    """The plan that was found, in a table's words."""
+    doubt = any(
+        one["gradients"] not in ("pass", None) for one in row["searches"] if one["plan"] == row["plan"]
+    )
+    return worded(row["plan"]) + ("; gradients in doubt, decided by training" if doubt else "")
+
+
+def worded(line: str) -> str:
     """A plan in a table's words."""
-    plan = Plan.parse(row["plan"])
+    plan = Plan.parse(line)
     words = [plan.compute]
     if plan.stores_low:
         words = [
@@ -48,10 +56,7 @@ def chosen(row: dict[str, Any]) -> str:
     words += [plan.memory_format] * (plan.memory_format != "as_is") + ["fused optimizer"] * (
         plan.optimizer == "fused"
     )
-    doubt = any(
-        one["gradients"] not in ("pass", None) for one in row["searches"] if one["plan"] == row["plan"]
-    )
-    return ", ".join(words) + ("; gradients in doubt, decided by training" if doubt else "")
+    return ", ".join(words + ["compiled"] * (plan.compile != "as_given"))
 
 
 def told(ratio: list[float]) -> str:
@@ -74,9 +79,9 @@ def measured(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def jobs() -> list[dict[str, Any]]:
+def jobs(name: str = "tune-cpu") -> list[dict[str, Any]]:
     """The rows of the tuned jobs, the largest gain over autocast first."""
-    rows = (row for row in measured("tune-cpu") if "over_autocast" in row)
+    rows = (row for row in measured(name) if "over_autocast" in row)
     return sorted(rows, key=lambda row: -row["over_autocast"][0])
 
 
@@ -108,6 +113,38 @@ def table(whole: bool) -> str:
     mean = math.exp(statistics.fmean(math.log(row["over_autocast"][0]) for row in rows))
     return (
         f"{markdown(lines)}\nOver one-line autocast that is {mean:.2f} times as fast in the geometric mean.\n"
+    )
+
+
+def compiled() -> str:
+    """The jobs that were tuned with the compiler, against a hand grid that has it too."""
+    rows = jobs("tune-compiled-cpu")
+    lines = [
+        [
+            "training job",
+            "what castwise chose",
+            "against one-line autocast",
+            "best of the hand grid",
+            "against that",
+        ]
+    ]
+    lines += [
+        [
+            JOBS[row["workload"].split("?")[0]],
+            chosen(row),
+            told(row["over_autocast"]),
+            worded(row["best_of_grid"]),
+            told(row["over_best_of_grid"]),
+        ]
+        for row in rows
+    ]
+    over, ahead = (
+        math.exp(statistics.fmean(math.log(row[key][0]) for row in rows))
+        for key in ("over_autocast", "over_best_of_grid")
+    )
+    return (
+        f"{markdown(lines)}\nIn the geometric mean that is {over:.2f} times as fast as one-line autocast, and {ahead:.2f} as the best of "
+        f"the grid.\n{backed('tune-compiled-cpu')}"
     )
 
 
@@ -285,6 +322,7 @@ TABLES = {
     "peers_memory": peers_memory,
     "short": lambda: table(False),
     "whole": lambda: table(True),
+    "compiled": compiled,
     "formats": formats,
     "gradients": gradients,
     "memory": memory,
