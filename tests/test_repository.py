@@ -196,7 +196,7 @@ def module_of(path: Path) -> types.ModuleType:
 
 def test_importing_castwise_imports_nothing_else(tmp_path: Path) -> None:
     code = """
-        import __future__, sys
+        import __future__, importlib, sys, typing
         before = set(sys.modules)
         import castwise
         print(sorted(set(sys.modules) - before))
