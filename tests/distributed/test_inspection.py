@@ -301,3 +301,41 @@ def test_where_one_rank_fails_all_say_so(two: World, kind: str) -> None:
         assert said.startswith("RankError: on rank ")
         assert f"on rank 1: WorkloadError: {call}: " in said
         assert "KeyError: 'targets' (test_inspection.py, line" in said
+
+
+def given_unlike(rank: int, size: int) -> list[str]:
+    model, said = DistributedDataParallel(net()), []
+    language = DistributedDataParallel(Language())
+    one = rank == 1
+    plan = "no-such-plan.json" if one else "bf16-mixed"  # a file that one machine alone lacks
+    other = "fp16-mixed" if one else "bf16-mixed"
+    mine = [inputs(0)]
+    for call in (
+        lambda: forecast(model, square, mine, FORMATS, plan=plan),
+        lambda: forecast(model, square, mine, FORMATS, microbatches=0 if one else 1),
+        lambda: forecast(model, square, iter(mine) if one else mine, FORMATS, microbatches=1),
+        lambda: forecast(model, square, mine, FORMATS, microbatches=1, device="cuda:99" if one else "cpu"),
+        lambda: compare(model, square, inputs(0), "fp32", plan),
+        lambda: compare(model, square, inputs(0), "fp32", "bf16-mixed", device="cuda:99" if one else "cpu"),
+        lambda: operator_table(model, square, inputs(0), plan),
+        lambda: first_nonfinite(model, square, inputs(0), "fp16-mixed", loss_scale=-1.0 if one else 2.0),
+        lambda: mismatch(language, [tokens(seed=0)], "fp32", "bf16-true", clip=(2.0, 3.0) if one else (0.8, 1.2)),
+        lambda: forecast(model, square, mine, FORMATS[:1] if one else FORMATS, microbatches=1),
+        lambda: compare(model, square, inputs(0), "fp32", other),
+        lambda: compare(model, square, inputs(0), "fp32", "bf16-mixed", tries=rank),
+        lambda: operator_table(model, square, inputs(0), other),
+        lambda: first_nonfinite(model, square, inputs(0), other),
+        lambda: mismatch(language, [tokens(seed=0)], "fp32", ["bf16-true", other][: size - rank]),
+    ):  # fmt: skip
+        with pytest.raises(CastwiseError) as error:
+            call()
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    return said
+
+
+def test_what_one_rank_is_given_otherwise_is_told_on_all(two: World) -> None:
+    one, other = two.run(given_unlike)
+    assert one == other
+    assert all(text.startswith("RankError: on rank 1: ") for text in one[:9])
+    assert all(text.startswith("PlanError: ") and " ranks were given different " in text for text in one[9:])
+    assert "different plan_b (rank 0: bf16-mixed; rank 1: fp16-mixed), and make one report" in one[10]

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import castwise
@@ -185,3 +187,61 @@ def fails_on_one(rank: int, size: int) -> str:
 def test_a_first_audit_that_fails_on_one_rank_is_an_error_on_all(two: World) -> None:
     for said in two.run(fails_on_one):
         assert said.startswith("RankError: on rank 1: WorkloadError")
+
+
+def joins(rank: int, size: int, tool: str, folder: str) -> str:
+    """Ranks with unequal numbers of batches in torch's Join."""
+    net = nn.Linear(16, 4)
+    made = torch.optim.SGD(net.parameters(), 1e-3)
+    amp = castwise.Amp("bf16-mixed")
+    amp.prepare(net, made)
+    ddp, mine = DistributedDataParallel(net), batches(2 + rank)
+    watch: Any = {
+        "Monitor": lambda: Monitor(amp, every=1),
+        "Recorder": lambda: castwise.Recorder(amp, ddp, folder),
+        "Recovery": lambda: castwise.Recovery(amp, ddp, made, loss, folder),
+    }[tool]()
+    try:
+        with ddp.join():
+            for batch in mine if tool == "Monitor" else watch.batches(mine):
+                amp.backward(loss(ddp, batch))
+                amp.step(made)
+    except castwise.errors.StateError as error:
+        return str(error)
+    finally:
+        watch.close()
+        amp.close()
+    return ""
+
+
+@pytest.mark.parametrize("tool", ["Monitor", "Recorder", "Recovery"])
+def test_ranks_that_end_at_different_steps_are_refused(two: World, tool: str, tmp_path: Path) -> None:
+    for said in two.run(joins, tool, str(tmp_path)):
+        assert said.startswith(f"{tool}: DistributedDataParallel is in torch's Join, where ranks end at different")
+
+
+def row_cut(rank: int, size: int) -> Any:
+    """A layer whose ranks hold addends of its output, under a monitor; and its output itself."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+    mesh = init_device_mesh("cpu", (size,))
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    made = torch.optim.SGD(net.parameters(), 1e-3)
+    amp = castwise.Amp("bf16-mixed")
+    amp.prepare(net, made)
+    monitor = Monitor(amp, every=1)
+    (batch,), made_of = batches(1), []
+    for _ in range(2):  # outputs are looked at from the second step on
+        out = net(batch[0])
+        made_of.append(float(out.detach().abs().max()))
+        amp.backward(out.square().mean())
+        amp.step(made)
+    (found,) = [region.output for region in monitor.samples[-1].regions if region.path == "1"]
+    monitor.close()
+    amp.close()
+    return found, made_of[-1]
+
+
+def test_an_output_whose_addends_ranks_hold_is_that_of_the_whole(two: World) -> None:
+    for found, true in two.run(row_cut):
+        assert found == pytest.approx(true, rel=0.01)

@@ -88,10 +88,14 @@ def compare(
         PlanError: A plan that does not fit the model.
         DeviceError: The device cannot run a plan.
     """
-    first, second = as_plan(plan_a), as_plan(plan_b)
-    check_count("compare", "tries", tries, 0)
+
+    def given() -> tuple[Plan, Plan, int]:
+        check_count("compare", "tries", tries, 0)
+        return as_plan(plan_a), as_plan(plan_b), tries
+
     with together(model, "compare") as ranks:
-        where = find_device("compare", device, str(device_of(ranks.model)))
+        first, second, _ = ranks.alike("compare", ("plan_a", "plan_b", "tries"), given)
+        where = ranks.each(lambda: find_device("compare", device, str(device_of(ranks.model))))
         eager = first.compile == second.compile == "as_given"
 
         def begun() -> _Comparing:

@@ -81,16 +81,21 @@ def forecast(
         PlanError: A format that cannot be forecast, a plan that computes in fp32, or numbers out of their range.
         DeviceError: The device cannot run the plan.
     """
-    chosen, names = as_plan(plan), _format_names(formats)
-    if chosen.formats.isdisjoint(LOW):
-        raise PlanError(
-            f"forecast(plan={str(chosen)!r}): it casts nothing to a low format; give a plan that computes in bf16 or fp16, such as "
-            "'bf16-mixed'"
-        )
-    check_count("forecast", "microbatches", microbatches, 1)
+
+    def given() -> tuple[Plan, tuple[str, ...]]:
+        chosen, names = as_plan(plan), _format_names(formats)
+        if chosen.formats.isdisjoint(LOW):
+            raise PlanError(
+                f"forecast(plan={str(chosen)!r}): it casts nothing to a low format; give a plan that computes in bf16 or fp16, such as "
+                "'bf16-mixed'"
+            )
+        check_count("forecast", "microbatches", microbatches, 1)
+        return chosen, names
+
     with together(model, "forecast", what="the model, its loss or its optimizer") as ranks:
-        where = find_device("forecast", device, str(device_of(ranks.model)))
-        make = endless(batches, "forecast")
+        chosen, names = ranks.alike("forecast", ("plan", "formats"), given)
+        where = ranks.each(lambda: find_device("forecast", device, str(device_of(ranks.model))))
+        make = ranks.each(lambda: endless(batches, "forecast"))
 
         def begun() -> Run:
             prober = Prober(

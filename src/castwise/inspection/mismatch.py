@@ -131,15 +131,21 @@ def mismatch(
         PlanError: A plan that does not fit the model, or a clip range or ``tokens`` that is none.
         DeviceError: The device cannot run a plan.
     """
-    several = [plan_serve] if isinstance(plan_serve, (Plan, str)) else list(plan_serve)
-    train, serve = as_plan(plan_train), [as_plan(plan) for plan in several]
-    if tokens not in ("given", "sampled"):
-        raise PlanError(f"mismatch(tokens={shown(tokens)}): allowed: 'given', 'sampled'")
-    if not serve:
-        raise PlanError("mismatch(plan_serve=[]): give a plan, or several")
-    _check_clip(clip)
+
+    def given() -> tuple[Plan, list[Plan], Tokens, tuple[float, float]]:
+        several = [plan_serve] if isinstance(plan_serve, (Plan, str)) else list(plan_serve)
+        train, serve = as_plan(plan_train), [as_plan(plan) for plan in several]
+        if tokens not in ("given", "sampled"):
+            raise PlanError(f"mismatch(tokens={shown(tokens)}): allowed: 'given', 'sampled'")
+        if not serve:
+            raise PlanError("mismatch(plan_serve=[]): give a plan, or several")
+        _check_clip(clip)
+        return train, serve, tokens, clip
+
     with together(model, "mismatch", what="the model or its batches") as ranks:
-        where = find_device("mismatch", device, str(device_of(ranks.model)))
+        arguments = ("plan_train", "plan_serve", "tokens", "clip")
+        train, serve, *_ = ranks.alike("mismatch", arguments, given)
+        where = ranks.each(lambda: find_device("mismatch", device, str(device_of(ranks.model))))
 
         def run() -> list[Sums]:
             sums = [Sums(plan, clip, ranks.size) for plan in serve]

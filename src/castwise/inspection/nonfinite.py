@@ -222,15 +222,20 @@ def first_nonfinite(
         PlanError: A plan that does not fit the model, or a loss scale for a plan without one.
         DeviceError: The device cannot run the plan.
     """
-    chosen = as_plan(plan)
-    if loss_scale is not None:
+
+    def given() -> tuple[Plan]:
+        chosen = as_plan(plan)
+        if loss_scale is None:
+            return (chosen,)
         if chosen.loss_scale is None or not (math.isfinite(loss_scale) and loss_scale > 0):
             raise PlanError(
                 f"first_nonfinite(loss_scale={loss_scale!r}) with plan {chosen}: needs a positive number, and a plan with a loss "
                 "scale, such as fp16-mixed"
             )
-        chosen = with_scale(chosen, float(loss_scale))
+        return (with_scale(chosen, float(loss_scale)),)
+
     with together(model, "first_nonfinite", group=group) as ranks:
+        (chosen,) = ranks.alike("first_nonfinite", ("plan",), given)
         found = ranks.every(
             lambda: _find(Passes("first_nonfinite", ranks, loss, batch, device, seed), chosen, cures)
         )

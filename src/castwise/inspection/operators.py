@@ -288,9 +288,13 @@ def operator_table(
         PlanError: A plan that does not fit the model, or ``repeats`` below 1.
         DeviceError: The device cannot run the plan.
     """
-    check_count("operator_table", "repeats", repeats, 1)
-    chosen = as_plan(plan)
+
+    def given() -> tuple[Plan]:
+        check_count("operator_table", "repeats", repeats, 1)
+        return (as_plan(plan),)
+
     with together(model, "operator_table") as ranks:
+        (chosen,) = ranks.alike("operator_table", ("plan",), given)
 
         def table() -> OperatorTable:
             passes = Passes("operator_table", ranks, loss, batch, device, seed)

@@ -244,6 +244,7 @@ class Monitor:
         session = self._session
         if not session.members.holds(optimizer):
             return
+        session.agreement.check_even("Monitor")
         turn = self._turn(optimizer)
         turn.closure, turn.skips, turn.update = closure, session.window.skips, None
         if turn.due and not _torch.dynamo_callback():

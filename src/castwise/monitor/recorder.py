@@ -170,6 +170,7 @@ class Recorder:
         step = self._step
         if step is None or step.over:
             return
+        inside(self._amp).agreement.check_even("Recorder")
         value = loss.detach().clone()
         step.losses.append((len(step.moments) - 1, name, value))
         if self._amp.scaler.is_enabled():

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from castwise import _torch, masters
 from castwise.casting.trees import tensors_in
 from castwise.plans.formats import FORMATS
+from castwise.ranks.pieces import summed
 from castwise.scaler import gradients
 
 ELEMENTS = 2**14
@@ -172,7 +173,7 @@ class Outputs:
         for tensor in tensors_in(output):
             if not tensor.is_floating_point() or tensor.layout is not torch.strided:
                 continue
-            values = masters.local(tensor)
+            values = masters.local(summed(tensor))
             if not values.numel():
                 continue
             self.numbers.append(Number(path, "max_output", _largest(values)))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
 from castwise import _torch
-from castwise.errors import WorkloadError
+from castwise.errors import PlanError, WorkloadError
 from castwise.numerics.isolation import copied, not_given, undisturbed, unspoilt
 from castwise.parallel.whole import is_cut, ranks_of
 from castwise.parallel.wrappers import inside_ddp, unwrap
+from castwise.plans.plan import Plan
 from castwise.ranks import Ranks
+from castwise.ranks.group import named
 from castwise.workload import users_code
 
 _T = TypeVar("_T")
+_Given = TypeVar("_Given", bound=tuple[Any, ...])
 
 
 class Looking(Ranks):
@@ -46,6 +49,30 @@ class Looking(Ranks):
                 return task()
 
         return super().every(said)
+
+    def alike(self, call: str, names: Sequence[str], given: Callable[[], _Given]) -> _Given:
+        """Check on all what they were given, and that it is the same: one report cannot be of several plans.
+
+        Args:
+            call: The caller, for errors.
+            names: Of its arguments.
+            given: Checks them, and returns them in that order, and others behind them that may differ.
+
+        Raises:
+            PlanError: Ranks were given different ones; on all alike.
+        """
+        every = self.every(given)
+        for at, name in enumerate(names):
+            told: dict[Any, list[int]] = {}
+            for rank, one in enumerate(every):
+                told.setdefault(_exact(one[at]), []).append(rank)
+            if len(told) > 1:
+                said = "; ".join(f"{named(ranks)}: {_shown(every[ranks[0]][at])}" for ranks in [*told.values()][:5])
+                raise PlanError(
+                    f"{call}: ranks were given different {name} ({said}), and make one report; give every rank the same, or "
+                    "have each look by itself at the module inside of its wrapper"
+                )
+        return every[self.rank]
 
 
 @contextlib.contextmanager
@@ -80,3 +107,14 @@ def together(
 
             stack.callback(model.register_forward_pre_hook(refuse, prepend=True).remove)
         yield ranks
+
+
+def _exact(value: object) -> str:
+    """The same for values that are the same."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_exact, value))
+    return value.digest if isinstance(value, Plan) else repr(value)
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(_shown, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise import _torch, masters
+from castwise.errors import StateError
 from castwise.ranks.group import Ranks
 from castwise.ranks.pieces import Pieces, is_dtensor
 from castwise.scaler import GradScaler, Window
@@ -59,6 +60,19 @@ class Agreement:
         for parameter in params:
             self._averaged.pop(parameter, None)
         self.forget()
+
+    def check_even(self, call: str) -> None:
+        """See that ranks make the same steps: torch's Join has them end at different ones, and who has ended answers nobody.
+
+        Raises:
+            StateError: On every rank in its first step.
+        """
+        by: Callable[[], Any] = next(iter(self._averaged.values()), (lambda: None, 0))[0]
+        if getattr(getattr(by(), "_join_config", None), "enable", False):
+            raise StateError(
+                f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} has them "
+                "talk at each. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
+            )
 
     def _is_averaged(self, parameter: Tensor, world: int) -> bool:
         by: tuple[Callable[[], Any], int] = self._averaged.get(parameter, (lambda: None, 0))

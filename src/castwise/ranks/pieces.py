@@ -19,6 +19,15 @@ from castwise.errors import StateError
 from castwise.ranks.group import running
 
 
+def summed(tensor: Any) -> Any:
+    """A DTensor whose ranks hold addends with the sum in their place, any other tensor as it is. Collective over its mesh then."""
+    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, without importing that."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
