@@ -691,3 +691,45 @@ def test_parameters_that_join_an_optimizer_in_bf16_are_refused_at_its_next_step(
     amp.close()
     optimizer.add_param_group({"params": nn.Linear(1, 1).bfloat16().parameters()})
     optimizer.step()
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "bf16-mixed+regions.0=bf16"])
+@pytest.mark.parametrize("way", ["group", "append", "replace"])
+def test_parameters_in_bf16_are_refused_by_whatever_way_they_join(plan: str, way: str) -> None:
+    model, extra = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+    new = list(extra.parameters())
+    if way == "group":
+        optimizer.add_param_group({"params": new})
+    elif way == "append":
+        optimizer.param_groups[0]["params"].extend(new)
+    else:
+        optimizer.param_groups[0]["params"][:] = new
+    before = extra.weight.clone()
+    amp.backward(extra(model(torch.ones(2, 4)).to(extra.weight.dtype)).float().sum())
+    with pytest.raises(StateError, match=r"added to this optimizer after prepare, 2 of them.*in bfloat16"):
+        amp.step(optimizer)
+    assert torch.equal(extra.weight, before)
+
+
+def test_a_model_that_was_prepared_alone_has_no_masters_in_an_optimizer_it_joins() -> None:
+    model, head, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    amp = castwise.Amp("bf16-master", device="cpu")
+    amp.prepare(model, optimizer)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    amp.prepare(head, optimizer)
+    before = amp.model_state_dict(head)["weight"].clone()
+
+    def step() -> None:
+        amp.backward(other(head(model(torch.ones(2, 4)))).sum())
+        amp.step(optimizer)
+
+    step()
+    assert not torch.equal(amp.model_state_dict(head)["weight"], before)
+    amp.prepare(other)
+    optimizer.add_param_group({"params": list(other.parameters())})
+    with pytest.raises(StateError, match=r"which these have not.*amp.prepare\(model, optimizer\)"):
+        step()

@@ -343,7 +343,7 @@ class Amp:
                 self._members.add_optimizer(optimizer)
                 if _torch.has_step_hooks(optimizer):
                     self._watch.follow(optimizer, log.callback)
-                    if self.plan.params == "fp32":
+                    if self.plan.params == "fp32" or self.plan.keeps_masters:
                         refuse_low_additions(optimizer, self.plan, log.callback)
                     if self.plan.master == "none":
                         self._dropped.follow(optimizer, log.callback)

@@ -258,26 +258,49 @@ def refuse_low_additions(
     ``log`` gets what ends it, before it begins.
     """
     known: Any = WeakTensorKeyDictionary()
-    groups = 0
+    held: list[list[weakref.ref[Tensor]]] = []
     alive = weakref.ref(optimizer)
 
     def look(optimizer: Optimizer, *_: object) -> None:
-        nonlocal groups
-        if len(optimizer.param_groups) == groups:
+        nonlocal held
+        # a group may also be given another list, or its list more parameters
+        groups = [group["params"] for group in optimizer.param_groups]
+        if len(groups) == len(held) and all(
+            len(params) == len(before) and all(p is ref() for p, ref in zip(params, before, strict=True))
+            for params, before in zip(groups, held, strict=True)
+        ):
             return
         low = [p for group in optimizer.param_groups for p in group["params"] if masters.is_low(p)]
+        # without masters the plan itself stores low what has an original; with them it would have given it one
         added = [
-            p for p in low if groups and p.requires_grad and p not in known and masters.original_of(p) is None
+            p
+            for p in low
+            if held
+            and p.requires_grad
+            and p not in known
+            and (plan.keeps_masters or masters.original_of(p) is None)
         ]
         if added:
-            dtype = str(added[0].dtype).removeprefix("torch.")
-            raise StateError(
-                f"{type(optimizer).__name__}.step(): parameters that were added to this optimizer after prepare, "
-                f"{len(added)} of them, the first of shape {tuple(added[0].shape)}, are stored in {dtype}: the plan {plan} keeps "
-                "parameters in fp32, and their updates would be rounded away. Store them in fp32 before they are added (.float())"
-            )
+            refuse(optimizer, added)
         known.update(dict.fromkeys(low))
-        groups = len(optimizer.param_groups)
+        held = [list(map(weakref.ref, params)) for params in groups]
+
+    def refuse(optimizer: Optimizer, added: Sequence[Tensor]) -> None:
+        dtype = str(added[0].dtype).removeprefix("torch.")
+        why, cure = (
+            ("keeps parameters in fp32", "Store them in fp32 before they are added (.float())")
+            if not plan.keeps_masters
+            else (
+                "gives low parameters fp32 masters, which these have not",
+                "Add them in fp32, before their model is prepared, and then prepare it with this optimizer: "
+                "amp.prepare(model, optimizer)",
+            )
+        )
+        raise StateError(
+            f"{type(optimizer).__name__}.step(): parameters that were added to this optimizer after prepare, "
+            f"{len(added)} of them, the first of shape {tuple(added[0].shape)}, are stored in {dtype}: the plan {plan} {why}, and their "
+            f"updates would be rounded away. {cure}"
+        )
 
     def end() -> None:
         target = alive()
