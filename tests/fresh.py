@@ -40,10 +40,13 @@ exec(compile(request["code"], "<stdin>", "exec"), vars(sys.modules["__main__"]))
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """A process that has imported torch and Dynamo, and nothing of castwise, and forks one for each code that it is sent."""
+    """A process that has imported torch and Dynamo, and nothing of castwise, and forks one for each code that it is sent.
+
+    It hashes strings unlike the tests' own.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, **_OWN},
+        env={**os.environ, **_OWN, "PYTHONHASHSEED": "42"},
     )  # fmt: skip
     atexit.register(process.communicate)
     return process

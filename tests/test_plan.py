@@ -6,11 +6,8 @@ import copy
 import dataclasses
 import itertools
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from castwise.errors import CastwiseError, PlanError, UnknownNameError
 from castwise.plans.plan import PRESETS, LossScale, Plan, Region, as_plan
 from castwise.plans.rules import BASES, RULES
 from castwise.plans.text import matches_path
+from tests.fresh import run_python
 from tests.soak import examples
 
 # --- random plans -------------------------------------------------------------------------------------------
@@ -247,22 +245,17 @@ def test_json_holds_exactly_the_fields() -> None:
     assert list(json.loads(EVERY_FIELD.to_json())) == ["version", *fields]
 
 
-def test_digest_is_the_same_in_every_process() -> None:
-    program = (
-        "import sys; from castwise.plans.plan import Plan\n"
-        "for line in sys.stdin: print(Plan.from_json(line).digest)"
-    )
+def test_digest_is_the_same_in_every_process(tmp_path: Path) -> None:
     several = [EVERY_FIELD, *PRESETS.values()]
-    lines = "\n".join(json.dumps(json.loads(plan.to_json())) for plan in several)
-    result = subprocess.run(  # with other hashes of strings, unlike a fork
-        [sys.executable, "-c", program],
-        input=lines,
-        env={**os.environ, "PYTHONHASHSEED": "42", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.split() == [plan.digest for plan in several]
+    program = f"""
+from castwise.plans.plan import Plan
+print(hash("plan"))
+for text in {[plan.to_json() for plan in several]!r}:
+    print(Plan.from_json(text).digest)
+"""
+    hashed, *digests = run_python(program, tmp_path).split()
+    assert int(hashed) != hash("plan")
+    assert digests == [plan.digest for plan in several]
 
 
 def test_digest_of_today_is_the_digest_of_tomorrow() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import some
+from tests.soak import SOAKING, some
 
 from .fresh import SOURCE
 from .report.browser import CHROMIUM, DRIVER, Browser, browser
@@ -28,6 +28,13 @@ EXECUTED = some([Path(page).stem for page in NOTEBOOKS], 2)
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
 SOME = ["api", "how-it-works", "index", "rules"]
 NARROW = some(PAGES, 5)
+UNSEARCHED = """
+import sys
+from sphinx.builders.html import StandaloneHTMLBuilder
+from sphinx.cmd.build import main
+StandaloneHTMLBuilder.search = False
+sys.exit(main(sys.argv[1:]))
+"""
 OWN = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
@@ -49,9 +56,10 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def build(source: Path, folder: Path, *pages: str) -> None:
-    """All pages are read, and those that are named are written; all where none is."""
+    """All pages are read, and those that are named are written, without a search index; all where none is."""
+    how = ("-c", UNSEARCHED) if pages else ("-m", "sphinx")
     words = [str(source), str(folder), *(str(source / f"{page}.md") for page in pages)]
-    finish(start("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", *words))
+    finish(start(*how, "--quiet", "--fail-on-warning", "--keep-going", *words))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +76,8 @@ def notebooks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is not looked at by default is not written by default, which is half of a build: its links test_docs.py follows."""
     folder = tmp_path_factory.mktemp("site")
-    build(ROOT / "docs", folder, *{*NARROW, *SOME, *(Path(page).stem for page in NOTEBOOKS)})
+    written = {*NARROW, *SOME, *(Path(page).stem for page in NOTEBOOKS)}
+    build(ROOT / "docs", folder, *(() if SOAKING else written))
     return folder
 
 

@@ -1456,6 +1456,11 @@ def fsdp_groups(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, torc
     ]
 
 
+def is_in_join(ddp: Any) -> bool:
+    """Whether a DistributedDataParallel is inside of torch's ``Join``."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard``, or the ``replicate`` made of it, was called on a module itself."""
     return hasattr(type(module), "_get_fsdp_state")  # a module around it may hand on its attributes

@@ -217,7 +217,9 @@ def joins(rank: int, size: int, tool: str, folder: str) -> str:
 @pytest.mark.parametrize("tool", ["Monitor", "Recorder", "Recovery"])
 def test_ranks_that_end_at_different_steps_are_refused(two: World, tool: str, tmp_path: Path) -> None:
     for said in two.run(joins, tool, str(tmp_path)):
-        assert said.startswith(f"{tool}: DistributedDataParallel is in torch's Join, where ranks end at different")
+        assert said.startswith(
+            f"{tool}: DistributedDataParallel is in torch's Join, where ranks end at different"
+        )
 
 
 def row_cut(rank: int, size: int) -> Any:

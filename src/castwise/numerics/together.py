@@ -67,7 +67,9 @@ class Looking(Ranks):
             for rank, one in enumerate(every):
                 told.setdefault(_exact(one[at]), []).append(rank)
             if len(told) > 1:
-                said = "; ".join(f"{named(ranks)}: {_shown(every[ranks[0]][at])}" for ranks in [*told.values()][:5])
+                said = "; ".join(
+                    f"{named(ranks)}: {_shown(every[ranks[0]][at])}" for ranks in [*told.values()][:5]
+                )
                 raise PlanError(
                     f"{call}: ranks were given different {name} ({said}), and make one report; give every rank the same, or "
                     "have each look by itself at the module inside of its wrapper"

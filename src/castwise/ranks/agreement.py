@@ -68,7 +68,7 @@ class Agreement:
             StateError: On every rank in its first step.
         """
         by: Callable[[], Any] = next(iter(self._averaged.values()), (lambda: None, 0))[0]
-        if getattr(getattr(by(), "_join_config", None), "enable", False):
+        if _torch.is_in_join(by()):
             raise StateError(
                 f"{call}: DistributedDataParallel is in torch's Join, where ranks end at different steps; {call} has them "
                 "talk at each. Give all ranks the same number of batches (DistributedSampler does), or leave it out"
