@@ -23,6 +23,12 @@ FLAGS = (
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+_WEARS = """
+return matchMedia("(prefers-color-scheme: dark)").matches === arguments[0]
+  && document.getAnimations().every(each => each.playState !== "running");
+"""
+
+
 class Browser:
     """One window.
 
@@ -48,9 +54,13 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.devtools("Emulation.setEmulatedMedia", features=scheme)
         self.call("url", url=page.resolve().as_uri())
+        # a page that has loaded may still wear the last one's colours, or fade from them
+        until = time.monotonic() + 10
+        while not self.run(_WEARS, dark) and time.monotonic() < until:
+            time.sleep(0.05)
 
-    def run(self, script: str) -> Any:
-        return self.call("execute/sync", script=script, args=[])
+    def run(self, script: str, *args: Any) -> Any:
+        return self.call("execute/sync", script=script, args=list(args))
 
     def messages(self) -> list[str]:
         """What the console has said since the last call."""
