@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -258,19 +260,16 @@ def refuse_low_additions(
     ``log`` gets what ends it, before it begins.
     """
     known: Any = WeakTensorKeyDictionary()
-    held: list[list[weakref.ref[Tensor]]] = []
+    held: list[weakref.ref[Tensor]] = []
     alive = weakref.ref(optimizer)
 
     def look(optimizer: Optimizer, *_: object) -> None:
         nonlocal held
         # a group may also be given another list, or its list more parameters
-        groups = [group["params"] for group in optimizer.param_groups]
-        if len(groups) == len(held) and all(
-            len(params) == len(before) and all(p is ref() for p, ref in zip(params, before, strict=True))
-            for params, before in zip(groups, held, strict=True)
-        ):
+        now = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        if len(now) == len(held) and all(map(operator.is_, now, map(operator.call, held))):
             return
-        low = [p for group in optimizer.param_groups for p in group["params"] if masters.is_low(p)]
+        low = [p for p in now if masters.is_low(p)]
         # without masters the plan itself stores low what has an original; with them it would have given it one
         added = [
             p
@@ -283,7 +282,7 @@ def refuse_low_additions(
         if added:
             refuse(optimizer, added)
         known.update(dict.fromkeys(low))
-        held = [list(map(weakref.ref, params)) for params in groups]
+        held = list(map(weakref.ref, now))
 
     def refuse(optimizer: Optimizer, added: Sequence[Tensor]) -> None:
         dtype = str(added[0].dtype).removeprefix("torch.")
