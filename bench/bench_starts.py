@@ -5,17 +5,16 @@ fp32 and a low plan ``STARTS`` times, the homes taking turns. Of the logarithm o
 standard deviation between starts of a home, ``homes_f`` the variance between homes over what that explains (F with 3 and 12
 degrees of freedom: above 3.5 in one of twenty where homes have nothing of their own), and ``times_f`` the same between turns.
 ``faults`` are page faults per step of fp32 and of the plan: the least, the median and the most of the starts. Each job is
-measured twice: as it is, and with what keeps a process from giving memory back (``castwise.tuning.final.KEEPS_MEMORY``).
+measured twice: as it is, and with both plans keeping the memory of the host (``host_memory=keep``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
-import os
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ import torch
 from castwise import Plan
 from castwise.measure.apart import race_apart
 from castwise.measure.processes import Home, portable
-from castwise.tuning.final import KEEPS_MEMORY
 from common import Results, arguments
 
 HOMES, STARTS, ROUNDS = 4, 5, 5
@@ -34,7 +32,7 @@ JOBS = {
 }
 
 
-def measure(workload: str, plan: Plan, device: torch.device) -> dict[str, Any]:
+def measure(workload: str, plans: list[Plan], device: torch.device) -> dict[str, Any]:
     """What the starts of all homes give."""
     with contextlib.ExitStack() as stack:
         homes = [stack.enter_context(Home()) for _ in range(HOMES)]
@@ -43,7 +41,7 @@ def measure(workload: str, plan: Plan, device: torch.device) -> dict[str, Any]:
         for turn in range(STARTS):
             found = {}
             for home in range(HOMES) if turn % 2 == 0 else reversed(range(HOMES)):
-                base, low = race_apart(homes[home], sent, [Plan.preset("fp32"), plan], device, rounds=ROUNDS)
+                base, low = race_apart(homes[home], sent, plans, device, rounds=ROUNDS)
                 for one, seconds, count in zip((base, low), times_s, faults, strict=True):
                     seconds += one.times_s
                     count.append(one.faults)
@@ -55,18 +53,6 @@ def measure(workload: str, plan: Plan, device: torch.device) -> dict[str, Any]:
             "step_ms": [1e3 * statistics.median(seconds) for seconds in times_s],
             "faults": [[min(count), statistics.median(count), max(count)] for count in faults],
         }
-
-
-@contextlib.contextmanager
-def environment(words: str) -> Iterator[None]:
-    """A block in which processes start with these variables."""
-    given = dict(word.split("=") for word in words.split())
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            del os.environ[name]
 
 
 def analysed(turns: list[list[float]]) -> dict[str, Any]:
@@ -92,10 +78,10 @@ def main() -> None:
     given = arguments(__doc__).parse_args()
     device = torch.device(given.device)
     with Results("starts", device, __doc__, given.budget) as results:
-        for (name, plan), words in itertools.product(JOBS.items(), ("", KEEPS_MEMORY)):
-            with results.part(f"{name} {words}"), environment(words):
-                found = measure(name, Plan.parse(plan), device)
-                results.add({"workload": name, "plan": plan, "environment": words, **found})
+        for (name, line), memory in itertools.product(JOBS.items(), ("as_given", "keep")):
+            plans = [dataclasses.replace(Plan.parse(one), host_memory=memory) for one in ("fp32", line)]
+            with results.part(f"{name}: host_memory={memory}"):
+                results.add({"workload": name, "plan": str(plans[1]), **measure(name, plans, device)})
 
 
 if __name__ == "__main__":

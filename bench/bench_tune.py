@@ -6,7 +6,8 @@ minute), against ``tune(compile="auto")``. Each workload is searched several tim
 plan, ``alike`` that format, storage of parameters, memory format and regions are the same. The grid is raced to find its best
 plan, and that plan, fp32, one-line torch.autocast (bf16-mixed) and what the searches chose are raced again in further starts,
 from which all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
-``agrees`` says that the speed over fp32 on each search's page and the one of this race meet within their intervals. Built-in
+``over_giving_back`` is what
+keeping the host's memory brings to the plan. ``agrees`` says that the speed over fp32 on each search's page and the one of this race meet within their intervals. Built-in
 workloads are searched with ``--budget 30`` too, and ``within`` counts the plans found so that are at most 5 % slower than that
 of the first long search.
 """
@@ -115,8 +116,9 @@ def search(workload: Workload | str, device: torch.device, budget_s: float, comp
 
 
 def of_format(plan: Plan) -> Plan:
-    """A plan without what hardly complicates it: the fused optimizer and rules for single operators."""
-    return dataclasses.replace(plan, optimizer="as_given", ops={}, loss_scale=None, provenance=None)
+    """A plan without what hardly complicates it: the fused optimizer, kept memory and rules for single operators."""
+    plan = dataclasses.replace(plan, optimizer="as_given", host_memory="as_given")
+    return dataclasses.replace(plan, ops={}, loss_scale=None, provenance=None)
 
 
 def check_losses(name: str, race: Final, tuned: Plan) -> dict[str, float]:
@@ -160,9 +162,9 @@ def measure(
         tried = raced(workload, [eager, *compiled(tried)], device, 1, GRID_ROUNDS)
     best = min(tried.plans, key=lambda plan: statistics.median(tried.seconds(plan)))
     shorts = [Plan.parse(one["plan"]) for one in short]
-    race = raced(
-        workload, list(dict.fromkeys([fp32, autocast, best, *plans, *shorts])), device, options.starts, ROUNDS
-    )
+    given_back = dataclasses.replace(tuned, host_memory="as_given")
+    racing = list(dict.fromkeys([fp32, autocast, best, given_back, *plans, *shorts]))
+    race = raced(workload, racing, device, options.starts, ROUNDS)
     losses = check_losses(name, race, tuned)
     for one, plan in zip(short, shorts, strict=True):
         one["over_long"] = speed(race, plan, tuned)
@@ -173,6 +175,7 @@ def measure(
         "over_fp32": speed(race, tuned, fp32),
         "over_autocast": speed(race, tuned, autocast),
         "over_best_of_grid": speed(race, tuned, best),
+        "over_giving_back": speed(race, tuned, given_back),
         "agrees": all(agrees),
         "fp32_ms": 1e3 * statistics.median(race.seconds(fp32)),
         "tuned_ms": 1e3 * statistics.median(race.seconds(tuned)),

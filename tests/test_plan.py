@@ -101,6 +101,7 @@ def plans(draw: st.DrawFn) -> Plan:
         "memory_format",
         "optimizer",
         "compile",
+        "host_memory",
         "output",
     )
     for name in chosen:
@@ -184,6 +185,7 @@ EVERY_FIELD = Plan(
     memory_format="channels_last",
     optimizer="fused",
     compile="max-autotune-no-cudagraphs",
+    host_memory="keep",
     output="as_is",
     loss_scale=LossScale(1024.0, 3.0, 0.25, 7, 2, 0.5, 2.0**20, False),
     provenance={"host": "abc", "speedup": [1.5, {"low": 1.4}], "tuned": True, "note": None},
@@ -214,7 +216,7 @@ def test_the_line_of_every_field() -> None:
     assert str(EVERY_FIELD) == (
         "fp16-true+regions.type:BatchNorm*=params:fp32+regions.encoder.layers.*.norm=compute:fp64/params:bf16"
         "+rules=cuda+ops.exp=fp32+ops.layer_norm=as_is+ops.mylib::op=lower+fp32_matmul=tf32+fp32_conv=bf16"
-        "+memory_format=channels_last+optimizer=fused+compile=max-autotune-no-cudagraphs+output=as_is"
+        "+memory_format=channels_last+optimizer=fused+compile=max-autotune-no-cudagraphs+host_memory=keep+output=as_is"
         "+loss_scale.init=1024+loss_scale.growth=3"
         "+loss_scale.backoff=0.25+loss_scale.interval=7+loss_scale.hysteresis=2+loss_scale.floor=0.5"
         "+loss_scale.ceiling=1048576+loss_scale.dynamic=false"
@@ -234,10 +236,11 @@ def test_modes_of_compiling_are_torchs_own() -> None:
         Plan(compile="fast")
 
 
-def test_a_plan_from_before_there_was_compiling_is_the_plan_that_it_was() -> None:
-    old = {name: value for name, value in json.loads(Plan().to_json()).items() if name != "compile"}
+@pytest.mark.parametrize(("field", "value"), [("compile", "default"), ("host_memory", "keep")])
+def test_a_plan_from_before_there_was_a_field_is_the_plan_that_it_was(field: str, value: str) -> None:
+    old = {name: value for name, value in json.loads(Plan().to_json()).items() if name != field}
     assert Plan.from_json(json.dumps(old)) == Plan()
-    assert Plan(compile="default").digest != Plan().digest
+    assert Plan.from_json(json.dumps({**old, field: value})).digest != Plan().digest
 
 
 def test_json_holds_exactly_the_fields() -> None:

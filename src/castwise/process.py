@@ -1,6 +1,6 @@
-"""Process-wide settings of torch: the list of them, and what a plan claims, which fp32 products and convolutions may use.
+"""Process-wide settings: the list of torch's, and what a plan claims of them and of the heap.
 
-They are global state in PyTorch, so what a plan wants is claimed for as long as the plan is live and restored after it; two
+They are global state, so what a plan wants is claimed for as long as the plan is live and restored after it; two
 live plans that want different values are an error and not a race.
 """
 
@@ -19,6 +19,7 @@ import torch
 
 from castwise import _torch
 from castwise.errors import DeviceError, StateError
+from castwise.heap import HEAP, can_keep
 from castwise.plans.plan import Plan
 from castwise.plans.rules import DEVICE_TYPES
 from castwise.plans.text import shown
@@ -37,15 +38,29 @@ class _Setting(NamedTuple):
 _claimed: dict[str, _Setting] = {}
 
 
-def _backends(device_type: str, what: str) -> Iterator[tuple[str, Any]]:
-    """The torch backend objects whose ``fp32_precision`` governs one kind of operator on a device type."""
+class _Place(NamedTuple):
+    """Where a setting is."""
+
+    name: str
+    owner: Any
+    attribute: str = "fp32_precision"
+
+    def put(self, value: str) -> None:
+        setattr(self.owner, self.attribute, value)
+
+
+def _places(device_type: str, what: str) -> Iterator[_Place]:
+    """Where the settings are that a field of a plan puts in force on a device type."""
+    if what == "host_memory":
+        yield _Place(what, HEAP, what)
+        return
     part = "matmul" if what == "fp32_matmul" else "conv"
     if device_type == "cuda":
         if part == "matmul":
-            yield "cuda.matmul", torch.backends.cuda.matmul
+            yield _Place("cuda.matmul", torch.backends.cuda.matmul)
         else:
-            yield "cudnn.conv", torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    yield f"mkldnn.{part}", getattr(torch.backends.mkldnn, part)
+            yield _Place("cudnn.conv", torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    yield _Place(f"mkldnn.{part}", getattr(torch.backends.mkldnn, part))
 
 
 def device_type_of(device: Any) -> str:
@@ -114,6 +129,10 @@ def check_device(plan: Plan, device_type: str) -> None:
             raise DeviceError(
                 f"Plan {plan}: {name}='bf16', but this CPU has no bf16 instructions; use 'ieee'"
             )
+    if plan.host_memory == "keep" and not can_keep():
+        raise DeviceError(
+            f"Plan {plan}: host_memory='keep', but the C library of this system is not glibc, which alone can be told so; use 'as_given'"
+        )
     if "bf16" in plan.formats and device_type == "cuda" and not torch.cuda.is_bf16_supported():
         raise DeviceError(
             f"Plan {plan}: this GPU ({torch.cuda.get_device_name()}) does not compute in bf16; use an fp16 plan"
@@ -134,12 +153,12 @@ def _has_tf32(device_type: str) -> bool:
 
 
 class Claim:
-    """Holds a plan's ``fp32_matmul`` and ``fp32_conv`` in force from :meth:`take` to :meth:`close`, or neither."""
+    """Holds what a plan wants of the whole process in force from :meth:`take` to :meth:`close`, or none of it."""
 
     def __init__(self, plan: Plan, device_type: str) -> None:
         self._plan = plan
         self._device_type = device_type
-        self._held: list[tuple[str, Any]] = []
+        self._held: list[_Place] = []
 
     @property
     def held(self) -> bool:
@@ -153,33 +172,33 @@ class Claim:
             StateError: Another live plan holds a different value.
         """
         try:
-            for what in ("fp32_matmul", "fp32_conv"):
+            for what in ("fp32_matmul", "fp32_conv", "host_memory"):
                 value = getattr(self._plan, what)
-                if value != "as_is":
-                    for name, backend in _backends(self._device_type, what):
-                        self._take(name, backend, value, what)
+                if value not in ("as_is", "as_given"):
+                    for place in _places(self._device_type, what):
+                        self._take(place, value, what)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _take(self, name: str, backend: Any, value: str, what: str) -> None:
+    def _take(self, place: _Place, value: str, what: str) -> None:
         with _lock:
-            self._held.append((name, backend))
-            setting = _claimed.get(name)
+            self._held.append(place)
+            setting = _claimed.get(place.name)
             if setting is None or not setting.holders:
-                before = backend.fp32_precision if setting is None else setting.before
-                setting = _claimed[name] = _Setting(value, before, weakref.WeakSet())
+                before = getattr(place.owner, place.attribute) if setting is None else setting.before
+                setting = _claimed[place.name] = _Setting(value, before, weakref.WeakSet())
             elif setting.value != value:
                 raise StateError(
                     f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, and the "
                     "setting is the whole process's. Close the other Amp first, or give both plans the same value."
                 )
             setting.holders.add(self)
-            if _claimed.get(name) is setting:
-                backend.fp32_precision = value
+            if _claimed.get(place.name) is setting:
+                place.put(value)
             else:  # whoever held it last gave it up in between, in a signal handler
-                self._take(name, backend, value, what)
+                self._take(place, value, what)
 
     def close_collected(self) -> None:
         """:meth:`close`, for who calls it once, as a finalizer does, whose exceptions Python swallows."""
@@ -192,14 +211,14 @@ class Claim:
     def close(self) -> None:
         """Give the settings up; the last holder restores what was there before. An interrupted call can be made again."""
         with _lock:
-            for name, backend in self._held:
-                setting = _claimed.get(name)
+            for place in self._held:
+                setting = _claimed.get(place.name)
                 if setting is None:
                     continue
                 setting.holders.discard(self)
                 if not setting.holders:
-                    backend.fp32_precision = setting.before
-                    del _claimed[name]
+                    place.put(setting.before)
+                    del _claimed[place.name]
             self._held.clear()
 
 

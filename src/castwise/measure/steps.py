@@ -110,7 +110,9 @@ class _Run:
     def __init__(self, plan: Plan, device: torch.device, seed: int) -> None:
         check_device(plan, device.type)
         self._device = device
-        self._claim = Claim(plan, device.type)
+        self._claim = Claim(
+            replace(plan, host_memory="as_given"), device.type
+        )  # the session's, as long as the run lives
         self._random = _RandomState(device, seed)
         self._compiles = plan.compile != "as_given"
         self._compiled = 0, 0.0

@@ -66,6 +66,8 @@ class Plan:
         optimizer: ``as_given`` or ``fused``.
         compile: ``as_given``, or a mode of ``torch.compile`` to compile a prepared model in: ``default``,
             ``reduce-overhead``, ``max-autotune``, ``max-autotune-no-cudagraphs``.
+        host_memory: ``as_given``, or ``keep``: while the plan is live the process keeps the memory that tensors on the host give
+            back, instead of asking the system for it anew; glibc only.
         output: Format of a prepared model's floating outputs: ``fp32`` or ``as_is``.
         loss_scale: How the loss is scaled, or None. Any compute format may have one; a mapping is taken too.
         provenance: Who measured the plan, on what, with which result: any mapping of JSON values.
@@ -88,6 +90,7 @@ class Plan:
     compile: str = field(
         default="as_given", metadata={"allowed": ("as_given", *_COMPILE_MODES), "later": True}
     )
+    host_memory: str = field(default="as_given", metadata={"allowed": ("as_given", "keep"), "later": True})
     output: str = _choice("fp32", "fp32", "as_is")
     loss_scale: LossScale | None = None
     provenance: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -194,6 +197,8 @@ class Plan:
             parts.append("fuses the optimizer")
         if self.compile != "as_given":
             parts.append("compiles the model" + (f" ({self.compile})" if self.compile != "default" else ""))
+        if self.host_memory == "keep":
+            parts.append("keeps freed host memory")
         if self.output == "as_is":
             parts.append("returns outputs as they come")
         if self.loss_scale is not None:

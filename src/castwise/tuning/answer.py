@@ -77,6 +77,8 @@ def advice(plan: Plan, optimizer: str = "optimizer") -> str:
         switches.append(f"the fused {optimizer}")
     if switches:
         does.append(f"switch to {' and '.join(switches)}")
+    if plan.host_memory == "keep":
+        does.append("keep freed memory")
     if plan.compile != "as_given":
         does.append("compile the model" + (f" with mode {plan.compile}" if plan.compile != "default" else ""))
     return ", ".join(does)

@@ -144,7 +144,7 @@ def complexity(plan: Plan) -> float:
     """How much a person has to understand, 0 for fp32: of plans equally good the least complex is taken.
 
     Regions most of all, and overrides of operators; a low format and its storage less, and so does compiling, which changes no
-    numerics and takes its time at each start; the memory format and the fused optimizer are nearly free.
+    numerics and takes its time at each start; the memory format, the fused optimizer and kept memory are nearly free.
     """
     usual = any(numerics_of(preset) == numerics_of(plan) for preset in PRESETS.values())
     out = 2.0 * (plan.compute != "fp32") + (plan.compute == "fp16")
@@ -154,17 +154,23 @@ def complexity(plan: Plan) -> float:
     out += 2.0 * len(plan.ops)
     out += 0.0 if usual or not plan.regions else 4.0 + len(plan.regions)
     out += plan.compile != "as_given"
-    return out + 0.25 * (plan.memory_format != "as_is") + 0.25 * (plan.optimizer != "as_given")
+    free = (plan.memory_format != "as_is", plan.optimizer != "as_given", plan.host_memory != "as_given")
+    return out + 0.25 * sum(free)
 
 
 def numerics_of(plan: Plan) -> Plan:
-    """The part of a plan that gradients depend on: layout, the optimizer's kernel and compiling set to their defaults."""
-    return dataclasses.replace(plan, memory_format="as_is", optimizer="as_given", compile="as_given")
+    """The part of a plan that gradients depend on: layout, the optimizer's kernel and how it is run set to their defaults."""
+    return dataclasses.replace(as_raced(plan), memory_format="as_is", optimizer="as_given")
 
 
 def uncompiled(plan: Plan) -> Plan:
     """The same plan as it is run without compiling."""
     return dataclasses.replace(plan, compile="as_given")
+
+
+def as_raced(plan: Plan) -> Plan:
+    """The same plan as it runs beside others in one process: not compiled, and with the process's memory as it is."""
+    return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
 
 
 def name_of(plan: Plan) -> str:

@@ -23,7 +23,7 @@ from castwise.measure.apart import Apart
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import COMPILED, NotThereError, delivered, not_there
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import name_of, uncompiled
+from castwise.tuning.axes import as_raced, name_of, uncompiled
 from castwise.tuning.final import LEAST as STARTS
 from castwise.tuning.state import FP32, SearchState
 from castwise.tuning.trial import Trial, run_trial
@@ -74,7 +74,8 @@ def compile_finalists(
     """
     contest, ranks = search.contest, search.ranks
     assert contest is not None
-    order = sorted(contest.order(list(dict.fromkeys([FP32, *plans]))), key=lambda plan: plan in doubtful)
+    each = {as_raced(plan): plan for plan in [FP32, *plans]}
+    order = sorted(contest.order(list(each)), key=lambda plan: plan in doubtful)
     try:
         payload = ranks.at("sending the workload").each(partial(_delivered, search))
     except NotThereError as error:
@@ -82,7 +83,8 @@ def compile_finalists(
         return []
     took = 0.0
     speeds: dict[Plan, float] = {}
-    for number, plan in enumerate(order):
+    for number, raced in enumerate(order):
+        plan = each[raced]
         made = dataclasses.replace(plan, compile=MODE)
         search.say(search.now, f"compiling {name_of(plan)}", number, len(order))
         begin = ranks.now()
@@ -104,7 +106,7 @@ def compile_finalists(
             slower = f"not faster compiled: takes {trial.step_s / trial.eager_s:.2f} times as long"
             search.passed_over[made] = trial.reason or slower
             continue
-        ratio = contest.ratio(plan)
+        ratio = contest.ratio(raced)
         speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.eager_s / trial.step_s
     best = _fastest(speeds)
     for made in speeds.keys() - set(best):

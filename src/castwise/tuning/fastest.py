@@ -16,10 +16,10 @@ from castwise.plans.plan import Plan
 from castwise.resolve import assign
 from castwise.tuning.axes import (
     FORMATS,
+    as_raced,
     complexity,
     name_of,
     numerics_of,
-    uncompiled,
     whole_step_plans,
     with_operators_as_is,
 )
@@ -29,6 +29,7 @@ from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import LEAST as STARTS
 from castwise.tuning.final import race_final
+from castwise.tuning.keeping import gives_back, keeping
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
@@ -90,11 +91,15 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
     share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
-    room = room_in_final(search, contest, share)
+    with search.stage("page faults"):
+        keeps = gives_back(search, contest.order([*sound, *doubtful])[0])
+    room = room_in_final(search, contest, share, keeps)
     running = _with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
+    if keeps:
+        running = keeping(search, contest.order(running))
     compiled = _compiled(search, contest, running, doubtful, share)
     always = bool(compiled) and search.settings.compile == "always"
-    in_doubt = [plan for plan in [*running, *compiled] if uncompiled(plan) in doubtful]
+    in_doubt = [plan for plan in [*running, *compiled] if as_raced(plan) in doubtful]
     _final(search, [*running, *compiled], in_doubt, share, [FP32, *running] if always else ())
     assert search.final is not None
     eager = [FP32, *running]
@@ -209,7 +214,7 @@ def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
 def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     """What was chosen for the same job elsewhere, where its formats are raced here, and candidates."""
     raced = {plan.compute for plan in plans}
-    elsewhere = (uncompiled(plan) for plan in search.elsewhere if plan.formats <= raced)
+    elsewhere = (as_raced(plan) for plan in search.elsewhere if plan.formats <= raced)
     return list(dict.fromkeys([*elsewhere, *plans]))
 
 
@@ -260,13 +265,13 @@ def formats_not_reached(search: SearchState) -> list[str]:
     return sorted(late - timed)
 
 
-def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE) -> int:
-    """As many plans as can be started as often as they have to be, with fp32 and autocast, in a final that has this share.
+def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE, beside: int = 0) -> int:
+    """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in a final of this share.
 
     Two at least: the fastest of the race, and the simplest of those that were about as fast.
     """
     until = search.start + share * search.settings.budget_s
-    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / _start_s(contest)) - 2))
+    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / _start_s(contest)) - 2 - beside))
 
 
 def _start_s(contest: Contest) -> float:
@@ -404,8 +409,8 @@ def _judge_as_given(search: SearchState, plan: Plan) -> None:
 
 
 def _trained(search: SearchState, plan: Plan) -> Verification | None:
-    """Pairs of training runs of a plan, uncompiled, and fp32; None without the time for them."""
-    plan = uncompiled(plan)
+    """Pairs of training runs of a plan, as it raced, and fp32; None without the time for them."""
+    plan = as_raced(plan)
     settings, contest = search.settings, search.contest
     assert contest is not None
     a_pair_s = sum(statistics.median(contest.entries[p].lap.seconds) for p in (FP32, plan))

@@ -5,8 +5,6 @@ fp32 and one-line autocast run beside them, so that every speed that is shown co
 
 from __future__ import annotations
 
-import platform
-import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +22,6 @@ from castwise.tuning.state import AUTOCAST, FP32, SearchState
 ROUNDS = 8
 LEAST = 2
 """Starts that there are whatever the time: of one nobody knows what another would have shown."""
-KEEPS_MEMORY = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4294967296"
-"""Tells the C library of most Linux systems to give no memory back before the process ends."""
-_FAULT_S = 2.5e-7
-"""What a page fault takes at least."""
 _DOUBT = 1000.0
 """What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
@@ -40,7 +34,6 @@ class Final:
         plans: Who took part.
         times_s: Of each, per start and per round seconds per step.
         losses: Of each plan's steps in the first start, all over the same batches.
-        faults: Of each plan page faults per step, by start.
         failed: Why a plan did not come to its end.
         decision: Between those that may be chosen.
         apart: Whether each had a process of its own.
@@ -50,7 +43,6 @@ class Final:
     doubtful: Collection[Plan] = ()
     times_s: list[list[Sequence[float]]] = field(default_factory=list)
     losses: dict[Plan, list[float]] = field(default_factory=dict)
-    faults: dict[Plan, list[float]] = field(default_factory=dict)
     failed: dict[Plan, str] = field(default_factory=dict)
     decision: Decision | None = None
     apart: bool = True
@@ -126,21 +118,7 @@ class Final:
         return (
             f"The machine is too noisy to decide: after {self.starts} start{'s' * (self.starts != 1)} of every finalist "
             f"{name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
-            f"those that are not known to be slower. {longer} would tell.{self._restless()}"
-        )
-
-    def _restless(self) -> str:
-        """What would steady the starts, where they differ by how often memory is given back and asked for anew."""
-        spread = max(self.faults.values(), key=lambda found: max(found) - min(found), default=[0.0])
-        least, most = min(spread), max(spread)
-        step_s = (
-            statistics.median(time for plan in self.faults for time in self.seconds(plan)) if most else 0.0
-        )
-        if platform.libc_ver()[0] != "glibc" or (most - least) * _FAULT_S <= (MARGIN - 1.0) * step_s:
-            return ""
-        return (
-            f" Starts of one plan met from {least:,.0f} to {most:,.0f} page faults a step, by where their memory lay: with "
-            f"{KEEPS_MEMORY} in the environment, of the search and of training, a process keeps its memory."
+            f"those that are not known to be slower. {longer} would tell."
         )
 
 
@@ -190,7 +168,6 @@ def race_final(
                 final.failed[plans[index]] = unfit(timed.error)
             else:
                 final.losses.setdefault(plans[index], timed.losses)
-                final.faults.setdefault(plans[index], []).append(timed.faults)
         return {index: timed.times_s for index, timed in found.items() if timed.error is None}
 
     starts = 0

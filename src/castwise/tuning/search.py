@@ -34,7 +34,7 @@ from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
 from castwise.tuning.arrived import arrival_notes
-from castwise.tuning.axes import name_of, numerics_of, uncompiled
+from castwise.tuning.axes import as_raced, name_of, numerics_of
 from castwise.tuning.compiling import own_cache
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest, formats_not_reached
@@ -188,7 +188,7 @@ class Search(SearchState):
     def _train(self) -> None:
         settings = self.settings
         self.verification = train_pairs(
-            self.workload, uncompiled(self.chosen), self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
+            self.workload, as_raced(self.chosen), self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
             first_seed=settings.seed, ranks=self.ranks,
             on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
         )  # fmt: skip

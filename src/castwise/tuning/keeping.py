@@ -1,0 +1,57 @@
+"""Whether finalists should keep the memory that a step gives back: on a CPU page faults can be a tenth of it, or half.
+
+Page faults show in a process of a plan's own alone, where the memory lies as it will in training; in the race all plans share
+one. So the fastest of the race runs some steps by itself, and where its faults cost anything the finalists come to the final
+with ``host_memory="keep"``, beside the fastest as it is: the final decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+
+from castwise.heap import can_keep
+from castwise.measure.apart import Apart
+from castwise.measure.processes import NotThereError, delivered
+from castwise.measure.timing import WARMUP
+from castwise.plans.plan import Plan
+from castwise.tuning.axes import name_of
+from castwise.tuning.state import SearchState
+
+STEPS = 6
+FAULT_S = 2.5e-7
+"""What a page fault takes at least."""
+WORTH = 0.01
+"""Share of a step that its page faults have to take for the finalists to keep memory."""
+
+
+def gives_back(search: SearchState, plan: Plan) -> bool:
+    """Whether a plan, in a process of its own, meets page faults that cost anything; on ranks, whether it does on one."""
+    if search.device.type != "cpu" or not can_keep():
+        return False
+    search.tell(f"page faults of {name_of(plan)}")
+    try:
+        payload = search.ranks.at("sending the workload").each(
+            lambda: delivered(search.home, search.spec or search.workload)
+        )
+    except NotThereError:  # the final says so
+        return False
+    return bool(search.ranks.at("page faults").worst(lambda: _share(search, payload, plan), float) > WORTH)
+
+
+def _share(search: SearchState, payload: bytes, plan: Plan) -> float:
+    """Of a step's time, what its page faults take at least; 0 where it does not run."""
+    run = Apart(search.home, payload, plan, search.device, search.settings.seed)
+    times_s: list[float] = []
+    with contextlib.suppress(Exception), contextlib.closing(run):  # the final says what it raises
+        run.warm_up(WARMUP)
+        times_s += [run.steps(1) for _ in range(STEPS)]
+    return run.faults * FAULT_S / statistics.median(times_s) if times_s else 0.0
+
+
+def keeping(search: SearchState, plans: list[Plan]) -> list[Plan]:
+    """Plans, the fastest first, as they keep memory, and the fastest as it is."""
+    for plan in plans[1:]:
+        search.passed_over[plan] = "not in the final: it keeps freed memory there"
+    return [*(dataclasses.replace(plan, host_memory="keep") for plan in plans), plans[0]]

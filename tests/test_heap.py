@@ -1,0 +1,112 @@
+"""The heap: freed memory stays while a plan that says so is live, and no longer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise import heap, process
+from castwise.errors import DeviceError
+from castwise.heap import HEAP, can_keep
+from castwise.measure.processes import page_faults
+
+KEEP = "fp32+host_memory=keep"
+
+needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not glibc")
+
+
+def faults(mib: int, warmup: int = 12, times: int = 4) -> float:
+    """Share of its pages that a tensor of so many MiB has to ask for, when it is made and dropped again and again."""
+    for number in range(warmup + times):
+        if number == warmup:  # the heap has grown
+            before = page_faults()
+        torch.ones(mib << 18)
+    return (page_faults() - before) / times / (mib << 8)
+
+
+def _freed(variables: str) -> None:
+    """Runs in a process of its own."""
+    given = faults(40)
+    first, second = castwise.Amp(KEEP), castwise.Amp(f"{KEEP}+optimizer=as_given")
+    first.prepare(nn.Linear(2, 2))
+    assert HEAP.host_memory == "keep"
+    other, _ = second.prepare(nn.Linear(2, 2)), faults(40)
+    kept = faults(40)
+    first.close()
+    still = faults(40)
+    second.close()
+    del other
+    assert HEAP.host_memory == "as_given"
+    after = faults(200, warmup=3)  # more than the heap has a hole for
+    seen = given, kept, still, after
+    assert max(kept, still) < 0.01, seen
+    if variables:
+        assert max(given, after) < 0.01, seen
+    else:
+        assert min(given, after) > 0.9, seen
+
+
+@needs_glibc
+@pytest.mark.parametrize("variables", ["", "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4294967296"])
+def test_a_live_plan_keeps_memory_and_closing_it_gives_back_what_was_there(
+    variables: str,
+) -> None:
+    """What the environment says of it holds again after it."""
+    program = f"from tests.test_heap import _freed; _freed({variables!r})"
+    environment = {**os.environ, **dict(word.split("=") for word in variables.split())}
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env=environment, cwd=Path(__file__).parents[1]
+    )
+
+
+@needs_glibc
+def test_a_session_that_is_dropped_lets_go_of_it() -> None:
+    amp = castwise.Amp(KEEP)
+    model = nn.Linear(2, 2)
+    amp.prepare(model)
+    assert HEAP.host_memory == "keep"
+    del amp, model
+    gc.collect()
+    assert HEAP.host_memory == "as_given"
+
+
+@needs_glibc
+def test_training_is_the_same_to_the_last_digit() -> None:
+    losses = []
+    for plan in ("bf16-mixed", "bf16-mixed+host_memory=keep"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with castwise.Amp(plan) as amp:
+            amp.prepare(model, optimizer)
+            for _ in range(3):
+                loss = model(torch.randn(4, 8)).square().mean()
+                amp.backward(loss)
+                amp.step(optimizer)
+                optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_where_nobody_can_be_told_so_the_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "can_keep", lambda: False)
+    with pytest.raises(DeviceError, match=r"host_memory='keep', but the C library .* use 'as_given'"):
+        castwise.Amp(KEEP)
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap.sys, "platform", "darwin")
+    heap._glibc.cache_clear()
+    try:
+        assert not can_keep()
+    finally:
+        monkeypatch.undo()
+        heap._glibc.cache_clear()
