@@ -15,7 +15,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from castwise.errors import CastwiseError, WorkloadError
@@ -56,7 +56,6 @@ def own_cache() -> Iterator[None]:
 def compile_finalists(
     search: SearchState,
     plans: Sequence[Plan],
-    doubtful: Collection[Plan],
     until: float,
     first_until: float,
 ) -> list[Plan]:
@@ -64,8 +63,7 @@ def compile_finalists(
 
     Args:
         search: Whose workload, device and settings they have.
-        plans: Sound plans, and those in doubt.
-        doubtful: The latter, which come last.
+        plans: Sound plans, and those in doubt, which training may show to be sound.
         until: Clock time at which the last trial has to be over, and time be left for its starts in the final.
         first_until: The same for the first, which is the likeliest to win: it may take what the final can spare.
 
@@ -75,7 +73,7 @@ def compile_finalists(
     contest, ranks = search.contest, search.ranks
     assert contest is not None
     each = {as_raced(plan): plan for plan in [FP32, *plans]}
-    order = sorted(contest.order(list(each)), key=lambda plan: plan in doubtful)
+    order = contest.order(list(each))
     try:
         payload = ranks.at("sending the workload").each(partial(_delivered, search))
     except NotThereError as error:

@@ -97,7 +97,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     running = _with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
     if keeps:
         running = keeping(search, contest.order(running))
-    compiled = _compiled(search, contest, running, doubtful, share)
+    compiled = _compiled(search, contest, running, share)
     always = bool(compiled) and search.settings.compile == "always"
     in_doubt = [plan for plan in [*running, *compiled] if as_raced(plan) in doubtful]
     _final(search, [*running, *compiled], in_doubt, share, [FP32, *running] if always else ())
@@ -110,9 +110,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     ]
 
 
-def _compiled(
-    search: SearchState, contest: Contest, plans: Sequence[Plan], doubtful: Collection[Plan], share: float
-) -> list[Plan]:
+def _compiled(search: SearchState, contest: Contest, plans: Sequence[Plan], share: float) -> list[Plan]:
     """Finalists compiled; the first may take all that a final with this share has no need of."""
     if search.settings.compile == "never":
         return []
@@ -120,7 +118,7 @@ def _compiled(
         until = search.start + COMPILE_SHARE * search.settings.budget_s
         in_final = STARTS * len({FP32, AUTOCAST, *plans}) * _start_s(contest)
         last = search.start + share * search.settings.budget_s - in_final
-        return compile_finalists(search, plans, doubtful, until, max(until, last))
+        return compile_finalists(search, plans, until, max(until, last))
 
 
 def _final(
