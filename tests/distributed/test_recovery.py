@@ -24,22 +24,13 @@ from castwise import checkpoint
 from castwise.errors import PlanError, StateError
 from castwise.monitor.recovery import Recovery
 from castwise.numerics.isolation import seed_all
+from castwise.plans.plan import PRESETS
 from tests.distributed.world import World
 from tests.monitor.test_recovery import Batch, Net, data
 from tests.soak import some
 
-PLANS = [
-    "fp32",
-    "bf16-mixed",
-    "fp16-mixed",
-    "bf16-master",
-    "fp16-master",
-    "bf16-true",
-    "fp16-true",
-    "O1",
-    "O2",
-    "naive",
-]
+PLANS = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
+"""Without that of a GPU, and without other names of fp32 and fp16-true."""
 LAYOUTS = ("ddp", "fsdp")
 
 
