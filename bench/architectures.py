@@ -173,17 +173,19 @@ def resnet() -> Workload:
     )
 
 
-def _make_convnext(t: Any) -> tuple[type, Any]:
+def _make_convnext(layer_scale: float, t: Any) -> tuple[type, Any]:
     return t.ConvNextForImageClassification, t.ConvNextConfig(
-        hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2], num_labels=10
+        hidden_sizes=[32, 64, 128, 256],
+        depths=[2, 2, 2, 2],
+        layer_scale_init_value=layer_scale,
+        num_labels=10,
     )
 
 
-def convnext() -> Workload:
-    """A small ConvNeXt, with depthwise 7 x 7 convolutions."""
-    return _workload(
-        "convnext", _make_convnext, partial(_images, 16, 96, 10), "ConvNeXt, small, 96 x 96 images."
-    )
+def convnext(layer_scale: float = 1e-6) -> Workload:
+    """A small ConvNeXt, with depthwise 7 x 7 convolutions; ``layer_scale`` is what its layers are first multiplied by."""
+    make = partial(_make_convnext, layer_scale)
+    return _workload("convnext", make, partial(_images, 16, 96, 10), "ConvNeXt, small, 96 x 96 images.")
 
 
 def _make_mobilenet(t: Any) -> tuple[type, Any]:

@@ -8,10 +8,17 @@ to what went out.
 
 ``clean``: built-in workloads and architectures under presets, with no fault seeded: calls, those that are called birthplaces, and
 the largest own error over what rounding explains.
+
+``causes``: why some calls are birthplaces with no fault seeded. The relative error of gradients that layers on a CPU add up over
+``rows``, against fp64 from the same inputs, and that of the exact result ``rounded`` once to the format; inputs and gradients
+that come in are drawn from a normal distribution, medians of ten draws. And ConvNeXt by the factor that its layers are
+multiplied by when it is new: birthplaces, and the largest share of a region's gradients that becomes zero in the format at the
+loss scale that ``castwise.forecast`` proposes, with the loss scales that hold what is largest and smallest.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -22,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.inspection.faults import Stack, batch, loss
 
-from architectures import ARCHITECTURES
-from castwise import compare
+from architectures import ARCHITECTURES, convnext
+from castwise import compare, forecast
 from castwise.inspection.comparison import CallComparison, Comparison
 from castwise.workload import Workload, find_workload
 from common import Results, arguments
@@ -37,6 +45,9 @@ LAYERS = 24
 BITS = (5, 4, 3, 2)
 PLACES = {"out": "layers.{}.second", "sum": "layers.{}"}
 PLANS = ("bf16-mixed", "fp16-mixed", "bf16-true")
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROWS, DRAWS = (16, 64, 256, 1024, 4096), 10
+LAYER_SCALES = (1e-6, 1e-3, 1.0)
 BUILT_IN = ("gpt?layers=2&width=64&context=32&batch=4", "digits?width=8&batch=16", "sine?size=32")
 
 
@@ -110,13 +121,88 @@ def _said(found: Comparison) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def causes(results: Results) -> None:
+    """One row for each layer, format and number of rows, then one for each factor of ConvNeXt and plan."""
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "LayerNorm(64)": lambda: nn.LayerNorm(64), "Embedding(2, 64)": lambda: nn.Embedding(2, 64),
+    }  # fmt: skip
+    cases = [
+        *itertools.product(layers, FORMATS, ROWS, (False,)),
+        *(("LayerNorm(64)", one, ROWS[-1], True) for one in FORMATS),
+    ]
+    for name, format, rows, compiled in cases:
+        case = {"part": "causes", "layer": name, "format": format, "rows": rows, "compiled": compiled}
+        with results.part(f"{name} {format} {rows} {compiled}"):
+            results.add(*({**case, **row} for row in _off(layers[name], FORMATS[format], rows, compiled)))
+    for factor, plan in itertools.product(LAYER_SCALES, PLANS[:2]):
+        with results.part(f"convnext {factor} {plan}"):
+            results.add(_new_convnext(factor, plan))
+
+
+def _off(
+    make: Callable[[], nn.Module], dtype: torch.dtype, rows: int, compiled: bool
+) -> Iterator[dict[str, Any]]:
+    """One row for each parameter of a layer: how far its gradient is off."""
+    errors: dict[str, dict[str, list[float]]] = {}
+    layer = make().to(dtype)
+    call = torch.compile(layer) if compiled else layer
+    exact = make().double()
+    exact.load_state_dict(layer.state_dict())
+    for seed in range(DRAWS):
+        generator = torch.Generator().manual_seed(seed)
+        inputs: Any = torch.randn(rows, 64, generator=generator).to(dtype)
+        if isinstance(layer, nn.Embedding):
+            inputs = torch.randint(layer.num_embeddings, (rows,), generator=generator)
+        came_in = torch.randn(rows, 64, generator=generator).to(dtype)
+        for one, runs in ((layer, call), (exact, exact)):
+            one.zero_grad()
+            to = next(one.parameters()).dtype
+            runs(inputs.to(to) if inputs.is_floating_point() else inputs).backward(came_in.to(to))
+        for path, parameter in layer.named_parameters():
+            right, grad = exact.get_parameter(path).grad, parameter.grad
+            assert right is not None
+            assert grad is not None
+            for what, gradient in (("off", grad), ("rounded", right.to(dtype))):
+                error = float((gradient.double() - right).norm() / right.norm())
+                errors.setdefault(path, {}).setdefault(what, []).append(error)
+    for path, both in errors.items():
+        yield {"parameter": path, **{what: statistics.median(found) for what, found in both.items()}}
+
+
+def _new_convnext(factor: float, plan: str) -> dict[str, Any]:
+    workload = convnext(factor)
+    torch.manual_seed(0)
+    model, first = workload.model(), next(iter(workload.batches(0)))
+    found = compare(model, workload.loss, first, "fp32", plan, tries=0)
+    format = plan.partition("-")[0]
+    said = forecast(model, workload.loss, workload.batches, (format,), plan=plan)
+    flushes = {
+        region.path: cast.flush
+        for region in said.regions
+        if (gradients := region.tensor("gradients")) is not None
+        and (cast := gradients.cast(format)) is not None
+    }
+    where = max(flushes, key=flushes.__getitem__)
+    return {
+        "part": "causes", "model": "convnext", "layer_scale": factor, "plan": plan, "calls": len(found.calls),
+        "born_calls": len(found.birthplaces), "born_kinds": sorted({call.kind for call in found.birthplaces}),
+        "loss_scale": said.loss_scale, "scales": None if said.scales is None else dataclasses.asdict(said.scales),
+        "largest_flush": flushes[where], "where": where,
+    }  # fmt: skip
+
+
 def main() -> None:
     """Seed and find."""
     parser = arguments(__doc__)
-    parser.add_argument("--only", choices=("faults", "clean"))
+    parts = {
+        "faults": ("compare", faults),
+        "clean": ("compare-clean", clean),
+        "causes": ("compare-causes", causes),
+    }
+    parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, file, part in (("faults", "compare", faults), ("clean", "compare-clean", clean)):
+    for name, (file, part) in parts.items():
         if options.only in (None, name):
             with Results(file, torch.device("cpu"), __doc__, options.budget) as results:
                 part(results)

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,22 +26,13 @@ from castwise import checkpoint
 from castwise.errors import PlanError, StateError
 from castwise.monitor.recovery import Recovery
 from castwise.numerics.isolation import seed_all
+from castwise.plans.plan import PRESETS
 from tests.distributed.world import World
 from tests.monitor.test_recovery import Batch, Net, data
 from tests.soak import some
 
-PLANS = [
-    "fp32",
-    "bf16-mixed",
-    "fp16-mixed",
-    "bf16-master",
-    "fp16-master",
-    "bf16-true",
-    "fp16-true",
-    "O1",
-    "O2",
-    "naive",
-]
+PLANS = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
+"""Without that of a GPU, and without other names of fp32 and fp16-true."""
 LAYOUTS = ("ddp", "fsdp")
 
 
@@ -160,6 +153,44 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
     assert any("one of several ranks" in note for note in good.notes)
     with pytest.raises(PlanError, match="of 2 ranks, and not of that one"):
         castwise.replay(tmp_path, Net(), loss, rank=2)
+
+
+def cut(rank: int, size: int, plan: str, folder: str) -> Any:
+    """Weights cut by tensor parallelism; the second step is asked for."""
+    model = halves()
+    parallelize_module(
+        model, init_device_mesh("cpu", (size,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    amp = castwise.Amp(plan, device="cpu")
+    amp.prepare(model, optimizer)
+    then: list[dict[str, Tensor]] = []
+    with castwise.Recorder(amp, model, folder) as recorder:
+        for number, batch in enumerate(recorder.batches(data(2))):
+            amp.backward(loss(model, batch))
+            then.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})
+            amp.step(optimizer)
+            optimizer.zero_grad()
+            if number == 0:
+                recorder.write()
+    amp.close()
+    return then[1]
+
+
+def halves() -> nn.Module:
+    seed_all(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 4))
+
+
+@pytest.mark.parametrize(("plan", "off"), [("fp32", 1e-6), ("bf16-mixed", 0.02)])
+def test_a_step_under_tensor_parallelism_comes_out_near(
+    two: World, plan: str, off: float, tmp_path: Path
+) -> None:
+    then, _ = two.run(cut, plan, str(tmp_path))
+    again = castwise.replay(tmp_path, halves(), loss, find=False)
+    assert again.losses == pytest.approx(again.recorded_losses, rel=off)
+    for name, gradient in again.gradients.items():
+        assert float((then[name] - gradient).norm()) <= off * float(gradient.norm())
 
 
 def told_by_a_checkpoint(rank: int, size: int, layout: str, folder: str) -> Any:

@@ -19,7 +19,7 @@ from castwise.checkpoint.folder import candidates
 from castwise.errors import CheckpointError, PlanError, sentence
 from castwise.monitor.moments import generators, set_generators
 from castwise.ranks.pieces import is_dtensor
-from castwise.session.amp import Amp, inside
+from castwise.session.amp import Amp, Inside
 
 KEPT = 2
 """How many there are: the last may hold what diverges later."""
@@ -76,7 +76,7 @@ class GoodStates:
         self._amp, self._model, self._inner, self._optimizers = amp, model, inner, optimizers
         self._also, self._folder = also, folder
         self._serial = max((step for step, _ in candidates(folder)), default=-1) + 1
-        self._ranks = inside(amp).agreement.ranks
+        self._ranks = Inside(amp).ranks
         self.all = []
 
     def add(self, step: int, cursor: int) -> None:

@@ -12,7 +12,7 @@ from castwise.monitor.records import Alarm, Sample
 from castwise.monitor.turns import RECENT, Turn
 from castwise.plans.formats import FORMATS
 from castwise.plans.text import some
-from castwise.session.amp import Amp, Inside, inside
+from castwise.session.amp import Amp, Inside
 
 SEEKS = 16
 """Steps in a row that may be skipped while the loss scale is sought, before the first that is made."""
@@ -31,11 +31,7 @@ class Judge:
 
     def __init__(self, amp: Amp, crossed: Alarms) -> None:
         self.news: list[Alarm] = []
-        self._amp, self._crossed = amp, crossed
-
-    @property
-    def _session(self) -> Inside:
-        return inside(self._amp)
+        self._amp, self._session, self._crossed = amp, Inside(amp), crossed
 
     def judge(self, turn: Turn, sample: Sample) -> None:
         """Hold a sample against them."""

@@ -23,9 +23,8 @@ from castwise.monitor.sampling import Sampler
 from castwise.monitor.sinks import Board, JsonLines, Log, Screen, Sinks
 from castwise.monitor.statistics import Outputs
 from castwise.monitor.turns import Turn
-from castwise.ranks.group import Ranks
 from castwise.scaler import StepResult
-from castwise.session.amp import Amp, Inside, inside
+from castwise.session.amp import Amp, Inside
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -117,7 +116,7 @@ class Monitor:
         self.samples: deque[Sample] = deque(maxlen=KEPT)
         self.alarms: deque[Alarm] = deque(maxlen=KEPT)
         self.audits: deque[Audit] = deque(maxlen=KEPT)
-        self._amp = amp
+        self._amp, self._session = amp, Inside(amp)
         self._every, self._audit_every, self._on_alarm = every, audit_every, on_alarm
         self._crossed = Alarms(lines_of(lines))
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
@@ -133,7 +132,7 @@ class Monitor:
                 *([] if log is None else [Log(log)]),
                 *([Screen()] if live else []),
             ]
-            if self._ranks.rank == 0
+            if self._session.ranks.rank == 0
             else []
         )
         # the hooks of all optimizers do not hold the monitor; the session does, so that it lives as long
@@ -182,7 +181,7 @@ class Monitor:
         """
         if self._auditor is None:
             raise PlanError("Monitor.audit(): needs Monitor(amp, loss=..., batches=...)")
-        found = self._ranks.every(self._audit)
+        found = self._session.ranks.every(self._audit)
         return self._note_audit(found)
 
     # --- state --------------------------------------------------------------------------------------------
@@ -220,14 +219,6 @@ class Monitor:
         self._sinks.close()
 
     # --- around steps -------------------------------------------------------------------------------------
-
-    @property
-    def _session(self) -> Inside:
-        return inside(self._amp)  # another window after Amp.change
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self._session.agreement.ranks
 
     def _turn(self, optimizer: Optimizer) -> Turn:
         known = self._turn_by_id.get(id(optimizer))
@@ -289,7 +280,7 @@ class Monitor:
             and turn.number == 0
             and (turn.steps % self._audit_every == 0 or turn.steps == 1)
         ):
-            self._note_audit(self._ranks.every(self._audit_or_say))
+            self._note_audit(self._session.ranks.every(self._audit_or_say))
         if self._sampler.outputs.armed or turn.due:
             self._sampler.arm(self._turns.values())
         while self._to_tell:
@@ -347,7 +338,7 @@ class Monitor:
             self._write(alarm)
 
     def _write(self, event: Sample | Alarm | Audit) -> None:
-        if self._ranks.rank == 0:
+        if self._session.ranks.rank == 0:
             self._sinks.write(event, self.report)
 
     def __enter__(self) -> Self:

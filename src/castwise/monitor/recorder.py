@@ -33,7 +33,7 @@ from castwise.ranks import ALONE, Ranks
 from castwise.ranks.group import named
 from castwise.ranks.pieces import is_dtensor
 from castwise.scaler import StepResult
-from castwise.session.amp import Amp, inside
+from castwise.session.amp import Amp, Inside
 
 KINDS = ("loss", "error", "alarm", "overflow")
 """Of records, the most telling first."""
@@ -109,7 +109,8 @@ class Recorder:
     ) -> None:
         check_count("Recorder", "most", most, 1)
         self._model = check_prepared("Recorder", amp, model)
-        self._amp, self._workload, self._most, self._copies = amp, workload, most, copies
+        self._amp, self._session = amp, Inside(amp)
+        self._workload, self._most, self._copies = workload, most, copies
         self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._counts: dict[str, int] = {}
@@ -170,7 +171,7 @@ class Recorder:
         step = self._step
         if step is None or step.over:
             return
-        inside(self._amp).agreement.check_even("Recorder")
+        self._session.agreement.check_even("Recorder")
         value = loss.detach().clone()
         step.losses.append((len(step.moments) - 1, name, value))
         if self._amp.scaler.is_enabled():
@@ -199,13 +200,9 @@ class Recorder:
                 self._next = "alarm", f"the step before: {why[1]}" if why else ""
         step.over = True
 
-    @property
-    def _ranks(self) -> Ranks:
-        return inside(self._amp).agreement.ranks
-
     def _any(self, *flags: bool) -> tuple[bool, ...]:
         """Each of some flags, whether it is set on any rank."""
-        ranks = self._ranks
+        ranks = self._session.ranks
         if ranks.size == 1:
             return flags
         told = torch.tensor(flags, dtype=torch.float32, device=self._amp.device_type)
@@ -219,7 +216,7 @@ class Recorder:
         step.over = True
         kind, _ = step.why or ("error", "")
         step.why = kind, f"{type(error).__name__}: {error}"
-        if self._is_cut and self._ranks.size > 1:
+        if self._is_cut and self._session.ranks.size > 1:
             warnings.warn(
                 f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: other ranks hold the rest of "
                 "the weights, and may have seen no error",
@@ -239,7 +236,7 @@ class Recorder:
         if not self._wants("alarm"):
             return
         why, step = ("alarm", str(alarm)), self._step
-        alike = self._copies or self._ranks.size == 1  # else one rank alone may have copied them
+        alike = self._copies or self._session.ranks.size == 1  # else one rank alone may have copied them
         if step is None or step.weights is None or not alike:  # the weights may have moved already
             self._next = why
         elif step.over:
@@ -253,7 +250,7 @@ class Recorder:
 
     def _write(self, step: _Step, skipped: bool | None, norm: Tensor | None, together: bool = True) -> None:
         """Write a step, of all ranks or of this one alone."""
-        ranks = self._ranks if together else Ranks(ALONE)
+        ranks = self._session.ranks if together else Ranks(ALONE)
         whys = ranks.gather(step.why)
         kind, text = _joined([why if why and why[1] else None for why in whys])
         if not step.moments or not self._wants(kind):
@@ -281,8 +278,8 @@ class Recorder:
             "plan": amp.plan.to_json(),
             "device": amp.device_type,
             "threads": torch.get_num_threads(),
-            "world_size": self._ranks.size,
-            "rank": self._ranks.rank,
+            "world_size": self._session.ranks.size,
+            "rank": self._session.ranks.rank,
             "moments": [{"batch": m.batch, "random": m.random, "changed": m.changed} for m in step.moments],
             "losses": [{"moment": at, "name": name, "value": value} for at, name, value in step.losses],
             "scales": dict(step.scales),
@@ -300,8 +297,8 @@ class Recorder:
             "digest": amp.plan.digest,
         }
         folder = self._folder
-        if ranks.size < self._ranks.size and self._ranks.rank:
-            folder = folder / f"rank-{self._ranks.rank}"
+        if ranks.size < self._session.ranks.size and self._session.ranks.rank:
+            folder = folder / f"rank-{self._session.ranks.rank}"
         return step_files.write(
             folder, self._number, content, weights, made_by, self._base(ranks), ranks.group
         )
@@ -355,7 +352,7 @@ def check_prepared(call: str, amp: Any, model: Any) -> nn.Module:
         raise StateError(
             f"{call}: this {type(inner).__name__} was not prepared by this Amp; call amp.prepare(model, optimizer) first"
         )
-    if any(map(inside(amp).agreement.pieces.is_part, inner.parameters())):
+    if any(map(Inside(amp).agreement.pieces.is_part, inner.parameters())):
         raise StateError(
             f"{call}: of this {type(inner).__name__} each rank holds a part, a stage of a pipeline or weights cut by hand, of which no "
             "process can make the whole; save checkpoints, and go back to those"

@@ -33,7 +33,7 @@ from castwise.monitor.rewind import Rewind
 from castwise.monitor.symptoms import Symptoms, summed
 from castwise.plans.plan import Plan
 from castwise.result import Result
-from castwise.session.amp import Amp, inside
+from castwise.session.amp import Amp, Inside
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Recovery(Result):
         self._amp, self._model, self._loss = amp, model, loss
         self._folder, self._every, self._attempts = Path(folder), every, attempts
         self._data = Rewind(keep_bytes)
-        self._ranks = inside(amp).agreement.ranks
+        self._ranks = Inside(amp).ranks
         self._accidents: dict[int, int] = {}
         """By step, how often its divergence was called an accident."""
         self._tries = 0

@@ -259,7 +259,8 @@ def replay(
     a CPU, with the torch and the number of threads of the recording, losses and gradients come out bit for bit.
 
     A step that several ranks made, whole or in shards of FSDP2, is made again in this one process on the whole model: each
-    rank's microbatches from the weights that all began with, and then the mean of their gradients.
+    rank's microbatches from the weights that all began with, and then the mean of their gradients. Where tensor parallelism cut
+    the weights, ranks added up in another order: the step comes out near, and with dropout between cut layers as another one.
 
     Args:
         folder: A record of a :class:`~castwise.monitor.recorder.Recorder`, or its folder, whose newest is taken.

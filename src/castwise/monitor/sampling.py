@@ -14,8 +14,7 @@ from castwise import _torch
 from castwise.monitor.records import RegionSample, Sample
 from castwise.monitor.statistics import Number, Outputs, Update, aside, join, read, region_of, shares
 from castwise.monitor.turns import Turn
-from castwise.ranks.group import Ranks
-from castwise.session.amp import Amp, Inside, inside
+from castwise.session.amp import Amp, Inside
 
 _T = TypeVar("_T")
 
@@ -34,23 +33,15 @@ class Sampler:
     def __init__(self, amp: Amp) -> None:
         self.outputs = Outputs(amp.device_type)
         self.unseen: dict[str, None] = {}
-        self._amp = amp
+        self._amp, self._session = amp, Inside(amp)
         self._blind = 0
         self._compiled: weakref.WeakSet[nn.Module] | None = None
         self._dropped: Any = WeakIdKeyDictionary()
         self._logged = False
 
-    @property
-    def _session(self) -> Inside:
-        return inside(self._amp)  # another window after Amp.change
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self._session.agreement.ranks
-
     def look(self, optimizer: Optimizer, turn: Turn) -> None:
         """Look at gradients and weights before a step; what comes of it is ``turn.update``."""
-        pieces, world = self._session.agreement.pieces, self._ranks.size
+        pieces, world = self._session.agreement.pieces, self._session.ranks.size
         update = Update(
             optimizer,
             region_of(self._session.members.models),
@@ -107,7 +98,7 @@ class Sampler:
             found.append(Number("", "max_scale", scaler.scale_tensor()))
         mine = self.attempt("figures", read, found) or {}
         self._add_lost(mine)
-        ranks = self._ranks
+        ranks = self._session.ranks
         numbers = join(ranks.duplicate("looking").gather(mine)) if ranks.size > 1 else mine
         if self.outputs.failed:
             self.note_unseen(self.outputs.failed)

@@ -13,7 +13,7 @@ from castwise.monitor.losses import LossLine
 from castwise.monitor.passes import mean_loss
 from castwise.ranks import Ranks
 from castwise.scaler import StepResult
-from castwise.session.amp import Amp, inside
+from castwise.session.amp import Amp, Inside
 
 STREAK = 3
 """So many skipped steps in a row, which no loss scale would have saved, have diverged."""
@@ -48,7 +48,7 @@ class Symptoms:
         self.end = amp.listen(self._on_loss, self._on_step)
 
     def _on_loss(self, loss: Tensor, name: str) -> None:
-        inside(self._amp).agreement.check_even("Recovery")
+        Inside(self._amp).agreement.check_even("Recovery")
         self._losses.append((name, loss.detach().clone()))
 
     def _on_step(self, _: Sequence[Optimizer], result: StepResult) -> None:

@@ -1,6 +1,6 @@
 """fp16 matrix products on a CPU, at a speed that allows experiments.
 
-CPUs without fp16 arithmetic run fp16 products 70 to 800 times slower than fp32 ones, and what a plan for a GPU does to
+CPUs without fp16 arithmetic run fp16 products many times slower than fp32 ones, and what a plan for a GPU does to
 gradients can be learnt without them: a matrix unit takes fp16 operands, sums in fp32 and rounds the result once, which
 an fp32 product of fp16 values, rounded to fp16, equals but for the order of the sum.
 """

@@ -21,7 +21,7 @@ from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.parallel import fsdp, wrappers
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
-from castwise.ranks import Agreement
+from castwise.ranks import Agreement, Ranks
 from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
 from castwise.scaler import GradScaler, StepResult, Watch, Window, gradients
@@ -812,27 +812,36 @@ class Amp:
         return f"Amp({str(self.plan)!r}, device={self.device_type!r})"
 
 
-class Inside(NamedTuple):
+class Inside:
     """What tools that watch a training see of a session.
+
+    Args:
+        amp: The session.
 
     Attributes:
         members: Models and optimizers.
-        window: Of the loss scale.
         agreement: Of ranks.
-        dropped: Updates that rounding dropped.
         undo: What ``close`` replays.
     """
 
-    members: Members
-    window: Window
-    agreement: Agreement
-    dropped: DroppedUpdates
-    undo: UndoLog
+    def __init__(self, amp: Amp) -> None:
+        self.members, self.agreement, self.undo = amp._members, amp._agreement, amp._undo
+        self._amp = amp
 
+    @property
+    def ranks(self) -> Ranks:
+        """That agree."""
+        return self.agreement.ranks
 
-def inside(amp: Amp) -> Inside:
-    """A session's parts, for tools of castwise."""
-    return Inside(amp._members, amp._window, amp._agreement, amp._dropped, amp._undo)
+    @property
+    def window(self) -> Window:
+        """Of the loss scale; another one after :meth:`Amp.change`."""
+        return self._amp._window
+
+    @property
+    def dropped(self) -> DroppedUpdates:
+        """Updates that rounding dropped, since the last :meth:`Amp.change`."""
+        return self._amp._dropped
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
