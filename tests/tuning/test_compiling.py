@@ -23,7 +23,7 @@ from castwise import Plan, Workload
 from castwise.measure.processes import COMPILED, keep_compiled_apart, portable
 from castwise.measure.steps import TrainingRun
 from castwise.report.tune import plan_grid
-from castwise.tuning import compiling, decision, final
+from castwise.tuning import compiling, decision, final, trial
 from castwise.tuning.compiling import MOST, compile_finalists, own_cache, pays_after, said
 from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.final import Final
@@ -41,8 +41,9 @@ needs_backend = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def traced_only() -> Iterator[None]:
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are traced and run by torch's kernels, which takes a tenth of a second where Inductor takes many."""
+    monkeypatch.setattr(trial, "BLOCK_S", 0.01)
     limit = torch._dynamo.config.fail_on_recompile_limit_hit
     if hasattr(torch.compiler, "set_default_backend"):
         torch.compiler.set_default_backend("aot_eager")
@@ -98,6 +99,85 @@ class CoarseCompiled(CoarseByHand):
 
     def fault(self, x: Tensor) -> Tensor:
         return x * 1.2 if self.is_coarse(x) and torch.compiler.is_compiling() else x
+
+
+class WrongGradients(Net):
+    """Its values are right when it is compiled; its gradients have a term too many."""
+
+    def __init__(self, by: float = 1.0) -> None:
+        super().__init__()
+        self.small, self.by = nn.Parameter(1.0 + torch.rand(4)), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) + 1e-4 * self.small
+        term = self.by * self.term(x) if torch.compiler.is_compiling() else None
+        return out if term is None else out + (term - term.detach())
+
+    def term(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class WrongBias(WrongGradients):
+    """The gradient of one bias is half as large again."""
+
+    def term(self, _x: Tensor) -> Tensor:
+        return 0.5 * self.b.bias
+
+
+class SmallGarbage(WrongGradients):
+    """That of a parameter which hardly counts beside the others is anything."""
+
+    def term(self, _x: Tensor) -> Tensor:
+        return 1e-4 * self.small.flip(0)
+
+
+class BeforeBatchNorm(WrongGradients):
+    """A bias without effect: its gradient is rounding and nothing else, and another when it is compiled."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__(by)
+        self.drop = nn.BatchNorm1d(16)  # type: ignore[assignment]
+
+    def term(self, _x: Tensor) -> Tensor:
+        return self.a.bias.sum()
+
+
+class Softmax(torch.autograd.Function):
+    """An fp32 island, whose backward forgets that it is one when it is compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        p = x.float().softmax(-1)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            p, grad = p.bfloat16(), grad.bfloat16()
+        return p * (grad - (p * grad).sum(-1, keepdim=True))
+
+
+class ForgetsIsland(Net):
+    """Its gradients are small differences of large numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        p: Tensor = Softmax.apply(super().forward(x))
+        return (p * torch.tensor([1000.0, 1001.0, 1002.0, 1003.0])).sum(-1)
+
+
+class OnTheEdge(Net):
+    """A ReLU that lies a last place or two above zero, and below it when it is compiled."""
+
+    def __init__(self, above: float = 2.0**-23) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((4,), 1.0 - above))
+        self.above = above
+
+    def forward(self, x: Tensor) -> Tensor:
+        less = 2.0 * self.above if torch.compiler.is_compiling() else 0.0
+        return super().forward(x) + torch.relu(self.one - self.other - less) + 5.0 * (self.one + self.other)
 
 
 class Restless(Net):
@@ -175,6 +255,35 @@ def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
     plan = Plan.parse("bf16-master+compile=default")
     assert tried(CoarseByHand, plan).reason == ""
     assert "differs from the same plan's uncompiled" in tried(CoarseCompiled, plan).reason
+
+
+@needs_backend
+@pytest.mark.parametrize(
+    ("model", "plan", "of"),
+    [
+        (WrongBias, FP32_COMPILED, "b.bias"),
+        (WrongBias, BF16, "b.bias"),
+        (SmallGarbage, FP32_COMPILED, "small"),
+        (ForgetsIsland, BF16, ""),
+    ],
+)
+def test_gradients_that_alone_are_wrong_are_seen(model: type[Net], plan: Plan, of: str) -> None:
+    assert tried(model, plan).reason.startswith(f"not compiled: the gradient of {of}")
+
+
+@needs_backend
+def test_what_flips_in_few_draws_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tried(OnTheEdge, FP32_COMPILED).reason == ""
+    assert "the gradient of one differs" in tried(lambda: OnTheEdge(2.0**-20), FP32_COMPILED).reason
+    monkeypatch.setattr(trial, "DRAWS", 0)
+    assert "the gradient of o" in tried(OnTheEdge, FP32_COMPILED).reason
+
+
+@needs_backend
+@pytest.mark.parametrize(("plan", "by"), [(FP32_COMPILED, 1e-4), (BF16, 1e-2)])
+def test_gradients_that_are_only_rounding_may_be_any_that_are_small(plan: Plan, by: float) -> None:
+    assert tried(lambda: BeforeBatchNorm(by), plan).reason == ""
+    assert "the gradient of a.bias differs" in tried(lambda: BeforeBatchNorm(100.0), plan).reason
 
 
 def test_complex_weights_are_moved_and_compared_in_both_parts() -> None:
