@@ -16,8 +16,8 @@ from castwise.measure.apart import Apart
 from castwise.measure.processes import NotThereError, delivered
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import name_of
-from castwise.tuning.state import SearchState
+from castwise.tuning.axes import name_of, numerics_of
+from castwise.tuning.state import FP32, SearchState
 
 STEPS = 6
 FAULT_S = 2.5e-7
@@ -51,7 +51,9 @@ def _share(search: SearchState, payload: bytes, plan: Plan) -> float:
 
 
 def keeping(search: SearchState, plans: list[Plan]) -> list[Plan]:
-    """Plans, the fastest first, as they keep memory, and the fastest as it is."""
-    for plan in plans[1:]:
+    """Plans, the fastest first, as they keep memory, and the fastest as it is; fp32 too if nothing else computes in it."""
+    lossless = [plan for plan in plans if numerics_of(plan) == FP32]
+    keep = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]
+    for plan in keep[1:]:
         search.passed_over[plan] = "not in the final: it keeps freed memory there"
-    return [*(dataclasses.replace(plan, host_memory="keep") for plan in plans), plans[0]]
+    return [*(dataclasses.replace(plan, host_memory="keep") for plan in keep), plans[0]]

@@ -210,7 +210,8 @@ def _finite(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 def _squares(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
     """Squared norms of differences by parameter, infinite where one is missing or not finite."""
     squares = {
-        name: float((found[name] - g).square().sum()) if name in found else math.inf for name, g in wanted.items()
+        name: float((found[name] - g).square().sum()) if name in found else math.inf
+        for name, g in wanted.items()
     }
     return {name: d if math.isfinite(d) else math.inf for name, d in squares.items()}
 
