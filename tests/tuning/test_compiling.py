@@ -258,6 +258,7 @@ def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
 
 
 @needs_backend
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # Dynamo's own doing
 @pytest.mark.parametrize(
     ("model", "plan", "of"),
     [
@@ -274,9 +275,9 @@ def test_gradients_that_alone_are_wrong_are_seen(model: type[Net], plan: Plan, o
 @needs_backend
 def test_what_flips_in_few_draws_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(OnTheEdge, FP32_COMPILED).reason == ""
-    assert "the gradient of one differs" in tried(lambda: OnTheEdge(2.0**-20), FP32_COMPILED).reason
+    assert "the gradient of other differs" in tried(lambda: OnTheEdge(2.0**-20), FP32_COMPILED).reason
     monkeypatch.setattr(trial, "DRAWS", 0)
-    assert "the gradient of o" in tried(OnTheEdge, FP32_COMPILED).reason
+    assert "the gradient of other differs" in tried(OnTheEdge, FP32_COMPILED).reason
 
 
 @needs_backend
@@ -427,8 +428,8 @@ def test_a_trial_has_a_process_of_its_own(search: Search) -> None:
     search.workload = workload(_traced)
     made = compile_finalists(search, [AUTOCAST], (), *within(600.0))
     assert set(search.trials) == {BF16, FP32_COMPILED}
-    for plan, trial in search.trials.items():
-        assert trial.compile_s > 0.0
+    for plan, found in search.trials.items():
+        assert found.compile_s > 0.0
         assert plan in made or search.passed_over[plan].startswith("not faster compiled")
 
 
