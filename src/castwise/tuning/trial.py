@@ -54,7 +54,7 @@ STEPS, SETTLED = 4, 2
 TIMED, BLOCK_S = 5, 0.1
 FACTOR = 25.0
 """A squared difference may be so many times that which a unit in the last place of each weight makes."""
-JUMPS, DRAWS, SHARE = 4.0, 12, 0.5
+JUMPS, DRAWS, SHARE = 4.0, 24, 0.5
 """In fp32 its relative size may besides be so many times that of the whole gradient's largest jump in so many draws, in which
 weights move by the root of ``FACTOR`` units; they may take so much of the time that compiling took."""
 NOISE = 0.5
