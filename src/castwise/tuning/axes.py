@@ -169,7 +169,7 @@ def uncompiled(plan: Plan) -> Plan:
 
 
 def as_raced(plan: Plan) -> Plan:
-    """The same plan as it runs beside others in one process: not compiled, and with the process's memory as it is."""
+    """The same plan as it runs beside others in one process: not compiled, its memory the process's."""
     return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
 
 

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 
+from castwise.measure import stats
 from castwise.measure.apart import BLOCK_S, LEAST_ROUNDS
 from castwise.measure.timing import WARMUP
 from castwise.numerics.parity import FLOOR, ParityResult
@@ -29,7 +30,7 @@ from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import LEAST as STARTS
 from castwise.tuning.final import race_final
-from castwise.tuning.keeping import gives_back, keeping
+from castwise.tuning.keeping import gives_back, keeping, race_keeps
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
@@ -74,7 +75,7 @@ def find_fastest(search: SearchState) -> None:
         search.workload, search.device, seed=settings.seed, deadline=deadline,
         on_progress=lambda what, done, total: search.say(search.now, what, done, total), ranks=search.ranks,
     )  # fmt: skip
-    with contest:
+    with race_keeps(search.device), contest:
         search.contest = contest
         (_fastest if settings.goal == "time" else _lightest)(search, contest, plans)
     if search.as_given is not None:
@@ -92,11 +93,12 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         sound, doubtful = _sound(search, left)
     share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
     with search.stage("page faults"):
-        keeps = gives_back(search, contest.order([*sound, *doubtful])[0])
+        first = favourite(contest, sound, doubtful)
+        keeps = gives_back(search, first)
     room = room_in_final(search, contest, share, keeps)
     running = _with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
     if keeps:
-        running = keeping(search, contest.order(running))
+        running = keeping(search, contest.order(running), first)
     compiled = _compiled(search, contest, running, share)
     always = bool(compiled) and search.settings.compile == "always"
     in_doubt = [plan for plan in [*running, *compiled] if as_raced(plan) in doubtful]
@@ -278,6 +280,22 @@ def _start_s(contest: Contest) -> float:
     return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
 
 
+def _slowness(
+    contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
+) -> dict[Plan, stats.Ratio | None]:
+    """By plan other than fp32, the fastest first, how many times as long as the fastest sound one it takes."""
+    order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
+    first = next((plan for plan in order if plan not in doubtful), order[0] if order else FP32)
+    return {plan: contest.ratio(first, plan) for plan in order}
+
+
+def favourite(contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan] = ()) -> Plan:
+    """The simplest of those about as fast as the fastest: what the final is likeliest to choose; fp32 where it is alone."""
+    over = _slowness(contest, sound, doubtful)
+    alike = [plan for plan, ratio in over.items() if ratio is None or ratio.value <= MARGIN]
+    return min(alike, key=complexity, default=FP32)
+
+
 def likeliest(
     search: SearchState,
     contest: Contest,
@@ -290,24 +308,23 @@ def likeliest(
     Of these the fastest of each simpler numerics goes before what else is near: the luck of the race alone would decide
     whether the final can fall back on it. A doubtful plan keeps no sound one out.
     """
-    order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
-    if not order:
+    over = _slowness(contest, sound, doubtful)
+    if not over:
         return [*sound, *doubtful]
-    first = next((plan for plan in order if plan not in doubtful), order[0])
-    over = {plan: contest.ratio(first, plan) for plan in order}
+    order, first = list(over), favourite(contest, sound, doubtful)
     slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
     near = [plan for plan in order if plan not in slow]
-    alike = [plan for plan in near if (ratio := over[plan]) is None or ratio.value <= MARGIN]
     kinds: dict[Plan, Plan] = {}
     for plan in near:
         kinds.setdefault(numerics_of(plan), plan)
     simpler = [plan for kind, plan in kinds.items() if complexity(kind) < complexity(numerics_of(near[0]))]
-    left = {FP32, *list(dict.fromkeys([min(alike, key=complexity), near[0], *simpler, *near]))[:most]}
+    left = {FP32, *list(dict.fromkeys([first, near[0], *simpler, *near]))[:most]}
     many = f"{most} that were faster or simpler filled it"
     for plan in order:
         if plan not in left:
             ratio = slow.get(plan)
-            why = f"takes {ratio.value:.2f} times as long as {name_of(first)} in the race" if ratio else many
+            ahead = next((one for one in order if one not in doubtful), order[0])
+            why = f"takes {ratio.value:.2f} times as long as {name_of(ahead)} in the race" if ratio else many
             search.passed_over[plan] = f"not in the final: {why}"
     return [plan for plan in (*sound, *doubtful) if plan in left]
 

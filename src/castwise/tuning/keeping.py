@@ -1,8 +1,10 @@
 """Whether finalists should keep the memory that a step gives back: on a CPU page faults can be a tenth of it, or half.
 
 Page faults show in a process of a plan's own alone, where the memory lies as it will in training; in the race all plans share
-one. So the fastest of the race runs some steps by itself, and where its faults cost anything the finalists come to the final
-with ``host_memory="keep"``, beside the fastest as it is: the final decides.
+one. So the plan that the final is likeliest to choose runs some steps by itself, and where its faults cost anything the
+finalists come to the final with ``host_memory="keep"``, beside that one as it is: the final decides.
+
+The race runs in memory that is kept: who meets which faults there is luck, and whom they hit leaves it for that.
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+from collections.abc import Iterator
+
+import torch
 
 from castwise.heap import can_keep
 from castwise.measure.apart import Apart
 from castwise.measure.processes import NotThereError, delivered
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
+from castwise.process import Claim
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.state import FP32, SearchState
 
@@ -24,6 +30,18 @@ FAULT_S = 2.5e-7
 """What a page fault takes at least."""
 WORTH = 0.01
 """Share of a step that its page faults have to take for the finalists to keep memory."""
+
+
+@contextlib.contextmanager
+def race_keeps(device: torch.device) -> Iterator[None]:
+    """A block in which this process keeps memory, where it can and trains on the CPU."""
+    claim = Claim(dataclasses.replace(FP32, host_memory="keep"), device.type)
+    try:
+        if device.type == "cpu" and can_keep():
+            claim.take()
+        yield
+    finally:
+        claim.close()
 
 
 def gives_back(search: SearchState, plan: Plan) -> bool:
@@ -50,10 +68,11 @@ def _share(search: SearchState, payload: bytes, plan: Plan) -> float:
     return run.faults * FAULT_S / statistics.median(times_s) if times_s else 0.0
 
 
-def keeping(search: SearchState, plans: list[Plan]) -> list[Plan]:
-    """Plans, the fastest first, as they keep memory, and the fastest as it is; fp32 too if nothing else computes in it."""
+def keeping(search: SearchState, plans: list[Plan], favourite: Plan) -> list[Plan]:
+    """Plans, the fastest first, as they keep memory, and one as it is; fp32 too if nothing else computes in it."""
     lossless = [plan for plan in plans if numerics_of(plan) == FP32]
     keep = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]
-    for plan in keep[1:]:
-        search.passed_over[plan] = "not in the final: it keeps freed memory there"
-    return [*(dataclasses.replace(plan, host_memory="keep") for plan in keep), plans[0]]
+    for plan in keep:
+        if plan != favourite:
+            search.passed_over[plan] = "not in the final: it keeps freed memory there"
+    return [*(dataclasses.replace(plan, host_memory="keep") for plan in keep), favourite]
