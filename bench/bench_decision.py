@@ -4,11 +4,12 @@ Five plans, the simplest first, race by the rule of ``castwise.tuning.decision``
 3 % slower than the best, ``sure_slow`` those of them that were called decided and not "too noisy to decide", ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
 ``decided`` searches that did not run out of starts. The noise is of three kinds drawn from formulas (a process is lucky for
 its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
-in a process of its own, started anew and run in turns, whose times differ by nothing but noise.
+in a process of its own, started anew and run in turns, whose times differ by nothing but noise; as they are, and keeping memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -55,12 +56,13 @@ def resampled(
     return [list(copy) for copy in generator.sample(list(start), plans)]
 
 
-def measure(workload: str, device: torch.device) -> list[list[list[float]]]:
+def measure(workload: str, memory: str, device: torch.device) -> list[list[list[float]]]:
     """Logarithms of times by start, copy and round."""
+    plan = dataclasses.replace(PRESETS["fp32"], host_memory=memory)
     with Home() as home:
         starts = []
         for _ in range(STARTS):
-            times = race_apart(home, portable(workload), [PRESETS["fp32"]] * COPIES, device, rounds=ROUNDS)
+            times = race_apart(home, portable(workload), [plan] * COPIES, device, rounds=ROUNDS)
             starts.append([[math.log(t) for t in copy.times_s] for copy in times])
         return starts
 
@@ -127,10 +129,11 @@ def main() -> None:
         "wild": partial(drawn, rounds_sd=0.08, starts_sd=0.02, drift=0.01),
     }
     with Results("decision", device, __doc__, given.budget) as results:
-        for workload in WORKLOADS:
-            measured = measure(workload, device)
-            kinds[workload] = partial(resampled, measured)
-            results.add({"part": f"noise of {workload}", **noise_of(measured)})
+        for workload, memory in itertools.product(WORKLOADS, ("as_given", "keep")):
+            name = f"{workload}, host_memory={memory}"
+            measured = measure(workload, memory, device)
+            kinds[name] = partial(resampled, measured)
+            results.add({"part": f"noise of {name}", **noise_of(measured)})
         for (name, noise), speeds in itertools.product(
             kinds.items(), (equal, simple_slower, one_faster, spread)
         ):

@@ -94,7 +94,7 @@ def settle(
         decided = decision.decided and (starts >= FIRST or len(left) == 1)
         if decided or starts >= MOST or is_over():
             break
-        if starts >= FIRST:
+        if starts > 1:
             gone = {left[one] for one in decision.out}
             racing = [one for one in racing if one not in gone or one in reference]
     out = frozenset(left[one] for one in decision.out)
