@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import subprocess
 import tempfile
@@ -82,6 +83,14 @@ class WithinRounding(Wrong):
     """Differs by less than bf16 can hold, and by much more than fp32 leaves open."""
 
     by = 1.0 + 2.0**-9
+
+
+class WrongBelow(Net):
+    """Loses the gradients of its first layer when it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = torch.tanh(self.a(x))
+        return self.b(below * 0.5 + 0.5 * below.detach() if torch.compiler.is_compiling() else below)
 
 
 class CoarseByHand(Net):
@@ -178,6 +187,21 @@ class OnTheEdge(Net):
     def forward(self, x: Tensor) -> Tensor:
         less = 2.0 * self.above if torch.compiler.is_compiling() else 0.0
         return super().forward(x) + torch.relu(self.one - self.other - less) + 5.0 * (self.one + self.other)
+
+
+class RunningMean(Net):
+    """Subtracts what it has seen so far: a pass more, and it is another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(()))
+
+    def fault(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count += 1
+            self.mean = self.mean + (x.mean(0) - self.mean) / self.count
+        return x - self.mean
 
 
 class Restless(Net):
@@ -313,6 +337,43 @@ def test_complex_weights_are_moved_and_compared_in_both_parts() -> None:
 @needs_backend
 def test_a_model_that_is_compiled_anew_at_every_step_is_not_compiled() -> None:
     assert tried(Restless, FP32_COMPILED).reason.startswith("not compiled: it is compiled anew ")
+
+
+@needs_backend
+def test_what_a_model_remembers_of_its_passes_is_no_fault() -> None:
+    found = tried(RunningMean, FP32_COMPILED)
+    assert found.reason == ""
+    assert found.difference < 1.0
+
+
+@needs_backend
+def test_what_cannot_be_compared_is_not_compiled() -> None:
+    """A loss scale under which every gradient is infinite."""
+    plan = Plan.parse("fp16-mixed+compile=default")
+    for model in (Net, Wrong):
+        torch._dynamo.reset()
+        job = Workload("tiny", model, sgd, batches, lambda m, b: 1e6 * m(b).square().mean())
+        found = try_compiled(job, plan, CPU, 0)
+        assert found.reason.startswith("not compiled: its gradients at its first loss scale are not finite")
+
+
+@needs_backend
+def test_a_batch_whose_gradients_are_at_the_edge_hides_no_fault_in_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = 0
+    gradients = trial._gradients
+
+    def edge(*args: Any) -> dict[str, Tensor]:
+        nonlocal calls
+        found = gradients(*args)
+        calls += 1
+        if calls == 4:  # two to see whether it draws, a batch, and the same with its weights moved
+            found["a.weight"] = found["a.weight"] * math.inf
+        return found
+
+    monkeypatch.setattr(trial, "_gradients", edge)
+    assert "the gradient of a.weight differs" in tried(WrongBelow, BF16).reason
 
 
 @needs_backend

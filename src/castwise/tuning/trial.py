@@ -112,6 +112,11 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             worst, where = _difference(eager, compiled, workload, plan, data, device)
         if compiled.compilations == 0:
             return Trial("not compiled: torch.compile finds nothing in it that it can compile")
+        if math.isnan(worst):
+            return Trial(
+                "not compiled: its gradients at its first loss scale are not finite, so that nothing tells whether they are right",
+                compiled.compile_s,
+            )
         if worst > 1.0:
             return Trial(
                 f"not compiled: the gradient of {where} differs from the same plan's uncompiled by {math.sqrt(worst):.1f} times what "
@@ -150,9 +155,28 @@ def _in_force(run: TrainingRun) -> Iterator[None]:
         run.after()
 
 
+@contextlib.contextmanager
+def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
+    """Running statistics, power iterations and counters put back: each pass of each model begins with the same."""
+    kept = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, buffer, values in kept:
+                buffers[name] = buffer
+                if buffer.is_sparse or not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
 def _gradients(run: TrainingRun, workload: Workload, batch: Any, seed: int) -> dict[str, Tensor]:
-    """Unscaled gradients of one batch, by parameter; no step is taken."""
-    with _in_force(run):
+    """Unscaled gradients of one batch, by parameter; no step is taken, and no buffer moves."""
+    with _in_force(run), _buffers_stay(run.model):
         run.model.zero_grad(set_to_none=True)
         seed_all(seed)
         run.amp.backward(check_loss(workload.loss(run.model, batch), workload))
@@ -178,7 +202,7 @@ def _difference(
     data: Sequence[Any],
     device: torch.device,
 ) -> tuple[float, str]:
-    """The largest squared difference of a parameter's gradient over what it may be, and whose it is."""
+    """The largest squared difference of a parameter's gradient over what it may be, and whose it is; NaN where none is finite."""
     coarsest = next((name for name in ("bf16", "fp16") if name in plan.formats), "fp32")
     if coarsest == "fp32" and plan.fp32_matmul in FORMATS:
         coarsest = plan.fp32_matmul
@@ -192,12 +216,15 @@ def _difference(
             near = _gradients(eager, workload, batch, seed)
         got = _gradients(compiled, workload, batch, seed)
         for name, mine in want.items():
-            if not bool(torch.isfinite(mine).all()):
-                continue  # a loss scale that starts too high: nothing to compare
-            for found, other in ((moved, near), (error, got)):
-                d = float((other[name] - mine).square().sum()) if name in other else math.inf
+            beside = [other.get(name, torch.zeros_like(mine)) for other in (near, got)]  # none is zero
+            if not all(bool(torch.isfinite(one).all()) for one in (mine, beside[0])):
+                continue  # a loss scale that is too high, or at the edge: nothing to compare
+            for found, one in zip((moved, error), beside, strict=True):
+                d = float((one - mine).double().square().sum())
                 found[name] = found.get(name, 0.0) + (d if math.isfinite(d) else math.inf)
-            signal[name] = signal.get(name, 0.0) + float(mine.square().sum())
+            signal[name] = signal.get(name, 0.0) + float(mine.double().square().sum())
+    if not signal:
+        return math.nan, ""
     over = _over(signal, moved, error, coarsest)
     if max(over.values(), default=0.0) > 1.0:
         if coarsest in ("bf16", "fp16"):
@@ -228,8 +255,6 @@ def _over(
         noise = move > 0.0 and move >= NOISE[coarsest] * mine
         allowed = FACTOR * move + (least * whole if noise else (least + JUMPS * jump) * mine)
         over[name] = error[name] / allowed if allowed else error[name] and math.inf
-        if math.isinf(move):  # a loss scale at the edge: nothing to compare
-            over[name] = 0.0
     return over
 
 
