@@ -55,13 +55,20 @@ def _freed(variables: str) -> None:
 
 
 @needs_glibc
-@pytest.mark.parametrize("variables", ["", "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4294967296"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        "",
+        "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4294967296",
+        "GLIBC_TUNABLES=glibc.malloc.mmap_max=0x0:glibc.malloc.trim_threshold=4294967296",
+    ],
+)
 def test_a_live_plan_keeps_memory_and_closing_it_gives_back_what_was_there(
     variables: str,
 ) -> None:
     """What the environment says of it holds again after it."""
     program = f"from tests.test_heap import _freed; _freed({variables!r})"
-    environment = {**os.environ, **dict(word.split("=") for word in variables.split())}
+    environment = {**os.environ, **dict(word.split("=", 1) for word in variables.split())}
     subprocess.run(
         [sys.executable, "-c", program], check=True, env=environment, cwd=Path(__file__).parents[1]
     )
@@ -76,6 +83,22 @@ def test_a_session_that_is_dropped_lets_go_of_it() -> None:
     del amp, model
     gc.collect()
     assert HEAP.host_memory == "as_given"
+
+
+@needs_glibc
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_a_session_that_goes_while_settings_are_aside_lets_go_of_it_too(how: str) -> None:
+    """As one that is collected during another's audit."""
+    amp = castwise.Amp(KEEP)
+    model = nn.Linear(2, 2)
+    amp.prepare(model)
+    with process.claims_aside():
+        if how == "closed":
+            amp.close()
+        del amp, model
+        gc.collect()
+    assert HEAP.host_memory == "as_given"
+    assert not process._claimed
 
 
 @needs_glibc

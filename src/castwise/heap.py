@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from functools import cache
 from typing import Any, Final
@@ -17,12 +18,14 @@ __all__ = ["HEAP", "Heap", "can_keep"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Parameters of ``mallopt``, as ``malloc.h`` numbers them."""
+_NUMBER: Final = re.compile("0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
+"""As glibc reads one."""
 _USUAL: Final = {
-    _MMAP_THRESHOLD: ("MALLOC_MMAP_THRESHOLD_", 32 << 20),
-    _TRIM_THRESHOLD: ("MALLOC_TRIM_THRESHOLD_", 64 << 20),
-    _MMAP_MAX: ("MALLOC_MMAP_MAX_", 65536),
+    _MMAP_THRESHOLD: ("mmap_threshold", 32 << 20),
+    _TRIM_THRESHOLD: ("trim_threshold", 64 << 20),
+    _MMAP_MAX: ("mmap_max", 65536),
 }
-"""The variables that set them, and where glibc's own adjustment ends, which nothing can switch on again once one is set."""
+"""What tunables call them, and where glibc's own adjustment ends, which nothing can switch on again once one is set."""
 
 
 @cache
@@ -37,6 +40,18 @@ def _glibc() -> Any:
 def can_keep() -> bool:
     """Whether this process can be told to keep memory: its C library is glibc."""
     return _glibc() is not None
+
+
+def _given(name: str) -> int | None:
+    """What the environment says of a parameter, as a tunable (``GLIBC_TUNABLES``) or by a variable of its own."""
+    said = [os.environ.get(f"MALLOC_{name.upper()}_", "")]
+    for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"):
+        key, _, value = tunable.partition("=")
+        said += [value] if key == f"glibc.malloc.{name}" else []
+    for text in reversed(said):
+        if _NUMBER.fullmatch(text):
+            return int(text, 16 if text[:2] in ("0x", "0X") else 8 if text[0] == "0" else 10)
+    return None
 
 
 class Heap:
@@ -63,8 +78,8 @@ class Heap:
             library.mallopt(_TRIM_THRESHOLD, -1)
         else:
             for parameter, (name, usual) in _USUAL.items():
-                given = os.environ.get(name, "")
-                library.mallopt(parameter, min(int(given), 2**31 - 1) if given.isdecimal() else usual)
+                given = _given(name)
+                library.mallopt(parameter, usual if given is None else min(given, 2**31 - 1))
             library.malloc_trim(0)
 
 

@@ -30,12 +30,15 @@ _lock = threading.RLock()  # a claim may be collected, and so closed, while its 
 class _Setting(NamedTuple):
     """A setting that is claimed, by those of its holders that are alive: an interrupt can keep one from giving it up."""
 
+    place: _Place
     value: str
     before: str
     holders: weakref.WeakSet[Claim]
 
 
 _claimed: dict[str, _Setting] = {}
+_aside: list[dict[str, _Setting]] = []
+"""What was claimed before each of the experiments that run."""
 
 
 class _Place(NamedTuple):
@@ -188,7 +191,7 @@ class Claim:
             setting = _claimed.get(place.name)
             if setting is None or not setting.holders:
                 before = getattr(place.owner, place.attribute) if setting is None else setting.before
-                setting = _claimed[place.name] = _Setting(value, before, weakref.WeakSet())
+                setting = _claimed[place.name] = _Setting(place, value, before, weakref.WeakSet())
             elif setting.value != value:
                 raise StateError(
                     f"prepare: this plan wants {what}={value!r}, but a live plan in this process set it to {setting.value!r}, and the "
@@ -212,6 +215,9 @@ class Claim:
         """Give the settings up; the last holder restores what was there before. An interrupted call can be made again."""
         with _lock:
             for place in self._held:
+                for claimed in _aside:
+                    if place.name in claimed:
+                        claimed[place.name].holders.discard(self)
                 setting = _claimed.get(place.name)
                 if setting is None:
                     continue
@@ -224,18 +230,26 @@ class Claim:
 
 @contextlib.contextmanager
 def claims_aside() -> Iterator[None]:
-    """Let experiments put other settings in force meanwhile, as if no plan were live; what was in force is again in the end."""
+    """Let experiments put other settings in force meanwhile, as if no plan were live; what was in force is again in the end.
+
+    A claim that is given up meanwhile, by a session that is collected or closed in another thread, is given up then.
+    """
+    before = settings()
     with _lock:
         claimed = dict(_claimed)
         _claimed.clear()
-    before = settings()
+        _aside.append(claimed)
     try:
         yield
     finally:
         with _lock:
+            _aside[:] = [other for other in _aside if other is not claimed]
             _claimed.clear()
-            _claimed.update(claimed)
-        put_settings(before)
+            _claimed.update({name: setting for name, setting in claimed.items() if setting.holders})
+            put_settings(before)
+            for name, setting in claimed.items():
+                if name not in _claimed:
+                    setting.place.put(setting.before)
 
 
 # --- signals --------------------------------------------------------------------------------------------------
