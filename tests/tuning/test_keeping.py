@@ -78,6 +78,35 @@ def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:
     assert complexity(AUTOCAST) < complexity(KEPT) < complexity(AUTOCAST) + 1.0
 
 
+def test_one_line_autocast_can_be_chosen_as_it_is_where_a_slower_tie_keeps_nothing() -> None:
+    """It runs in the final anyway."""
+    search = SearchState(workload(), CPU, Settings(formats=("fp32", "bf16")))
+    other = Plan.parse("bf16-mixed+optimizer=fused")
+    kept = [Plan.parse(f"{plan}+host_memory=keep") for plan in (other, AUTOCAST)]
+    assert keeping.keeping(search, [other, AUTOCAST], other) == [*kept, other, AUTOCAST]
+    assert not search.passed_over
+
+
+@needs_glibc
+@pytest.mark.parametrize("doubt", ["", "gradients in doubt"])
+def test_what_is_in_doubt_is_so_with_kept_memory_too(doubt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sound(search: SearchState, _plans: object) -> tuple[list[Plan], list[Plan]]:
+        search.reasons.update({AUTOCAST: doubt} if doubt else {})
+        return ([FP32], [AUTOCAST]) if doubt else ([FP32, AUTOCAST], [])
+
+    monkeypatch.setattr(final, "ROUNDS", 3)
+    monkeypatch.setattr("castwise.tuning.fastest._sound", sound)
+    monkeypatch.setattr("castwise.tuning.fastest.likeliest", lambda *_: [FP32, AUTOCAST])
+    monkeypatch.setattr("castwise.tuning.fastest.gives_back", lambda *_: True)
+    result = castwise.tune(
+        workload(), device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
+    )
+    row = next(row for row in result.evidence.candidates if Plan.parse(row.plan) == KEPT)
+    if doubt and row.status != "chosen":
+        assert (row.status, row.reason) == ("rejected", doubt)
+    assert row.speedup is not None
+
+
 @needs_glibc
 @pytest.mark.parametrize("keeps", [True, False])
 def test_finalists_keep_memory_beside_the_fastest_as_it_is(

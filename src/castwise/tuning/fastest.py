@@ -102,6 +102,8 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     compiled = _compiled(search, contest, running, share)
     always = bool(compiled) and search.settings.compile == "always"
     in_doubt = [plan for plan in [*running, *compiled] if as_raced(plan) in doubtful]
+    for plan in in_doubt:  # kept or compiled, it has the gradients of the plan that raced
+        search.reasons.setdefault(plan, search.reasons[as_raced(plan)])
     _final(search, [*running, *compiled], in_doubt, share, [FP32, *running] if always else ())
     assert search.final is not None
     eager = [FP32, *running]
@@ -406,7 +408,8 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
                 )
                 continue
             search.verification = trained
-            search.reasons.pop(plan, None)
+            for one in [one for one in search.reasons if as_raced(one) == as_raced(plan)]:
+                del search.reasons[one]
         regions = any(region.compute == "fp32" for region in plan.regions)
         search.settle(plan, result, kept if regions else None)
         return

@@ -23,7 +23,7 @@ from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
 from castwise.process import Claim
 from castwise.tuning.axes import name_of, numerics_of
-from castwise.tuning.state import FP32, SearchState
+from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 STEPS = 6
 FAULT_S = 2.5e-7
@@ -69,10 +69,14 @@ def _share(search: SearchState, payload: bytes, plan: Plan) -> float:
 
 
 def keeping(search: SearchState, plans: list[Plan], favourite: Plan) -> list[Plan]:
-    """Plans, the fastest first, as they keep memory, and one as it is; fp32 too if nothing else computes in it."""
+    """Plans, the fastest first, as they keep memory, and one as it is; fp32 too if nothing else computes in it.
+
+    One-line autocast, which runs in the final anyway, can be chosen as it is, as fp32 can: a tie goes to what is simpler.
+    """
     lossless = [plan for plan in plans if numerics_of(plan) == FP32]
     keep = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]
+    as_is = list(dict.fromkeys([favourite, *(plan for plan in plans if plan == AUTOCAST)]))
     for plan in keep:
-        if plan != favourite:
+        if plan not in as_is:
             search.passed_over[plan] = "not in the final: it keeps freed memory there"
-    return [*(dataclasses.replace(plan, host_memory="keep") for plan in keep), favourite]
+    return [*(dataclasses.replace(plan, host_memory="keep") for plan in keep), *as_is]
