@@ -73,6 +73,16 @@ def test_the_same_job_is_answered_at_once_with_all_that_was_measured() -> None:
     assert tuned(fresh=True).evidence.notes == first.evidence.notes
 
 
+def test_an_answer_is_for_the_heap_that_it_was_found_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether freed memory goes back to the system decides whether a plan keeps it."""
+    first = tuned()
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    assert not any("nothing was measured again" in note for note in tuned().evidence.notes)
+    monkeypatch.delenv("MALLOC_MMAP_MAX_")
+    assert any("nothing was measured again" in note for note in tuned().evidence.notes)
+    assert first.evidence.complete
+
+
 def test_what_was_found_before_can_be_saved_and_shown(tmp_path: Path) -> None:
     tuned()
     again = tuned()

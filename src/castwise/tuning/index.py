@@ -44,6 +44,8 @@ _FREE = ("budget_s", "memory", "verify_seeds", "seed")
 """Settings that change how well a plan is known, and not which is sought."""
 _MORE_TIME = ("--budget", "the time was spent")
 """Words by which notes and reasons say that something was left open or out for want of time."""
+_HEAP = re.compile("MALLOC_|GLIBC_TUNABLES$|LD_PRELOAD$")
+"""Variables that decide where tensors on the host lie, and with it whether each step meets page faults."""
 _SAID = (
     "Found on {date} for the same model, optimizer, loss, data and code, on the same device and with the same versions; nothing was "
     "measured again. --fresh, or tune(fresh=True), searches anew."
@@ -144,7 +146,10 @@ def _users_cache() -> Path:
 def _place(device: torch.device) -> dict[str, Any]:
     """What a plan's speed and numerics depend on beside the job."""
     now = dataclasses.asdict(environment(device))
-    return {key: value for key, value in now.items() if key not in ("command", "date")}
+    place = {key: value for key, value in now.items() if key not in ("command", "date")}
+    if device.type == "cpu" and (heap := {key: os.environ[key] for key in sorted(os.environ) if _HEAP.match(key)}):
+        place["heap"] = _digest(repr(heap))
+    return place
 
 
 def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) -> None:
