@@ -46,7 +46,7 @@ def race_keeps(device: torch.device) -> Iterator[None]:
 
 def gives_back(search: SearchState, plan: Plan) -> bool:
     """Whether a plan, in a process of its own, meets page faults that cost anything; on ranks, whether it does on one."""
-    if search.device.type != "cpu" or not can_keep():
+    if search.device.type != "cpu" or not can_keep() or search.left_s() <= 0:
         return False
     search.tell(f"page faults of {name_of(plan)}")
     try:
