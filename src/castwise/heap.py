@@ -42,6 +42,20 @@ def can_keep() -> bool:
     return _glibc() is not None
 
 
+GROWTH = 1.5
+"""So many times what a step took may be resident before free memory goes back."""
+_LEAST = 64 << 20
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def _given(name: str) -> int | None:
     """What the environment says of a parameter, as a tunable (``GLIBC_TUNABLES``) or by a variable of its own."""
     said = [os.environ.get(f"MALLOC_{name.upper()}_", "")]
@@ -63,6 +77,7 @@ class Heap:
 
     def __init__(self) -> None:
         self._mode = "as_given"
+        self._usual, self._least = 0, 0
 
     @property
     def host_memory(self) -> str:
@@ -72,7 +87,7 @@ class Heap:
     @host_memory.setter
     def host_memory(self, mode: str) -> None:
         library = _glibc()
-        self._mode = mode
+        self._mode, self._usual, self._least = mode, 0, 0
         if mode == "keep":
             library.mallopt(_MMAP_MAX, 0)  # a block that is mapped for itself goes back when it is free
             library.mallopt(_TRIM_THRESHOLD, -1)
@@ -81,6 +96,20 @@ class Heap:
                 given = _given(name)
                 library.mallopt(parameter, usual if given is None else min(given, 2**31 - 1))
             library.malloc_trim(0)
+
+    def relieve(self) -> None:
+        """After a step: where kept memory has grown far beyond what a step took, give back what is free, once.
+
+        Blocks of changing sizes leave holes that the next do not fit into, once something small and lasting lies between.
+        """
+        if self._mode != "keep" or not (resident := _resident()):
+            return
+        if not self._usual:  # the first step, or one from which on nothing free was left
+            self._least = min(self._least or resident, resident)
+            self._usual = max(self._least, _LEAST)
+        elif resident > GROWTH * self._usual:
+            _glibc().malloc_trim(0)
+            self._usual = 0  # what the next step takes tells
 
 
 HEAP: Final = Heap()
