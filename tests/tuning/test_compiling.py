@@ -339,6 +339,30 @@ def test_a_model_that_is_compiled_anew_at_every_step_is_not_compiled() -> None:
     assert tried(Restless, FP32_COMPILED).reason.startswith("not compiled: it is compiled anew ")
 
 
+class ForgetsDeep(nn.Module):
+    """Loses the gradients of all but the last of twenty layers, in which bf16 leaves much open."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.below = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64 if n else 8, 64), nn.ReLU()) for n in range(20))
+        )
+        self.last, self.forgets = nn.Linear(64, 4), forgets
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = self.below(x)
+        return self.last(below.detach() * 1.0 + 0.0 * below if self.lost() else below)
+
+    def lost(self) -> bool:
+        return self.forgets and torch.compiler.is_compiling()
+
+
+@needs_backend
+def test_gradients_that_are_forgotten_are_seen_where_a_format_leaves_much_open() -> None:
+    assert tried(lambda: ForgetsDeep(False), BF16).reason == ""
+    assert tried(lambda: ForgetsDeep(True), BF16).reason.startswith("not compiled: the gradient of below.")
+
+
 @needs_backend
 def test_what_a_model_remembers_of_its_passes_is_no_fault() -> None:
     found = tried(RunningMean, FP32_COMPILED)

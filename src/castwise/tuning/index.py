@@ -147,7 +147,9 @@ def _place(device: torch.device) -> dict[str, Any]:
     """What a plan's speed and numerics depend on beside the job."""
     now = dataclasses.asdict(environment(device))
     place = {key: value for key, value in now.items() if key not in ("command", "date")}
-    if device.type == "cpu" and (heap := {key: os.environ[key] for key in sorted(os.environ) if _HEAP.match(key)}):
+    if device.type == "cpu" and (
+        heap := {key: os.environ[key] for key in sorted(os.environ) if _HEAP.match(key)}
+    ):
         place["heap"] = _digest(repr(heap))
     return place
 

@@ -55,6 +55,9 @@ STEPS, SETTLED = 4, 2
 TIMED, BLOCK_S = 5, 0.1
 FACTOR = 25.0
 """A squared difference may be so many times that which a unit in the last place of each weight makes."""
+MOST, SURE = 0.25, 4.0
+"""But no more than this part of its squared norm, or so many times that difference where that is more: a gradient that is
+forgotten differs by all of its norm, and five units in the last place of bf16 move one through twenty layers by as much."""
 JUMPS, DRAWS, SHARE = 4.0, 24, 0.5
 """In fp32 its relative size may besides be so many times that of the whole gradient's largest jump in so many draws, in which
 weights move by the root of ``FACTOR`` units; they may take so much of the time that compiling took."""
@@ -253,7 +256,10 @@ def _over(
     for name, mine in signal.items():
         move = moved[name]
         noise = move > 0.0 and move >= NOISE[coarsest] * mine
-        allowed = FACTOR * move + (least * whole if noise else (least + JUMPS * jump) * mine)
+        if noise:
+            allowed = FACTOR * move + least * whole
+        else:
+            allowed = min(FACTOR * move, max(MOST * mine, SURE * move)) + (least + JUMPS * jump) * mine
         over[name] = error[name] / allowed if allowed else error[name] and math.inf
     return over
 
