@@ -79,7 +79,7 @@ def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Work
     ratio = final.ratio(AUTOCAST, FP32)
     assert ratio is not None
     assert ratio.high < 1.0
-    assert ratio.n == final.starts >= 3
+    assert 2 <= ratio.n <= final.starts >= 3  # who is known to be slower leaves
     assert not final.doubt(FP32)
     assert final.losses[FP32]
     assert len(final.losses[FP32]) == len(final.losses[AUTOCAST])

@@ -22,7 +22,7 @@ MARGIN = 1.03
 SURE = 0.99
 """Confidence with which a plan is slower: several are looked at, after every start."""
 FIRST, MOST = 3, 12
-"""Starts before the first decision, and after which there is no further one."""
+"""Starts before the first decision (what is out leaves one sooner), and after which there is no further one."""
 
 
 @dataclass(frozen=True)
