@@ -1,8 +1,8 @@
 """The heap of this process: whether the memory that tensors on the host give back stays in it.
 
-glibc gives large blocks back to the system as soon as they are free, so that the tensors of every training step on a CPU meet
-page faults anew: half a microsecond to one and a half per 4 KiB, a tenth of a step of BERT and half of one of convolutions. Told
-to keep them, it hands them out again. No number changes and the peak is about the same; what other processes get is not.
+glibc gives memory back to the system once 64 MiB of it are free at the end of the heap, so that the tensors of every training
+step on a CPU meet page faults anew, of about a microsecond per 4 KiB: a tenth of a step of BERT or of ResNet. Told to keep what
+it has, it hands that out again. No number changes and the peak is about the same; what other processes get is not.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from typing import Any, Final
 
 __all__ = ["HEAP", "Heap", "can_keep"]
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of ``mallopt``, as ``malloc.h`` numbers them."""
+_LARGEST: Final = 32 << 20
+"""The largest block that glibc can be told not to map for itself, and the largest that is kept.
+
+Beyond it all would lie on one heap, where blocks of changing sizes and what lasts between them leave holes that no other fits
+into: five times the peak in 60 steps.
+"""
 _NUMBER: Final = re.compile("0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
 """As glibc reads one."""
 _USUAL: Final = {
-    _MMAP_THRESHOLD: ("mmap_threshold", 32 << 20),
-    _TRIM_THRESHOLD: ("trim_threshold", 64 << 20),
-    _MMAP_MAX: ("mmap_max", 65536),
+    _MMAP_THRESHOLD: ("mmap_threshold", _LARGEST),
+    _TRIM_THRESHOLD: ("trim_threshold", 2 * _LARGEST),
 }
 """What tunables call them, and where glibc's own adjustment ends, which nothing can switch on again once one is set."""
 
@@ -40,20 +45,6 @@ def _glibc() -> Any:
 def can_keep() -> bool:
     """Whether this process can be told to keep memory: its C library is glibc."""
     return _glibc() is not None
-
-
-GROWTH = 1.5
-"""So many times what a step took may be resident before free memory goes back."""
-_LEAST = 64 << 20
-
-
-def _resident() -> int:
-    """Bytes of this process that are in memory; 0 where the system does not tell."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def _given(name: str) -> int | None:
@@ -77,7 +68,6 @@ class Heap:
 
     def __init__(self) -> None:
         self._mode = "as_given"
-        self._usual, self._least = 0, 0
 
     @property
     def host_memory(self) -> str:
@@ -87,29 +77,17 @@ class Heap:
     @host_memory.setter
     def host_memory(self, mode: str) -> None:
         library = _glibc()
-        self._mode, self._usual, self._least = mode, 0, 0
+        self._mode = mode
         if mode == "keep":
-            library.mallopt(_MMAP_MAX, 0)  # a block that is mapped for itself goes back when it is free
+            library.mallopt(
+                _MMAP_THRESHOLD, _LARGEST
+            )  # larger ones are mapped for themselves and go back when they are free
             library.mallopt(_TRIM_THRESHOLD, -1)
         else:
             for parameter, (name, usual) in _USUAL.items():
                 given = _given(name)
                 library.mallopt(parameter, usual if given is None else min(given, 2**31 - 1))
             library.malloc_trim(0)
-
-    def relieve(self) -> None:
-        """After a step: where kept memory has grown far beyond what a step took, give back what is free, once.
-
-        Blocks of changing sizes leave holes that the next do not fit into, once something small and lasting lies between.
-        """
-        if self._mode != "keep" or not (resident := _resident()):
-            return
-        if not self._usual:  # the first step, or one from which on nothing free was left
-            self._least = min(self._least or resident, resident)
-            self._usual = max(self._least, _LEAST)
-        elif resident > GROWTH * self._usual:
-            _glibc().malloc_trim(0)
-            self._usual = 0  # what the next step takes tells
 
 
 HEAP: Final = Heap()

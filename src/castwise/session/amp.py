@@ -18,7 +18,6 @@ from castwise.canary import check_torch
 from castwise.casting import autocast, default_device_type, frames
 from castwise.casting.backward import mark_boundary
 from castwise.errors import CheckpointError, PlanError, StateError
-from castwise.heap import HEAP
 from castwise.parallel import fsdp, wrappers
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
@@ -582,8 +581,6 @@ class Amp:
             frames.leave_interrupted()
         if self._wrapping.unchecked:
             self._wrapping.check_order()
-        if self.plan.host_memory == "keep":
-            HEAP.relieve()
         window = self._window
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
