@@ -162,17 +162,16 @@ def _in_force(run: TrainingRun) -> Iterator[None]:
 def _buffers_stay(model: torch.nn.Module) -> Iterator[None]:
     """Running statistics, power iterations and counters put back: each pass of each model begins with the same."""
     kept = [
-        (module._buffers, name, buffer, buffer.clone())
+        (module, name, buffer, buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffers, name, buffer, values in kept:
-                buffers[name] = buffer
+            for module, name, buffer, values in kept:
+                setattr(module, name, buffer)
                 if buffer.is_sparse or not torch.equal(buffer, values):
                     buffer.copy_(values)
 
