@@ -1,8 +1,8 @@
 """The heap of this process: whether the memory that tensors on the host give back stays in it.
 
 glibc gives memory back to the system once 64 MiB of it are free at the end of the heap, so that the tensors of every training
-step on a CPU meet page faults anew, of about a microsecond per 4 KiB: a tenth of a step of BERT or of ResNet. Told to keep what
-it has, it hands that out again. No number changes and the peak is about the same; what other processes get is not.
+step on a CPU meet page faults anew: a tenth of a step of BERT or of ResNet. Told to keep what it has, it hands that out again.
+No number changes and the peak is about the same; what other processes get is not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST: Final = 32 << 20
 """The largest block that glibc can be told not to map for itself, and the largest that is kept.
 
-Beyond it all would lie on one heap, where blocks of changing sizes and what lasts between them leave holes that no other fits
-into: five times the peak in 60 steps.
+Larger ones are mapped for themselves, and go back when they are free. On the heap, blocks of changing sizes and what lasts
+between them leave holes that no other fits into.
 """
 _NUMBER: Final = re.compile("0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
 """As glibc reads one."""
@@ -79,9 +79,7 @@ class Heap:
         library = _glibc()
         self._mode = mode
         if mode == "keep":
-            library.mallopt(
-                _MMAP_THRESHOLD, _LARGEST
-            )  # larger ones are mapped for themselves and go back when they are free
+            library.mallopt(_MMAP_THRESHOLD, _LARGEST)
             library.mallopt(_TRIM_THRESHOLD, -1)
         else:
             for parameter, (name, usual) in _USUAL.items():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
-from castwise.measure.processes import COMPILED, keep_compiled_apart, portable
+from castwise.measure.processes import COMPILED, belong_to, portable
 from castwise.measure.steps import TrainingRun
 from castwise.report.tune import plan_grid
 from castwise.tuning import compiling, decision, final, trial
@@ -590,14 +590,14 @@ def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: p
     monkeypatch.setenv(name, "mine")
     monkeypatch.setenv("TMPDIR", "mine")
     monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
-    keep_compiled_apart(BF16)
+    belong_to(BF16)
     assert (os.environ[name], os.environ["TMPDIR"]) == ("mine", "mine")  # nobody searches
     with own_cache():
         kept = os.environ[COMPILED]
         assert os.path.isdir(kept)
         folders = []
         for plan in (BF16, FP32_COMPILED, BF16, AUTOCAST):
-            keep_compiled_apart(plan)
+            belong_to(plan)
             folders.append(os.environ[name])
     assert folders[0] == folders[2] != folders[1]
     assert folders[3] == folders[2]  # what compiles nothing changes nothing

@@ -1,7 +1,10 @@
-"""Whether finalists keep memory: only where page faults cost anything, and then the fastest comes as it is, too."""
+"""Whether finalists keep memory: only where page faults cost anything, and then the fastest comes as it is; who else keeps it."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import re
 import threading
 from collections.abc import Iterator
 
@@ -12,9 +15,12 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
-from castwise.heap import can_keep
+from castwise.heap import HEAP, can_keep
+from castwise.measure.processes import Home, belong_to
+from castwise.measure.steps import TrainingRun
 from castwise.tuning import final, keeping
 from castwise.tuning.axes import as_raced, complexity, numerics_of
+from castwise.tuning.contest import Contest
 from castwise.tuning.keeping import gives_back
 from castwise.tuning.search import Settings
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
@@ -45,16 +51,82 @@ def batches(seed: int) -> Iterator[Tensor]:
 WIDE = Workload("wide", Wide, sgd, batches, lambda model, batch: model(batch).square().mean())
 
 
-def asked(job: Workload, device: torch.device = CPU) -> bool:
+def asked(job: Workload, device: torch.device = CPU) -> tuple[bool, list[str]]:
     search = SearchState(job, device, Settings(formats=("fp32", "bf16")))
     with search.home:
-        return gives_back(search, FP32)
+        return gives_back(search, FP32), search.notes
 
 
 @needs_glibc
-def test_page_faults_are_seen_in_a_process_of_the_plans_own() -> None:
-    assert asked(WIDE)
-    assert not asked(workload())
+def test_page_faults_are_seen_in_a_process_of_the_plans_own_and_told() -> None:
+    costs, (note,) = asked(WIDE)
+    assert costs
+    assert re.match(
+        r"fp32 met [\d,]{5,} page faults per step in a process of its own, at least \d+% of", note
+    )
+    assert asked(workload()) == (False, [])
+
+
+def lives(pipe: object, line: str) -> list[str]:
+    """Runs in a process of its own: what it does with its memory, before a run of a plan, in its block, and after."""
+    plan = Plan.parse(line)
+    belong_to(plan)
+    seen = [HEAP.host_memory]
+    run = TrainingRun(workload(), plan, CPU)
+    seen.append(HEAP.host_memory)
+    run.before(1)
+    seen.append(HEAP.host_memory)
+    run.after()
+    run.close()
+    return [*seen, HEAP.host_memory]
+
+
+@needs_glibc
+@pytest.mark.parametrize("line", ["fp32", "fp32+host_memory=keep"])
+def test_a_process_of_a_plans_own_keeps_memory_for_good(line: str) -> None:
+    """A block of steps would else begin with what the one before gave back."""
+    with Home() as home, contextlib.closing(home.start(lives, line)) as process:
+        assert process.answer(60.0) == [Plan.parse(line).host_memory] * 4
+
+
+@needs_glibc
+def test_in_one_process_each_plan_keeps_its_own_blocks_alone() -> None:
+    seen = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(HEAP.host_memory)
+        return model(batch).square().mean()
+
+    job = Workload("wide", Wide, sgd, batches, loss)
+    plans = ["fp32", "fp32+host_memory=keep"]
+    castwise.bench(job, device="cpu", plans=plans, steps=6, starts=0, rounds=2, memory=False, inference=False)
+    assert {"keep", "as_given"} == set(seen)
+    assert 0.3 < seen.count("keep") / len(seen) < 0.7
+    assert HEAP.host_memory == "as_given"
+
+
+@needs_glibc
+def test_the_race_keeps_memory_whichever_plan_runs_and_the_final_does_not() -> None:
+    """Also where that has no other process to run in."""
+    seen: dict[str, set[str]] = {}
+    stays = threading.Lock()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with stays:
+            seen.setdefault(search.now, set()).add(HEAP.host_memory)
+        return model(batch).square().mean()
+
+    search = SearchState(Workload("wide", Wide, sgd, batches, loss), CPU, Settings(formats=("fp32", "bf16")))
+    contest = search.contest = Contest(search.workload, CPU)
+    with search.home, contest:
+        search.now = "race"
+        contest.halve([AUTOCAST])
+        search.now = "final"
+        decided = final.race_final(search, [AUTOCAST], (), math.inf)
+    assert not decided.apart
+    assert decided.times_s
+    assert seen == {"race": {"keep"}, "final": {"as_given"}}
+    assert HEAP.host_memory == "as_given"
 
 
 def broken(_model: nn.Module, _batch: Tensor) -> Tensor:
@@ -70,7 +142,7 @@ def test_where_it_cannot_be_known_nothing_is_kept(why: str, monkeypatch: pytest.
     if why == "process":
         stays = threading.Lock()
         job = Workload("wide", Wide, sgd, batches, lambda model, batch: (stays, model(batch).mean())[1])
-    assert not asked(job, torch.device("meta") if why == "device" else CPU)
+    assert asked(job, torch.device("meta") if why == "device" else CPU) == (False, [])
 
 
 def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:

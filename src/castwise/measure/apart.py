@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure.processes import Home, keep_compiled_apart, page_faults, received
+from castwise.measure.processes import Home, belong_to, page_faults, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import WARMUP, synchronize
@@ -108,7 +108,7 @@ def _run(
 ) -> tuple[list[float], float, float]:
     where = torch.device(device)
     made = Plan.from_json(plan)
-    keep_compiled_apart(made)
+    belong_to(made)
     run = kind(received(workload), made, where, seed)
     pipe.send((False, None))
     taken = first = since = 0

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from castwise.errors import CastwiseError, WorkloadError, told
-from castwise.measure.processes import FORKS, Home, Process, delivered, keep_compiled_apart, received
+from castwise.measure.processes import FORKS, Home, Process, belong_to, delivered, received
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
@@ -110,7 +110,7 @@ def _measure(
     _pipe: Connection, workload: bytes, plan: str, device: str, seed: int, inference: bool
 ) -> Memory:
     made = Plan.from_json(plan)
-    keep_compiled_apart(made)
+    belong_to(made)
     return measure_here(received(workload), made, torch.device(device), seed, inference)
 
 

@@ -29,6 +29,7 @@ import torch
 
 from castwise.errors import CastwiseError, Elsewhere, WorkloadError, place, sentence, told
 from castwise.extras import install
+from castwise.heap import HEAP, can_keep
 from castwise.plans.plan import Plan
 from castwise.process import put_settings, settings
 from castwise.workload import Workload, find_workload
@@ -60,11 +61,13 @@ COMPILED = "CASTWISE_COMPILED"
 """Names, to processes that measure, the folder where the compiled code of each plan is kept apart."""
 
 
-def keep_compiled_apart(plan: Plan) -> None:
-    """Have this process keep what a plan compiles, and look for it, where no other plan does, if a search says so.
+def belong_to(plan: Plan) -> None:
+    """Make this process a plan's own: it keeps memory for good if the plan does, and what it compiles where no other looks.
 
-    What the compiler leaves behind when it is killed lies in the same folder, which goes with the search.
+    The latter if a search says so, in whose folder also lies what the compiler leaves behind when it is killed.
     """
+    if plan.host_memory == "keep" and can_keep():
+        HEAP.host_memory = "keep"
     folder = os.environ.get(COMPILED)
     if folder and plan.compile != "as_given":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, plan.digest[:16])

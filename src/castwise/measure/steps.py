@@ -110,16 +110,14 @@ class _Run:
     def __init__(self, plan: Plan, device: torch.device, seed: int) -> None:
         check_device(plan, device.type)
         self._device = device
-        self._claim = Claim(
-            replace(plan, host_memory="as_given"), device.type
-        )  # the session's, as long as the run lives
+        self._claim = Claim(plan, device.type)
         self._random = _RandomState(device, seed)
         self._compiles = plan.compile != "as_given"
         self._compiled = 0, 0.0
         self.compilations = 0
         self.compile_s = 0.0
         self.losses: list[float] = []
-        self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is")
+        self._without_settings = replace(plan, fp32_matmul="as_is", fp32_conv="as_is", host_memory="as_given")
 
     def before(self, steps: int) -> None:
         """Fetch what a block needs, and put the plan's process-wide settings in force."""

@@ -9,6 +9,7 @@ elsewhere (:mod:`castwise.tuning.final`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +18,14 @@ from typing import Self
 
 import torch
 
+from castwise.heap import can_keep
 from castwise.measure import stats
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
+from castwise.process import Claim
 from castwise.workload import Workload
 
 BASELINE = PRESETS["fp32"]
@@ -98,13 +101,16 @@ class Contest:
         self._say = on_progress
         self._ranks = ranks
         self._runs: dict[Plan, TrainingRun] = {}
+        self._memory = Claim(dataclasses.replace(BASELINE, host_memory="keep"), device.type)
         self._initial: Mapping[str, torch.Tensor] | None = None
         self._block = 0
         self.entries: dict[Plan, Entry] = {BASELINE: Entry(BASELINE)}
         self.steps = 0
 
     def __enter__(self) -> Self:
-        """Nothing to be done."""
+        """Keep the memory of a CPU meanwhile: in one that all plans share, whom its page faults hit is luck."""
+        if self._device.type == "cpu" and can_keep():
+            self._memory.take()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -112,9 +118,10 @@ class Contest:
         self.close()
 
     def close(self) -> None:
-        """Let go of all models; times stay, and a plan that is run again is built again."""
+        """Let go of all models, and of memory; times stay, and a plan that is run again is built again."""
         for plan in list(self._runs):
             self._close(plan)
+        self._memory.close()
 
     # --- racing -------------------------------------------------------------------------------------------
 

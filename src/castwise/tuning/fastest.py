@@ -30,7 +30,7 @@ from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import LEAST as STARTS
 from castwise.tuning.final import race_final
-from castwise.tuning.keeping import gives_back, keeping, race_keeps
+from castwise.tuning.keeping import gives_back, keeping
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
@@ -75,7 +75,7 @@ def find_fastest(search: SearchState) -> None:
         search.workload, search.device, seed=settings.seed, deadline=deadline,
         on_progress=lambda what, done, total: search.say(search.now, what, done, total), ranks=search.ranks,
     )  # fmt: skip
-    with race_keeps(search.device), contest:
+    with contest:
         search.contest = contest
         (_fastest if settings.goal == "time" else _lightest)(search, contest, plans)
     if search.as_given is not None:

@@ -197,11 +197,11 @@ def race_final(
         final.decision, final.times_s = settle(weights, start, shown, is_over, reference)
         return final
 
+    contest.close()
     try:
         payload = ranks.at("sending the workload").each(
             lambda: delivered(search.home, search.spec or search.workload)
         )
-        contest.close()
         return decided(partial(apart, payload), over)
     except NotThereError as error:
         search.notes.append(f"The finalists were timed once, in one process: {error}.")

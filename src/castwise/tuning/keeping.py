@@ -3,8 +3,6 @@
 Page faults show in a process of a plan's own alone, where the memory lies as it will in training; in the race all plans share
 one. So the plan that the final is likeliest to choose runs some steps by itself, and where its faults cost anything the
 finalists come to the final with ``host_memory="keep"``, beside that one as it is: the final decides.
-
-The race runs in memory that is kept: who meets which faults there is luck, and whom they hit leaves it for that.
 """
 
 from __future__ import annotations
@@ -12,16 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator
-
-import torch
 
 from castwise.heap import can_keep
 from castwise.measure.apart import Apart
 from castwise.measure.processes import NotThereError, delivered
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
-from castwise.process import Claim
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
@@ -30,18 +24,6 @@ FAULT_S = 2.5e-7
 """What a page fault takes at least."""
 WORTH = 0.01
 """Share of a step that its page faults have to take for the finalists to keep memory."""
-
-
-@contextlib.contextmanager
-def race_keeps(device: torch.device) -> Iterator[None]:
-    """A block in which this process keeps memory, where it can and trains on the CPU."""
-    claim = Claim(dataclasses.replace(FP32, host_memory="keep"), device.type)
-    try:
-        if device.type == "cpu" and can_keep():
-            claim.take()
-        yield
-    finally:
-        claim.close()
 
 
 def gives_back(search: SearchState, plan: Plan) -> bool:
@@ -55,17 +37,24 @@ def gives_back(search: SearchState, plan: Plan) -> bool:
         )
     except NotThereError:  # the final says so
         return False
-    return bool(search.ranks.at("page faults").worst(lambda: _share(search, payload, plan), float) > WORTH)
+    share, faults = search.ranks.at("page faults").worst(lambda: _met(search, payload, plan), tuple)
+    if share <= WORTH:
+        return False
+    search.notes.append(
+        f"{name_of(plan)} met {faults:,.0f} page faults per step in a process of its own, at least {share:.0%} of its time, so that "
+        "finalists kept the memory of the host."
+    )
+    return True
 
 
-def _share(search: SearchState, payload: bytes, plan: Plan) -> float:
-    """Of a step's time, what its page faults take at least; 0 where it does not run."""
+def _met(search: SearchState, payload: bytes, plan: Plan) -> tuple[float, float]:
+    """What page faults take of a step's time, at least, and how many it met; none where it does not run."""
     run = Apart(search.home, payload, plan, search.device, search.settings.seed)
     times_s: list[float] = []
     with contextlib.suppress(Exception), contextlib.closing(run):  # the final says what it raises
         run.warm_up(WARMUP)
         times_s += [run.steps(1) for _ in range(STEPS)]
-    return run.faults * FAULT_S / statistics.median(times_s) if times_s else 0.0
+    return (run.faults * FAULT_S / statistics.median(times_s), run.faults) if times_s else (0.0, 0.0)
 
 
 def keeping(search: SearchState, plans: list[Plan], favourite: Plan) -> list[Plan]:

@@ -39,7 +39,7 @@ from torch import Tensor
 from castwise import _torch
 from castwise.casting.trees import to_device
 from castwise.errors import sentence
-from castwise.measure.processes import keep_compiled_apart, received
+from castwise.measure.processes import belong_to, received
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.numerics.isolation import seed_all
@@ -94,7 +94,7 @@ def run_trial(pipe: Connection, workload: bytes, line: str, device: str, seed: i
     os.setpgid(0, 0)  # compiling starts further processes, which go with this one
     pipe.send((False, os.getpid()))
     plan = Plan.from_json(line)
-    keep_compiled_apart(plan)
+    belong_to(plan)
     return try_compiled(received(workload), plan, torch.device(device), seed)
 
 
