@@ -25,7 +25,8 @@ from castwise.tuning.keeping import gives_back
 from castwise.tuning.search import Settings
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
-KEPT = Plan.parse("bf16-mixed+host_memory=keep")
+KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mixed", "fp32"))
+LOSSLESS = Plan.parse("fp32+optimizer=fused")
 
 needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not glibc")
 
@@ -150,13 +151,25 @@ def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:
     assert complexity(AUTOCAST) < complexity(KEPT) < complexity(AUTOCAST) + 1.0
 
 
-def test_one_line_autocast_can_be_chosen_as_it_is_where_a_slower_tie_keeps_nothing() -> None:
-    """It runs in the final anyway."""
+def test_who_keeps_memory_does_not_race_itself_as_it_is() -> None:
     search = SearchState(workload(), CPU, Settings(formats=("fp32", "bf16")))
     other = Plan.parse("bf16-mixed+optimizer=fused")
     kept = [Plan.parse(f"{plan}+host_memory=keep") for plan in (other, AUTOCAST)]
-    assert keeping.keeping(search, [other, AUTOCAST], other) == [*kept, other, AUTOCAST]
-    assert not search.passed_over
+    assert keeping.keeping(search, [other, AUTOCAST, FP32]) == [*kept, KEPT_FP32]
+    assert search.passed_over == dict.fromkeys((other, AUTOCAST), final.GIVES_BACK)
+    assert keeping.keeping(search, [LOSSLESS, FP32]) == [Plan.parse(f"{LOSSLESS}+host_memory=keep")]
+
+
+def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chosen() -> None:
+    """One-line autocast is always timed."""
+    times = [
+        [[seconds * (1.0 + luck * (s - 1))] * 3 for s in range(3)]
+        for seconds, luck in ((2.0, 0.0), (1.0, 0.05), (0.99, 0.0))
+    ]
+    found = final.Final([FP32, AUTOCAST, KEPT], times_s=times)
+    assert found.reason(AUTOCAST, KEPT) == final.GIVES_BACK
+    assert found.reason(KEPT, AUTOCAST) != final.GIVES_BACK
+    assert found.reason(FP32, KEPT) != final.GIVES_BACK
 
 
 @needs_glibc
@@ -181,7 +194,7 @@ def test_what_is_in_doubt_is_so_with_kept_memory_too(doubt: str, monkeypatch: py
 
 @needs_glibc
 @pytest.mark.parametrize("keeps", [True, False])
-def test_finalists_keep_memory_beside_the_fastest_as_it_is(
+def test_finalists_keep_memory_and_race_no_longer_as_they_are(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(final, "ROUNDS", 3)
@@ -193,6 +206,7 @@ def test_finalists_keep_memory_beside_the_fastest_as_it_is(
     kept = {plan for plan in raced if plan.host_memory == "keep"}
     assert bool(kept) == keeps
     if keeps:
-        assert len({as_raced(plan) for plan in kept} & raced) >= 1
-        others = [row for row in result.evidence.candidates if "keeps freed memory there" in row.reason]
-        assert all(as_raced(Plan.parse(row.plan)).host_memory == "as_given" for row in others)
+        assert raced <= {FP32, AUTOCAST, *kept}
+        reasons = {Plan.parse(row.plan): row.reason for row in result.evidence.candidates}
+        twins = {as_raced(plan) for plan in kept} - {FP32, AUTOCAST, Plan.parse(str(result.plan))}
+        assert all(reasons[plan] == final.GIVES_BACK for plan in twins), reasons

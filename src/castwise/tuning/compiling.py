@@ -72,7 +72,7 @@ def compile_finalists(
     """
     contest, ranks = search.contest, search.ranks
     assert contest is not None
-    each = {as_raced(plan): plan for plan in [FP32, *reversed(plans)]}  # as they keep memory, if they do
+    each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they keep memory, if they do
     order = contest.order(list(each))
     try:
         payload = ranks.at("sending the workload").each(partial(_delivered, search))

@@ -93,12 +93,11 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         sound, doubtful = _sound(search, left)
     share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
     with search.stage("page faults"):
-        first = favourite(contest, sound, doubtful)
-        keeps = gives_back(search, first)
-    room = room_in_final(search, contest, share, keeps)
+        keeps = gives_back(search, favourite(contest, sound, doubtful))
+    room = room_in_final(search, contest, share)
     running = _with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
     if keeps:
-        running = keeping(search, contest.order(running), first)
+        running = keeping(search, contest.order(running))
     compiled = _compiled(search, contest, running, share)
     always = bool(compiled) and search.settings.compile == "always"
     in_doubt = [plan for plan in [*running, *compiled] if as_raced(plan) in doubtful]
@@ -267,13 +266,13 @@ def formats_not_reached(search: SearchState) -> list[str]:
     return sorted(late - timed)
 
 
-def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE, beside: int = 0) -> int:
+def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE) -> int:
     """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in a final of this share.
 
     Two at least: the fastest of the race, and the simplest of those that were about as fast.
     """
     until = search.start + share * search.settings.budget_s
-    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / _start_s(contest)) - 2 - beside))
+    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / _start_s(contest)) - 2))
 
 
 def _start_s(contest: Contest) -> float:

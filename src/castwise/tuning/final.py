@@ -5,6 +5,7 @@ fp32 and one-line autocast run beside them, so that every speed that is shown co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from castwise.tuning.state import AUTOCAST, FP32, SearchState
 ROUNDS = 8
 LEAST = 2
 """Starts that there are whatever the time: of one nobody knows what another would have shown."""
+GIVES_BACK = "no candidate as it is: it keeps memory that would come back with page faults"
 _DOUBT = 1000.0
 """What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
@@ -89,6 +91,8 @@ class Final:
             return f"not faster: takes {_interval(ratio)} times as long"
         if self.complexity(plan) < self.complexity(chosen) and (ahead := self._ahead(plan)):
             return f"not faster: {ahead}"
+        if plan != FP32 and dataclasses.replace(plan, host_memory="keep") in set(self.plans) - {plan}:
+            return GIVES_BACK
         simpler = self.complexity(chosen) < self.complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"

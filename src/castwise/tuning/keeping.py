@@ -2,7 +2,8 @@
 
 Page faults show in a process of a plan's own alone, where the memory lies as it will in training; in the race all plans share
 one. So the plan that the final is likeliest to choose runs some steps by itself, and where its faults cost anything the
-finalists come to the final with ``host_memory="keep"``, beside that one as it is: the final decides.
+finalists come to the final with ``host_memory="keep"``. They do not race themselves as they are: faults are counted, which
+says more than times, whose noise they are most of.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from castwise.measure.processes import NotThereError, delivered
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of, numerics_of
-from castwise.tuning.state import AUTOCAST, FP32, SearchState
+from castwise.tuning.final import GIVES_BACK
+from castwise.tuning.state import FP32, SearchState
 
 STEPS = 6
 FAULT_S = 2.5e-7
@@ -57,15 +59,9 @@ def _met(search: SearchState, payload: bytes, plan: Plan) -> tuple[float, float]
     return (run.faults * FAULT_S / statistics.median(times_s), run.faults) if times_s else (0.0, 0.0)
 
 
-def keeping(search: SearchState, plans: list[Plan], favourite: Plan) -> list[Plan]:
-    """Plans, the fastest first, as they keep memory, and one as it is; fp32 too if nothing else computes in it.
-
-    One-line autocast, which runs in the final anyway, can be chosen as it is, as fp32 can: a tie goes to what is simpler.
-    """
+def keeping(search: SearchState, plans: list[Plan]) -> list[Plan]:
+    """Plans, the fastest first, as they keep memory; fp32 too if nothing else computes in it."""
     lossless = [plan for plan in plans if numerics_of(plan) == FP32]
     keep = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]
-    as_is = list(dict.fromkeys([favourite, *(plan for plan in plans if plan == AUTOCAST)]))
-    for plan in keep:
-        if plan not in as_is:
-            search.passed_over[plan] = "not in the final: it keeps freed memory there"
-    return [*(dataclasses.replace(plan, host_memory="keep") for plan in keep), *as_is]
+    search.passed_over.update(dict.fromkeys((plan for plan in keep if plan != FP32), GIVES_BACK))
+    return [dataclasses.replace(plan, host_memory="keep") for plan in keep]
