@@ -1,9 +1,8 @@
 """Peak memory of a training step and of inference, each plan in a process of its own.
 
 On a CPU the bytes that torch's allocator holds are counted, from torch's profiler: the same run gives the same
-number to the byte, where the resident size of a process (``VmHWM`` of ``/proc/self/status``) moved by 7 MB
-between runs that differ by nothing, for a network whose tensors take 31 MB. What libraries allocate behind torch's
-back is not in it. On an accelerator it is ``max_memory_allocated`` with its peak reset.
+number to the byte, where the resident size of a process (``VmHWM`` of ``/proc/self/status``) moves between runs
+that differ by nothing. What libraries allocate behind torch's back is not in it. On an accelerator it is ``max_memory_allocated`` with its peak reset.
 """
 
 from __future__ import annotations

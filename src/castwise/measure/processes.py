@@ -327,8 +327,8 @@ def scatter() -> None:
     """Leave blocks of random sizes on the heap, as many as are freed again.
 
     Where a process's heap has holes decides how much of it goes back to the system after each step, and comes again as page
-    faults: 1 to 16,000 per step of ``sine``, which made bf16 2.0 to 3.9 times as fast as fp32. Forks inherit the holes, so
-    that without this all starts of one home would be one draw.
+    faults: none to thousands per step of one training. Forks inherit the holes, so that without this all starts of one home
+    would be one draw.
     """
     draw = random.Random()
     blocks = [

@@ -75,7 +75,7 @@ def paired_speedup(
 
     The estimate is the median over rounds of baseline / candidate. The interval is the wider, end by end, of two:
     the percentile bootstrap over rounds, and the interval between order statistics that covers a median whatever
-    the distribution. With a dozen rounds the bootstrap alone covers too little (about 92 % where 95 % is claimed).
+    the distribution. With a dozen rounds the bootstrap alone covers too little.
 
     The same times, in seconds, and seed give the same interval. With fewer than six pairs none that holds whatever the
     distribution reaches 95 %: it is Student's, of the logarithms of the ratios, and not within their range. One pair says
