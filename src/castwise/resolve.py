@@ -108,6 +108,13 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
     return out
 
 
+def region_of(path: str, assigned: Mapping[str, Region]) -> Region | None:
+    """The region that a module lies in, by what :func:`assign` returned: that of the nearest module around it which has one."""
+    while path and path not in assigned:
+        path = path.rpartition(".")[0]
+    return assigned.get(path)
+
+
 def only_matching(plan: Plan, model: nn.Module) -> Plan:
     """The plan without the regions by path that match nothing in a model: those of a pipeline's other stages."""
     modules = dict(model.named_modules())

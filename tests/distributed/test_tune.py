@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan, Workload
+from castwise.measure.processes import NotThereError
 from castwise.measure.ranks import lockstep
 from castwise.tuning import contest, final
 from castwise.tuning.state import SearchState, Settings
@@ -202,6 +203,25 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
     return {"peak": search.peaks.get(plan), "notes": search.notes}
 
 
+def cannot_leave(rank: int, folder: Path) -> dict[str, Any]:
+    """A workload that can be sent to another process from rank 0 alone."""
+
+    class Stays:
+        def __reduce__(self) -> str:
+            raise TypeError(f"cannot pickle what lies at {id(self):#x}")
+
+    stays = Stays() if rank else None
+    made = Workload("tiny", network, rmsprop, lambda _: iter(data()), lambda m, b: (stays, loss(m, b))[1])
+    with lockstep("sending") as ranks:
+        search = SearchState(made, torch.device("cpu"), Settings(), ranks=ranks)
+        with search.home:
+            try:
+                search.payload()
+            except NotThereError as error:
+                return {"said": str(error)}
+    return {}
+
+
 def exchanges(rank: int, folder: Path) -> dict[str, Any]:
     """What the searches rest on, with its own seeded faults."""
 
@@ -358,6 +378,15 @@ def test_the_larger_peak_counts(found: Callable[[Case], Found]) -> None:
     assert first == second
     assert first["notes"] == []
     assert 4 << 20 < first["peak"] < 5 << 20
+
+
+def test_a_workload_that_stays_on_one_rank_stays_on_all_whatever_each_says(
+    found: Callable[[Case], Found],
+) -> None:
+    """In the words of one: where an object lies differs from rank to rank."""
+    first, second = found(cannot_leave)
+    assert first == second
+    assert "cannot be sent to another process" in first["said"]
 
 
 def test_nothing_is_exchanged_by_a_process_alone() -> None:

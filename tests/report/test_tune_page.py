@@ -57,6 +57,15 @@ def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
     assert "sound but not timed" in read(show.page(record))
 
 
+def test_what_compiling_takes_stands_beside_the_step_in_the_terminal_too() -> None:
+    one = make_candidate("bf16-mixed+compile=default", 0.06, compile_s=54.0, pays_after_steps=1234)
+    for candidates, expected in (((one,), True), ((), False)):
+        record = make_record(make_evidence(candidates=(*make_evidence().candidates, *candidates)))
+        speeds = next(part for part in tune.lines(record) if isinstance(part, Grid))
+        assert ("compiling" in speeds.header) == expected
+        assert any("54 s, pays after 1,234 steps" in map(str, row.cells) for row in speeds.rows) == expected
+
+
 def test_opens_with_the_answer_and_holds_what_decides() -> None:
     record, page = make_record(), shown()
     said = read(page)

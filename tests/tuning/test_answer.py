@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
 from castwise.plans.plan import Plan
-from castwise.tuning.answer import advice, answer, why
+from castwise.tuning.answer import advice, answer, tied, why
 from castwise.tuning.final import Final
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
@@ -90,6 +91,17 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     assert answer(slower) == "Stay in fp32 as it is: nothing else that was timed keeps the gradients."
     slower.complete = False
     assert answer(slower) == "Stay in fp32 for now: the search ended before it could choose."
+
+
+def test_a_plan_whose_numerics_were_not_found_sound_ties_with_nothing() -> None:
+    """One that left the race, and was shown in the final, has not been tested itself."""
+    other = Plan.parse("bf16-master+optimizer=fused")
+    search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.1, other: 0.1})
+    assert not tied(search)
+    search.findings[Plan.parse("bf16-master")] = SOUND
+    assert tied(search) == [other]
+    search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="fail")
+    assert tied(search) == [other]
 
 
 def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional
 import castwise
 from castwise import Plan, Workload
 from castwise.errors import DeviceError, PlanError, WorkloadError
+from castwise.heap import HEAP, can_keep
 from castwise.measure.ranks import BY_ITSELF
 from castwise.numerics.damage import ADAM_PASS, PASS, Estimate
 from castwise.numerics.parity import ParityResult
@@ -316,6 +317,22 @@ def test_an_interruption_leaves_nothing_behind() -> None:
         contest.halve([Plan.preset("bf16-mixed"), Plan.parse("fp32+fp32_matmul=ieee")])
     assert not contest._runs
     assert not _claimed
+
+
+@pytest.mark.skipif(not can_keep(), reason="the C library is not glibc")
+def test_an_interruption_while_runs_are_closed_gives_the_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    contest = Contest(workload(), CPU)
+    with contest:
+        contest.run([], 1)
+
+        def interrupted(_plan: Plan) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(contest, "_close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            contest.close()
+        assert HEAP.host_memory == "as_given"
+        monkeypatch.undo()
 
 
 def test_batches_that_run_out_in_a_race_are_the_workloads_error() -> None:

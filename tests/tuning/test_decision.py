@@ -10,7 +10,7 @@ import pytest
 from tests.soak import each_value
 
 from castwise.measure.stats import LUCK, restarts
-from castwise.tuning.decision import FIRST, MOST, decide, settle
+from castwise.tuning.decision import FIRST, LEAST, MOST, decide, settle
 
 
 def times(speeds: Sequence[float], starts: int, noise: float = 0.0, seed: int = 0) -> list[list[list[float]]]:
@@ -75,6 +75,14 @@ def test_starts_end_when_the_times_decide() -> None:
     decision, taken = settle([0, 1, 2], machine)
     assert (decision.chosen, decision.decided) == (1, True)
     assert [len(starts) for starts in taken] == [FIRST - 1, FIRST, FIRST - 1]
+
+
+def test_a_plan_alone_is_started_twice() -> None:
+    """Of one start nobody knows what another would have shown, and a speed is told over others."""
+    machine = Machine([1.5, 1.0], 0.001)
+    decision, taken = settle([0, 1], machine, beside=frozenset({0}))
+    assert (decision.chosen, decision.decided) == (1, True)
+    assert [len(starts) for starts in taken] == [LEAST, LEAST]
 
 
 def test_a_machine_too_noisy_to_decide_is_given_up_after_most_starts() -> None:

@@ -123,13 +123,7 @@ def test_equal_plans_have_equal_losses(
 def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
     searching: Callable[[Workload], SearchState],
 ) -> None:
-    lock = threading.Lock()
-
-    def locked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        with lock:
-            return loss(model, batch)
-
-    timed_here(searching(dataclasses.replace(workload(SlowWhenLow), loss=locked)), "cannot be sent")
+    timed_here(searching(dataclasses.replace(workload(SlowWhenLow), loss=threading_loss())), "cannot be sent")
 
 
 @pytest.mark.parametrize("of", some(["loss", "model"], 2))
@@ -182,8 +176,11 @@ def test_reasons_name_what_the_interval_knows() -> None:
 def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     times = {FP32: 2.0, AUTOCAST: 1.0, REGION: 0.96}
     final = timed(times, decision=Decision(1, decided=False))
-    assert f"{name_of(REGION)} may still be up to 4% faster than the chosen plan" in final.doubt(AUTOCAST)
+    assert f"{name_of(REGION)} may still be up to 4 % faster than the chosen plan" in final.doubt(AUTOCAST)
+    assert final.doubt(AUTOCAST).startswith("The machine is too noisy to decide: after 3 starts ")
     assert "--budget" in final.doubt(AUTOCAST)
+    few = Final(list(times), times_s=[starts[:2] for starts in final.times_s], decision=final.decision)
+    assert few.doubt(AUTOCAST).startswith("The time was too short to decide: after 2 starts ")
     assert not final.doubt(REGION)  # nothing is open there
     wild = Final(
         list(times),
@@ -192,6 +189,56 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     )
     assert f"{name_of(REGION)} may still be much faster than" in wild.doubt(AUTOCAST)
     assert not timed(times, decision=Decision(1, decided=True)).doubt(AUTOCAST)
+
+
+@pytest.mark.parametrize("why", ["refused", "failed", "beside"])
+def test_nothing_is_open_about_a_plan_that_cannot_be_chosen(why: str) -> None:
+    final = timed({FP32: 2.0, AUTOCAST: 1.0, REGION: 0.96}, decision=Decision(1, decided=False))
+    assert final.doubt(AUTOCAST)
+    if why == "failed":
+        final.failed[REGION] = "out of memory"
+    if why == "beside":
+        final.choice = {FP32, AUTOCAST}
+    assert not final.doubt(AUTOCAST, {REGION: "damage"} if why == "refused" else {})
+
+
+def test_a_plan_that_failed_in_a_later_start_is_not_chosen_for_its_first() -> None:
+    final = timed({FP32: 2.0, AUTOCAST: 1.0, REGION: 0.5}, failed={REGION: "out of memory"})
+    assert list(final.in_turn([FP32, AUTOCAST, REGION])) == [AUTOCAST, FP32]
+    assert final.reason(REGION, AUTOCAST) == "out of memory"
+
+
+def test_what_left_since_it_is_slower_does_not_come_back_as_the_machine_gets_noisy() -> None:
+    quiet = {FP32: 1.07, AUTOCAST: 1.0, REGION: 1.0}
+    times = [[[seconds] * 3 for _ in range(2)] for seconds in quiet.values()]
+    for plan, luck in ((1, (1.2, 0.8, 1.1)), (2, (0.85, 1.2, 0.9))):
+        times[plan] += [[one] * 3 for one in luck]
+    final = Final(list(quiet), times_s=times)
+    assert list(final.in_turn([FP32, AUTOCAST, REGION])) == [AUTOCAST, REGION, FP32]
+
+
+def test_where_all_run_in_one_process_they_run_all_rounds_though_the_race_is_over(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    search = searching(dataclasses.replace(workload(), loss=threading_loss()))
+    assert search.contest is not None
+    search.contest._deadline = time.monotonic()
+    final = race_final(search, [AUTOCAST], (), time.monotonic() + 60.0)
+    assert not final.apart
+    assert len(final.seconds(AUTOCAST)) == 2 * final_.ROUNDS
+    late = race_final(search, [AUTOCAST], (), time.monotonic())
+    assert len(late.seconds(AUTOCAST)) == 1
+
+
+def threading_loss() -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
+    """One that cannot be sent to another process."""
+    lock = threading.Lock()
+
+    def locked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with lock:
+            return loss(model, batch)
+
+    return locked
 
 
 def test_a_longer_budget_is_advised_only_where_it_would_help() -> None:

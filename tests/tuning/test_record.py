@@ -12,13 +12,15 @@ from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
 from castwise.plans.plan import Plan
 from castwise.tuning.answer import why
+from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.evidence import Verification
-from castwise.tuning.final import Final
+from castwise.tuning.final import GIVES_BACK, Final
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.workload import find_workload
 
 PLAN, FP32 = Plan.preset("bf16-mixed"), Plan.preset("fp32")
+FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 
 
 def finding(value: float, verdict: str) -> ParityResult:
@@ -80,6 +82,20 @@ def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
     assert base.time is not None
     assert base.time.median_s / mine.time.median_s == pytest.approx(mine.speedup.value)
     assert mine.time.q1_s / mine.time.median_s == pytest.approx(0.51 / 0.52)
+
+
+def test_a_plan_that_runs_in_the_final_as_it_keeps_memory_is_not_rejected() -> None:
+    search = searched()
+    search.findings[PLAN] = finding(0.001, "pass")
+    search.contest = Contest(search.workload, search.device)
+    for plan in (PLAN, FUSED):
+        search.contest.entries[plan] = Entry(plan, [1.0])
+        search.passed_over[plan] = GIVES_BACK
+    search.findings[FUSED] = finding(0.3, "fail")
+    search.reasons[FUSED] = "damage 0.3"
+    rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
+    assert rows[str(PLAN)] == ("sound", GIVES_BACK)
+    assert rows[str(FUSED)] == ("rejected", "damage 0.3")
 
 
 @pytest.mark.parametrize("verdict", ["pass", "fail"])

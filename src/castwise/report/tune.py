@@ -26,8 +26,9 @@ _MOST = 12
 def lines(record: Record) -> list[Grid | Line]:
     """A search's answer, why, how to use it, the plans that it compared and what became of others, for the terminal."""
     plans, apart = plan_grid(record), region_grid(record).where("apart")
+    compiling = [name for name in plans.header if name == "compiling"]
     grids = (
-        plans.only("Speed", "plan", "training step", "vs fp32", "vs autocast"),
+        plans.only("Speed", "plan", "training step", *compiling, "vs fp32", "vs autocast"),
         plans.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
         replace(apart, rows=apart.rows[:_MOST]).only(
             "Kept in another format", "region", "modules", "format", "why"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from castwise.measure import stats
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity
+from castwise.tuning.axes import complexity, numerics_of
 from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
@@ -136,9 +136,16 @@ def tied(search: Search) -> list[Plan]:
     for plan in _timed(search):
         ratio = speed(search, search.chosen, plan)
         simpler = complexity(plan) < complexity(search.chosen)  # it was passed over since another is faster
-        if not simpler and not search.reasons.get(plan) and ratio is not None and ratio.low <= 1.0:
+        if not simpler and _is_sound(search, plan) and ratio is not None and ratio.low <= 1.0:
             out.append(plan)
     return out
+
+
+def _is_sound(search: Search, plan: Plan) -> bool:
+    numerics = numerics_of(plan)
+    found = search.findings.get(numerics)
+    passed = numerics in (FP32, numerics_of(search.chosen)) or (found is not None and found.verdict == "pass")
+    return passed and not search.reasons.get(plan)
 
 
 def _why_fp32(search: Search) -> str:

@@ -21,7 +21,7 @@ from functools import partial
 from castwise.errors import CastwiseError, WorkloadError
 from castwise.measure.apart import Apart
 from castwise.measure.failures import cannot_run, unfit
-from castwise.measure.processes import COMPILED, NotThereError, delivered, not_there
+from castwise.measure.processes import COMPILED, NotThereError, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import as_raced, name_of, uncompiled
 from castwise.tuning.final import LEAST as STARTS
@@ -75,7 +75,8 @@ def compile_finalists(
     each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they keep memory, if they do
     order = contest.order(list(each))
     try:
-        payload = ranks.at("sending the workload").each(partial(_delivered, search))
+        payload = search.payload()
+        ranks.at("a step elsewhere").each(partial(_try_elsewhere, search, payload))
     except NotThereError as error:
         search.notes.append(f"Nothing was compiled: {error}.")
         return []
@@ -112,16 +113,13 @@ def compile_finalists(
     return best
 
 
-def _delivered(search: SearchState) -> bytes:
-    """The workload as another process has trained it for a step: after that, what a trial raises is about compiling."""
-    workload = search.spec or search.workload
-    payload = delivered(search.home, workload)
+def _try_elsewhere(search: SearchState, payload: bytes) -> None:
+    """Train for a step in another process: after that, what a trial raises is about compiling."""
     with contextlib.closing(Apart(search.home, payload, FP32, search.device, search.settings.seed)) as run:
         try:
             run.warm_up(1)
         except Exception as error:
-            raise not_there(workload, error) from error
-    return payload
+            raise not_there(search.spec or search.workload, error) from error
 
 
 def _fastest(speeds: Mapping[Plan, float]) -> list[Plan]:

@@ -119,9 +119,11 @@ class Contest:
 
     def close(self) -> None:
         """Let go of all models, and of memory; times stay, and a plan that is run again is built again."""
-        for plan in list(self._runs):
-            self._close(plan)
-        self._memory.close()
+        try:
+            for plan in list(self._runs):
+                self._close(plan)
+        finally:
+            self._memory.close()
 
     # --- racing -------------------------------------------------------------------------------------------
 
@@ -176,10 +178,13 @@ class Contest:
         said = f"takes {1 / ratio.value:.2f} times as long" if ratio else "not timed beside it"
         return f"not faster: {said}"
 
-    def run(self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True) -> None:
+    def run(
+        self, plans: Sequence[Plan], rounds: int, *, admit_late: bool = True, until: float | None = None
+    ) -> None:
         """Run interleaved rounds, in each of which every plan, and fp32, runs one block of steps.
 
-        With ``admit_late`` plans that have not run yet may still join after the deadline.
+        With ``admit_late`` plans that have not run yet may still join after the deadline. No round but the first begins after
+        ``until``, which is the deadline if it is not given.
 
         Raises:
             Exception: What fp32 raised, without which there is nothing to compare with; what another plan raised, unless it
@@ -198,7 +203,7 @@ class Contest:
         racing = [plan for plan in field_ if plan in self._runs]
         block = self._block
         for number in range(rounds):
-            if number and self._ranks.now() > self._deadline:
+            if number and self._ranks.now() > (self._deadline if until is None else until):
                 break
             self._say(f"{len(racing)} plans, {block} steps each", number, rounds)
             laps = race(

@@ -21,8 +21,9 @@ MARGIN = 1.03
 """A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
 SURE = 0.99
 """Confidence with which a plan is slower: several are looked at, after every start."""
-FIRST, MOST = 3, 12
-"""Starts before the first decision (what is out leaves one sooner), and after which there is no further one."""
+LEAST, FIRST, MOST = 2, 3, 12
+"""Starts that there are of one plan alone, since of one nobody knows what another would have shown; before the first decision
+between several (what is out leaves one sooner); and after which there is no further one."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def settle(
         left = [one for one in racing if one not in beside] or racing
         decision = decide([complexity[one] for one in left], [times[one] for one in left])
         starts = max(map(len, times))
-        decided = decision.decided and (starts >= FIRST or len(left) == 1)
+        decided = decision.decided and starts >= (FIRST if len(left) > 1 else LEAST)
         if decided or starts >= MOST or is_over():
             break
         if starts > 1:

@@ -14,7 +14,7 @@ from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan
-from castwise.resolve import assign
+from castwise.resolve import assign, region_of
 from castwise.tuning.axes import (
     FORMATS,
     as_raced,
@@ -47,8 +47,8 @@ RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.35, 0.6, 0.85
 further start of the final begins."""
 START_S = 0.5
 """What starting a process and building a model in it takes, about."""
-AS_GIVEN_ROUNDS = 3
-"""Rounds that the model as it arrived runs in the race, so that it can be shown in the final."""
+SHOWN_ROUNDS = 3
+"""Rounds that the model as it arrived, and a plan that was repaired, run in the race, so that they can come to the final."""
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 TRAINING_SHARE = 0.35
@@ -88,9 +88,10 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         left = contest.halve(plans, keep=FINALISTS)
         left = _with_operators(search, contest, left)
         if search.as_given is not None:
-            contest.run([search.as_given], AS_GIVEN_ROUNDS)
+            contest.run([search.as_given], SHOWN_ROUNDS)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
+        _race_repaired(contest, sound)
     share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
     with search.stage("page faults"):
         keeps = gives_back(search, favourite(contest, sound, doubtful))
@@ -109,7 +110,9 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     choices = [compiled, eager] if always else [[*eager, *compiled]]
     _choose(search, itertools.chain.from_iterable(map(search.final.in_turn, choices)))
     search.notes += [
-        note for note in (search.final.doubt(search.chosen), said(search, search.chosen)) if note
+        note
+        for note in (search.final.doubt(search.chosen, search.reasons), said(search, search.chosen))
+        if note
     ]
 
 
@@ -148,9 +151,12 @@ def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> N
     left = sorted((p for p in plans if p in search.peaks), key=lightness) or [FP32]
     with search.stage("parity"):
         sound, _ = _sound(search, left)
+    if repaired := [plan for plan in sound if plan not in search.peaks]:
+        with search.stage("memory"):
+            search.measure_peaks(repaired)
     order = sorted(sound, key=lightness)
     _choose(search, order)
-    _final(search, list(dict.fromkeys([search.chosen, *order[:2]])), (), 1.2)
+    _final(search, list(dict.fromkeys([search.chosen, *order[:2]])), (), FINAL_SHARE)
 
 
 # --- what is raced ------------------------------------------------------------------------------------------
@@ -232,10 +238,7 @@ def low_share(search: SearchState, plan: Plan) -> float:
     }
     low_s = 0.0
     for part, time_s in times_s.items():
-        path = part.paths[0]
-        while path and path not in assigned:
-            path = path.rpartition(".")[0]
-        region = assigned.get(path)
+        region = region_of(part.paths[0], assigned)
         low_s += time_s * ((plan.compute if region is None else region.compute) in LOW)
     whole_s = sum(times_s.values())
     return low_s / whole_s if whole_s else 1.0
@@ -330,6 +333,14 @@ def likeliest(
     return [plan for plan in (*sound, *doubtful) if plan in left]
 
 
+def _race_repaired(contest: Contest, sound: list[Plan]) -> None:
+    """Race plans that came by a repair, which nobody has timed, beside fp32; those that cannot run are taken out."""
+    repaired = [plan for plan in sound if plan not in contest.entries]
+    if repaired:
+        contest.run(repaired, SHOWN_ROUNDS, until=math.inf)
+        sound[:] = [plan for plan in sound if not contest.entries[plan].reason] or [FP32]
+
+
 def _with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
     """The plans in the running and the fastest that computes in fp32: what is repaired can be slower than that."""
     lossless = [p for p in contest.entries if numerics_of(p) == FP32 and contest.entries[p].rounds]
@@ -388,21 +399,26 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
     """Settle the first of some plans that passes on fresh batches, or that trains like fp32 where it is in doubt."""
     assert search.numerics is not None
     kept = search.kept
+    refused: dict[Plan, str] = {}
     for plan in order:
-        if numerics_of(plan) == FP32:
+        numerics = numerics_of(plan)
+        if numerics == FP32:
             search.settle(plan, None)
             return
+        if numerics in refused:
+            search.reasons[plan] = refused[numerics]
+            continue
         with search.stage("verification"):
             result = search.numerics.verify(plan)
             lost = _lost(search, plan)
         if lost is not None and lost > LOST:
-            search.reasons[plan] = f"rounding drops {lost:.0%} of its updates"
+            search.reasons[plan] = refused[numerics] = f"rounding drops {lost:.0%} of its updates"
             continue
         why = f"on fresh batches: {search.why(plan, result)}"
         if result.verdict != "pass":
             trained = _trained(search, plan) if _may_train(search, result) else None
             if trained is None or trained.verdict != "not worse":
-                search.reasons[plan] = (
+                search.reasons[plan] = refused[numerics] = (
                     why if trained is None else f"{why}, and in training {in_training(trained)}"
                 )
                 continue

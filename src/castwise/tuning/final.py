@@ -13,17 +13,15 @@ from functools import partial
 from castwise.measure import stats
 from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import cannot_run, unfit
-from castwise.measure.processes import NotThereError, delivered, not_there
+from castwise.measure.processes import NotThereError, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, name_of
 from castwise.tuning.contest import Contest
-from castwise.tuning.decision import FIRST, MARGIN, MOST, Decision, decide, settle
+from castwise.tuning.decision import FIRST, LEAST, MARGIN, MOST, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 ROUNDS = 8
-LEAST = 2
-"""Starts that there are whatever the time: of one nobody knows what another would have shown."""
-GIVES_BACK = "no candidate as it is: it keeps memory that would come back with page faults"
+GIVES_BACK = "it runs with host_memory=keep in the final, since page faults slow it as it is"
 _DOUBT = 1000.0
 """What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
@@ -37,7 +35,8 @@ class Final:
         times_s: Of each, per start and per round seconds per step.
         losses: Of each plan's steps in the first start, all over the same batches.
         failed: Why a plan did not come to its end.
-        decision: Between those that may be chosen.
+        choice: Those that may be chosen; empty: all.
+        decision: Between those.
         apart: Whether each had a process of its own.
     """
 
@@ -46,6 +45,7 @@ class Final:
     times_s: list[list[Sequence[float]]] = field(default_factory=list)
     losses: dict[Plan, list[float]] = field(default_factory=dict)
     failed: dict[Plan, str] = field(default_factory=dict)
+    choice: Collection[Plan] = ()
     decision: Decision | None = None
     apart: bool = True
 
@@ -62,7 +62,7 @@ class Final:
         """All times of a plan, in seconds per step."""
         if plan not in self.plans or not self.times_s:
             return []
-        return [time for start in self.times_s[self.plans.index(plan)] for time in start]
+        return [time for start in self._times(plan) for time in start]
 
     def ratio(self, plan: Plan, over: Plan) -> stats.Ratio | None:
         """How many times as fast as another a plan is; None where one of them was not in it."""
@@ -76,16 +76,25 @@ class Final:
         return complexity(plan) + _DOUBT * (plan in self.doubtful)
 
     def in_turn(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """The plan to choose, and, each time that one is refused, the one to choose among the others."""
-        left = [plan for plan in plans if self.seconds(plan)]
+        """The plan to choose, and, each time that one is refused, the one to choose among the others.
+
+        One that left since it is slower comes after all that did not.
+        """
+        left = [plan for plan in plans if self.seconds(plan) and plan not in self.failed]
         while left:
-            times = [self.times_s[self.plans.index(plan)] for plan in left]
-            yield left.pop(decide([self.complexity(plan) for plan in left], times).chosen)
+            to_the_end = [plan for plan in left if len(self._times(plan)) == self.starts] or left
+            weights = [self.complexity(plan) for plan in to_the_end]
+            plan = to_the_end[decide(weights, [self._times(plan) for plan in to_the_end]).chosen]
+            left.remove(plan)
+            yield plan
+
+    def _times(self, plan: Plan) -> list[Sequence[float]]:
+        return self.times_s[self.plans.index(plan)]
 
     def reason(self, plan: Plan, chosen: Plan) -> str:
         """Why a plan that was in to the end was not chosen; empty for one that was not in it."""
         ratio = self.ratio(chosen, plan)
-        if ratio is None:
+        if ratio is None or plan in self.failed:
             return self.failed.get(plan, "")
         if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
@@ -107,21 +116,24 @@ class Final:
                 return f"{name_of(other)} is {_interval(ratio)} times as fast"
         return ""
 
-    def doubt(self, chosen: Plan) -> str:
-        """What to tell where the machine was too noisy to decide; empty where it was not."""
+    def doubt(self, chosen: Plan, refused: Collection[Plan] = ()) -> str:
+        """What to tell where it was not decided whether another plan that could be chosen is faster; empty where it was."""
         if self.decision is None or self.decision.decided:
             return ""
-        ratios = {plan: ratio.high for plan in self.plans if (ratio := self.ratio(plan, chosen)) is not None}
+        could = {*(self.choice or self.plans)}.difference(refused, self.failed)
+        ratios = {plan: ratio.high for plan in could if (ratio := self.ratio(plan, chosen)) is not None}
         plan = max(ratios, key=ratios.__getitem__, default=chosen)
         if ratios.get(plan, 1.0) < MARGIN:
             return ""
         more = ratios[plan] - 1.0
-        faster = f"up to {more:.0%} faster" if more < 1.0 else "much faster"
+        faster = f"up to {100.0 * more:.0f} % faster" if more < 1.0 else "much faster"
         idle = "a machine with nothing else to do"
         longer = f"A longer --budget, and {idle}," if self.apart and self.starts < MOST else idle.capitalize()
+        why = (
+            "The machine is too noisy" if self.starts >= FIRST or not self.apart else "The time was too short"
+        )
         return (
-            f"The machine is too noisy to decide: after {self.starts} start{'s' * (self.starts != 1)} of every finalist "
-            f"{name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
+            f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
             f"those that are not known to be slower. {longer} would tell."
         )
 
@@ -156,7 +168,7 @@ def race_final(
     shows = [plan for plan in beside_all if runs[plan].behind or not runs[plan].reason]
     plans = list(dict.fromkeys([FP32, *eligible, *shows]))
     choice = {FP32, *eligible}.difference(beside)
-    final = Final(plans, doubtful)
+    final = Final(plans, doubtful, choice=choice)
     taken_s = 0.0
 
     def over() -> bool:
@@ -203,23 +215,22 @@ def race_final(
 
     contest.close()
     try:
-        payload = ranks.at("sending the workload").each(
-            lambda: delivered(search.home, search.spec or search.workload)
-        )
-        return decided(partial(apart, payload), over)
+        return decided(partial(apart, search.payload()), over)
     except NotThereError as error:
         search.notes.append(f"The finalists were timed once, in one process: {error}.")
         final.apart = False
-        return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing), lambda: True)
+        return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
 
 
-def _here(contest: Contest, plans: Sequence[Plan], indices: Sequence[int]) -> dict[int, list[float]]:
+def _here(
+    contest: Contest, plans: Sequence[Plan], indices: Sequence[int], until: float
+) -> dict[int, list[float]]:
     """Times of one start of plans in this process, by index."""
     before = len(contest.entries[FP32].times_s)
     for plan in plans:  # one that has left may run again beside the others
         if plan in contest.entries:
             contest.entries[plan].reason = ""
-    contest.run(plans, 2 * ROUNDS)
+    contest.run(plans, 2 * ROUNDS, until=until)
     times = {
         index: contest.entries[plan].times_s[before:] for index, plan in zip(indices, plans, strict=True)
     }

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from castwise.measure import stats
 from castwise.measure.environment import environment
 from castwise.numerics.parity import ParityResult
-from castwise.plans.parts import Region
 from castwise.plans.plan import Plan
-from castwise.resolve import assign
+from castwise.resolve import assign, region_of
 from castwise.tuning.answer import answer, speed, tied, why, why_chosen
 from castwise.tuning.arrived import AS_GIVEN
 from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
+from castwise.tuning.final import GIVES_BACK
 from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
@@ -134,7 +134,7 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
     if not unsound and why.startswith(("not tried", "not tested")):
         return "not tried", why
     ran = bool(entry.rounds or entry.reason or in_final) or plan.compile != "as_given"
-    if unsound or (why and ran):
+    if unsound or (why and ran and why != GIVES_BACK):
         return "rejected", why
     if found is not None:
         return ("sound" if found.verdict == "pass" else "rejected"), why
@@ -194,7 +194,7 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
             for name in ("bias", "noise", "data_noise")
         )
         histogram = seen.histogram(part.pattern, part.paths)
-        region = _region_of(part.paths[0], assigned)
+        region = region_of(part.paths[0], assigned)
         runs_in = (region.compute if region is not None else None) or plan.compute
         out.append(RegionEvidence(
             pattern=part.pattern, kind=part.kind, modules=len(part.paths), parameters=part.parameters,
@@ -209,13 +209,6 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
             grad_smallest=(histogram.smallest(0.001) or None) if histogram is not None else None,
         ))  # fmt: skip
     return tuple(out)
-
-
-def _region_of(path: str, assigned: Mapping[str, Region]) -> Region | None:
-    """The region that a module lies in: that of the nearest module around it which has one."""
-    while path and path not in assigned:
-        path = path.rpartition(".")[0]
-    return assigned.get(path)
 
 
 def _slower(search: Search, pattern: str, region: str, low: str) -> str:

@@ -104,8 +104,7 @@ class Search(SearchState):
                 f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time was spent before. A longer "
                 "--budget would tell whether it is faster."
             )
-        ended = self.left_s() > 0 or settings.goal == "numerics" or self.verified is not None
-        self.complete = ended and not missed
+        self.complete = not missed
 
     def _refer(self) -> None:
         """Run fp32 on a few batches, and look at the model."""

@@ -15,7 +15,7 @@ from torch import nn
 from castwise.errors import CastwiseError, PlanError, check_count
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.memory import measure_memory
-from castwise.measure.processes import Home
+from castwise.measure.processes import Home, NotThereError, delivered
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.numerics.parity import ParityResult, ParityTest, with_measured_scale
 from castwise.plans.plan import PRESETS, Plan
@@ -205,6 +205,26 @@ class SearchState:
     def tell(self, subject: str) -> None:
         """Say what begins; a search that is out of time ends at the next of these."""
         self.say(self.now, subject, 0, 1)
+
+    def payload(self) -> bytes:
+        """The workload for a process of its own.
+
+        Raises:
+            NotThereError: It cannot leave this process, or not another rank's: all ranks hear of it.
+        """
+        sent = b""
+
+        def why_not() -> str:
+            nonlocal sent
+            try:
+                sent = delivered(self.home, self.spec or self.workload)
+            except NotThereError as error:
+                return str(error)
+            return ""
+
+        if reasons := list(filter(None, self.ranks.at("sending the workload").every(why_not))):
+            raise NotThereError(reasons[0])
+        return sent
 
     def scaled(self, plan: Plan) -> Plan:
         """Start a plan's loss scale where the gradients that were seen want it."""
