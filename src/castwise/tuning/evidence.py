@@ -64,7 +64,7 @@ class Candidate:
         versus_autocast: Over one-line ``torch.autocast`` in bf16 (``bf16-mixed``).
         peak_bytes: Peak memory of a training step, None where it was not measured.
         parity: The gradient parity test's finding, None where it was not made.
-        loss: Mean loss of the last steps that it trained in the race, None where there were none.
+        loss: Mean loss of the last steps that it trained in the first start of the final (without one, in the race), None where there were none.
         compile_s: Seconds that compiling it took, with none of its code on disk; None where it was not compiled.
         pays_after_steps: Steps that take as much longer uncompiled; None where that is not known, or never.
     """

@@ -23,7 +23,7 @@ from castwise.tuning.state import FP32, SearchState
 
 STEPS = 6
 FAULT_S = 2.5e-7
-"""What a page fault takes at least."""
+"""Seconds that a page fault takes, and rather less than it does."""
 WORTH = 0.01
 """Share of a step that its page faults have to take for the finalists to keep memory."""
 
