@@ -63,7 +63,7 @@ def test_what_compiling_takes_stands_beside_the_step_in_the_terminal_too() -> No
         record = make_record(make_evidence(candidates=(*make_evidence().candidates, *candidates)))
         speeds = next(part for part in tune.lines(record) if isinstance(part, Grid))
         assert ("compiling" in speeds.header) == expected
-        assert any("54 s, pays after 1,234 steps" in map(str, row.cells) for row in speeds.rows) == expected
+        assert any("54.0 s, pays after 1,234 steps" in map(str, row.cells) for row in speeds.rows) == expected
 
 
 def test_opens_with_the_answer_and_holds_what_decides() -> None:

@@ -17,6 +17,9 @@ from castwise.numerics.parity import ParityResult
 from castwise.tuning import final
 from castwise.tuning.axes import numerics_of
 from castwise.tuning.repair import NumericsSearch
+from castwise.tuning.state import AUTOCAST, FP32
+
+FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 
 
 class SlowInFP32(nn.Module):
@@ -49,7 +52,7 @@ def found(job: Workload = JOB, goal: str = "time") -> castwise.TuneResult:
 def test_a_plan_that_was_repaired_is_timed_and_can_be_chosen() -> None:
     result = found()
     assert result.plan.compute == "bf16"
-    assert [(region.pattern, region.compute) for region in result.plan.regions] == [("4", "fp32")]
+    assert ("4", "fp32") in [(region.pattern, region.compute) for region in result.plan.regions]
     row = next(row for row in result.evidence.candidates if row.status == "chosen")
     assert row.speedup is not None
     assert row.speedup.low > 1.0
@@ -75,11 +78,9 @@ def test_numerics_that_were_refused_are_not_tested_again_for_their_like(
         return dataclasses.replace(result, verdict="fail", reason="damage 9", damage=wrong, adam=wrong)
 
     monkeypatch.setattr(NumericsSearch, "verify", fails)
+    monkeypatch.setattr(final.Final, "in_turn", lambda *_: iter((AUTOCAST, FUSED, FP32)))
     result = found(dataclasses.replace(JOB, model=lambda: model(2, nn.Linear(16, 16), SlowInFP32())))
-    assert result.plan.compute == "fp32"
-    assert len(asked) == len(set(asked)) >= 1
-    refused = {
-        numerics_of(Plan.parse(row.plan)) for row in result.evidence.candidates if "damage 9" in row.reason
-    }
-    assert refused == set(asked)
-    assert sum("damage 9" in row.reason for row in result.evidence.candidates) > len(asked)
+    assert result.plan == FP32
+    assert asked == [AUTOCAST]
+    rows = {Plan.parse(row.plan): row.reason for row in result.evidence.candidates}
+    assert rows[AUTOCAST] == rows[FUSED] == "on fresh batches: damage 9"

@@ -24,7 +24,7 @@ from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import COMPILED, NotThereError, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import as_raced, name_of, uncompiled
-from castwise.tuning.final import LEAST as STARTS
+from castwise.tuning.decision import LEAST as STARTS
 from castwise.tuning.state import FP32, SearchState
 from castwise.tuning.trial import Trial, run_trial
 

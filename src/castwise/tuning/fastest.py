@@ -26,9 +26,9 @@ from castwise.tuning.axes import (
 )
 from castwise.tuning.compiling import compile_finalists, said
 from castwise.tuning.contest import LATE, Contest
+from castwise.tuning.decision import LEAST as STARTS
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
-from castwise.tuning.final import LEAST as STARTS
 from castwise.tuning.final import race_final
 from castwise.tuning.keeping import gives_back, keeping
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs

@@ -2,9 +2,9 @@
 
 Page faults show in a process of a plan's own alone, where the memory lies as it will in training; in the race all plans share
 one. So the plan that the final is likeliest to choose runs some steps by itself, as given and keeping memory (blocks above
-32 MiB go back all the same), and where the faults that this spares it cost anything the
-finalists come to the final with ``host_memory="keep"``. They do not race themselves as they are: faults are counted, which
-says more than times, whose noise they are most of.
+32 MiB go back all the same), and where the faults that this spares it cost anything the finalists come to the final with
+``host_memory="keep"``. They do not race themselves as they are: faults are counted, which says more than times, whose noise
+they are most of.
 """
 
 from __future__ import annotations
