@@ -99,7 +99,7 @@ def markdown(lines: list[list[str]]) -> str:
 
 def table(whole: bool) -> str:
     """The tuned jobs and their mean; ``whole`` is with what only experts ask for."""
-    rows = jobs("tune-cpu" if whole else "tune-compiled-cpu")
+    rows = jobs("tune-cpu")
     titles = ["training job", "what castwise chose", "against fp32", "against one-line autocast"]
     titles += ["against the best of the hand grid", "plans of its searches"] * whole
     lines = [titles]
