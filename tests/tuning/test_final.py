@@ -208,6 +208,16 @@ def test_a_plan_that_failed_in_a_later_start_is_not_chosen_for_its_first() -> No
     assert final.reason(REGION, AUTOCAST) == "out of memory"
 
 
+def test_a_plan_that_is_named_twice_is_no_evidence() -> None:
+    """Its times differ by nothing from its own, which made all intervals narrower."""
+    times = [[[0.84] * 3, [0.86] * 3], [[0.71] * 3, [0.67] * 3]]
+    final = Final([FP32, AUTOCAST], times_s=times)
+    ratio = final.ratio(AUTOCAST, FP32)
+    assert ratio is not None
+    assert ratio.low < 1.0
+    assert list(final.in_turn([FP32, FP32, AUTOCAST])) == [FP32, AUTOCAST]
+
+
 def test_what_left_since_it_is_slower_does_not_come_back_as_the_machine_gets_noisy() -> None:
     quiet = {FP32: 1.07, AUTOCAST: 1.0, REGION: 1.0}
     times = [[[seconds] * 3 for _ in range(2)] for seconds in quiet.values()]

@@ -80,7 +80,7 @@ class Final:
 
         One that left since it is slower comes after all that did not.
         """
-        left = [plan for plan in plans if self.seconds(plan) and plan not in self.failed]
+        left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
         while left:
             to_the_end = [plan for plan in left if len(self._times(plan)) == self.starts] or left
             weights = [self.complexity(plan) for plan in to_the_end]
