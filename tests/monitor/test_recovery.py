@@ -473,3 +473,25 @@ def test_the_log_goes_on_behind_half_a_line(tmp_path: Path) -> None:
     half, line = (tmp_path / "recovery.jsonl").read_text().splitlines()
     assert half == '{"step": 3, "to_'
     assert json.loads(line)["step"] == 30
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
+def test_while_the_loss_scale_falls_no_state_is_called_good(plan: str, tmp_path: Path) -> None:
+    """Weights that overflow at every scale: all of the states since then would be as bad."""
+
+    def damage(step: int) -> None:
+        if step == 24 and not hit:
+            hit.append(step)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.mul_(1e4)
+
+    ends = []
+    for hit in ([0], []):
+        run = Run(tmp_path / str(len(hit)), plan=plan)
+        run.recovery._every = 5
+        run.train(data(70), after=damage)
+        ends.append(run.state())
+    (one,) = run.recovery.returns
+    assert (one.to_step, one.cause) == (20, "transient")
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

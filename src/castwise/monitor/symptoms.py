@@ -47,6 +47,8 @@ class Symptoms:
         self._results: list[StepResult] = []
         self._skips: list[int] = []
         """Steps skipped in a row just now."""
+        self._made = True
+        """Whether the last step was made: while steps are skipped nothing says that the weights are good."""
         self._heard = False
         """Whether there was ever a step with a loss."""
         self.end = follow(amp, self._on_loss, self._on_step)
@@ -71,7 +73,7 @@ class Symptoms:
     @property
     def quiet(self) -> bool:
         """Whether nothing is suspected just now."""
-        return not self._line.suspects and not self._skips
+        return self._made and not self._line.suspects and not self._skips
 
     @property
     def limit(self) -> float:
@@ -96,7 +98,7 @@ class Symptoms:
                 "Recovery: a step was made, and no loss was seen, without which nobody knows whether it has diverged. Call "
                 "amp.backward(loss), or amp.scale(loss).backward(), in the place of loss.backward()"
             )
-        self._heard = True
+        self._heard, self._made = True, not skipped
         self._skips = (
             [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
         )
@@ -117,7 +119,7 @@ class Symptoms:
     def back_to(self, step: int) -> None:
         """Forget what was seen from a step on."""
         self._line.back_to(step)
-        self._skips = []
+        self._skips, self._made = [], True
         self.clear()
 
     def clear(self) -> None:
