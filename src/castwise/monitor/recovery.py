@@ -351,9 +351,13 @@ class Recovery(Result):
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``recovery.json`` into a folder; returns its path."""
+        from castwise.report.files import (
+            write_whole,  # where it is needed: training imports no room that reports
+        )
+
         path = Path(folder) / "recovery.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        write_whole(path, self.to_json() + "\n")
         return path
 
 

@@ -242,9 +242,13 @@ class Replay(Result):
 
     def write(self, folder: Path) -> list[Path]:
         """As :meth:`save`; returns the paths of the files."""
+        from castwise.report.files import (
+            write_whole,  # where it is needed: training imports no room that reports
+        )
+
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / "replay.json"]
-        written[0].write_text(self.to_json() + "\n", encoding="utf-8")
+        write_whole(written[0], self.to_json() + "\n")
         if self.first is not None:
             page = self.first.save(folder)
             written += dict.fromkeys([page, folder / "nonfinite.json"])
