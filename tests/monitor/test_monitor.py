@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -794,3 +795,19 @@ def test_a_state_whose_counts_are_none_is_refused(key: str, value: Any) -> None:
     monitor = Monitor(castwise.Amp("bf16-mixed"))
     with pytest.raises(CheckpointError, match=r"not the state_dict\(\) of a Monitor"):
         monitor.load_state_dict({"version": 1, "turns": [turn], "open_alarms": []})
+
+
+def test_what_is_drawn_at_each_sample_is_the_last_and_says_the_same() -> None:
+    net = model()
+    made = torch.optim.SGD(net.parameters(), 1e-2)
+    amp = castwise.Amp("bf16-mixed")
+    amp.prepare(net, made)
+    monitor = Monitor(amp, every=1, loss=loss, batches=batches(), audit_every=2)
+    train(amp, net, made, 5)
+    now, whole = monitor._now(), monitor.report()
+    assert (len(now.samples), len(now.audits), len(whole.samples)) == (1, 1, 5)
+    consoles = [Console(file=io.StringIO(), width=100) for _ in range(2)]
+    for console, report in zip(consoles, (now, whole), strict=True):
+        console.print(report.table())
+    one, other = (console.file.getvalue() for console in consoles)  # type: ignore[attr-defined]
+    assert one == other
