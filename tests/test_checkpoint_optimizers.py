@@ -224,3 +224,23 @@ def test_optimizers_that_load_in_place_are_taken_back_whole(
     with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: not this"):
         checkpoint.load(path, **run.parts())
     same(picture(), before)
+
+
+def test_single_numbers_of_state_keep_their_format_where_parameters_are_stored_low(tmp_path: Path) -> None:
+    """NAdam's running product is fp32 beside bf16 parameters, and torch's loading casts it."""
+    import castwise
+
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.NAdam(model.parameters(), 1e-2)
+    amp = castwise.Amp("bf16-true", device="cpu")
+    amp.prepare(model, optimizer)
+    for _ in range(5):
+        amp.backward(model(torch.ones(3, 4)).square().mean())
+        amp.step(optimizer)
+        optimizer.zero_grad()
+    products = [state["mu_product"].clone() for state in optimizer.state.values()]
+    path = checkpoint.save(tmp_path, 1, model=model, optimizers=optimizer, amp=amp).wait()
+    checkpoint.load(path, model=model, optimizers=optimizer, amp=amp)
+    now = [state["mu_product"] for state in optimizer.state.values()]
+    assert [one.dtype for one in now] == [torch.float32] * 2
+    assert all(map(torch.equal, now, products))

@@ -949,6 +949,19 @@ def _begin_telling_around() -> None:
     register_optimizer_step_post_hook(_tell_after)
 
 
+@contextlib.contextmanager
+def other_workers(loader: torch.utils.data.DataLoader[Any]) -> Iterator[None]:
+    """Have ``iter`` of a loader make workers of its own inside, where it would begin anew those that it keeps for somebody else.
+
+    Relies on: ``DataLoader(persistent_workers=True)`` keeps its one iterator as ``_iterator``.
+    """
+    kept, loader._iterator = loader._iterator, None
+    try:
+        yield
+    finally:
+        loader._iterator = kept
+
+
 def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
     """``module.register_forward_pre_hook(hook, prepend=True)``, which torch 2.11 can compile.
 

@@ -45,11 +45,12 @@ class Result:
 
         ``about`` is of the files alone, such as where they were made.
         """
+        from castwise.report.files import write_whole
         from castwise.report.show import write
 
         record = self.to_dict() | about  # once: it may say what time it is
         page.parent.mkdir(parents=True, exist_ok=True)
-        data.write_text(_text(record) + "\n", encoding="utf-8")
+        write_whole(data, _text(record) + "\n")
         with left_out(f"{page.name} with its pictures"):
             path, *pictures = write(record, page)
             return (path, data, *pictures)

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import castwise
-from castwise.errors import CheckpointError, PlanError, UnknownNameError
+from castwise.errors import CheckpointError, PlanError, UnknownNameError, WorkloadError
 from castwise.monitor import Alarm, Line, Monitor
 from castwise.monitor.statistics import _Ear
 from tests.monitor.jobs import OPTIMIZERS, batches, generators, loss, model, same, train
@@ -754,3 +755,59 @@ def test_it_goes_on_after_a_change_of_the_plan() -> None:
             65536.0,
             65536.0,
         ]
+
+
+def test_a_resumed_run_counts_its_skipped_steps_on() -> None:
+    net = model()
+    made = torch.optim.SGD(net.parameters(), 1e-2)
+    with castwise.Amp("bf16-mixed", patience=50) as amp:
+        amp.prepare(net, made)
+        first = Monitor(amp, every=1)
+        train(amp, net, made, 6, poison=[2, 3, 5])
+        state = json.loads(json.dumps(first.state_dict()))
+        first.close()
+    amp = castwise.Amp("bf16-mixed", patience=50)
+    amp.prepare(net, made)
+    second = Monitor(amp, every=1)
+    second.load_state_dict(state)
+    assert second.skipped_steps == 3
+    train(amp, net, made, 4, poison=[4])
+    assert second.report().skipped_steps == second.skipped_steps == 4
+    assert [s.skipped_steps for s in second.samples] == [3, 3, 3, 4]
+    assert second.state_dict()["skipped_steps"] == 4
+
+
+def test_what_is_wrong_with_a_loss_is_an_error_at_the_first_step_of_a_resumed_run_too() -> None:
+    net = model()
+    made = torch.optim.SGD(net.parameters(), 1e-2)
+    amp = castwise.Amp("bf16-mixed")
+    amp.prepare(net, made)
+    turns = [{"number": 0, "steps": 4990, "streak": 0, "made": True}]
+    monitor = Monitor(amp, loss=lambda net, batch: net(batch[0]), batches=batches())
+    monitor.load_state_dict({"version": 1, "turns": turns, "open_alarms": []})
+    with pytest.raises(WorkloadError, match=r"Monitor.audit"):
+        train(amp, net, made, 1)
+
+
+@pytest.mark.parametrize(("key", "value"), [("steps", -1), ("steps", 2.5), ("streak", True), ("number", "0")])
+def test_a_state_whose_counts_are_none_is_refused(key: str, value: Any) -> None:
+    turn = {"number": 0, "steps": 3, "streak": 0, "made": True, key: value}
+    monitor = Monitor(castwise.Amp("bf16-mixed"))
+    with pytest.raises(CheckpointError, match=r"not the state_dict\(\) of a Monitor"):
+        monitor.load_state_dict({"version": 1, "turns": [turn], "open_alarms": []})
+
+
+def test_what_is_drawn_at_each_sample_is_the_last_and_says_the_same() -> None:
+    net = model()
+    made = torch.optim.SGD(net.parameters(), 1e-2)
+    amp = castwise.Amp("bf16-mixed")
+    amp.prepare(net, made)
+    monitor = Monitor(amp, every=1, loss=loss, batches=batches(), audit_every=2)
+    train(amp, net, made, 5)
+    now, whole = monitor._now(), monitor.report()
+    assert (len(now.samples), len(now.audits), len(whole.samples)) == (1, 1, 5)
+    consoles = [Console(file=io.StringIO(), width=100) for _ in range(2)]
+    for console, report in zip(consoles, (now, whole), strict=True):
+        console.print(report.table())
+    one, other = (console.file.getvalue() for console in consoles)  # type: ignore[attr-defined]
+    assert one == other

@@ -428,3 +428,70 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Recovery(run.amp, run.model, run.optimizer, None, tmp_path)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="was not prepared"):
         Recovery(run.amp, Net(), run.optimizer, loss, tmp_path)
+
+
+def test_of_batches_that_are_let_go_a_step_goes_whole(tmp_path: Path) -> None:
+    for kept in (2.5, 5, 7):
+        run = Run(tmp_path / str(kept), keep_bytes=int(kept * 32 * 12 * 4))
+        seen: list[int] = []
+        decided: list[bool] = []
+        real = run.recovery._decide
+
+        def decide(suspect: Any, run: Run = run, decided: list[bool] = decided, real: Any = real) -> None:
+            decided.append(any(p.grad is not None for p in run.model.parameters()))
+            real(suspect)
+
+        run.recovery._decide = decide  # type: ignore[method-assign]
+        run.train(data(120, spikes=(75,), value=float("nan")), after=seen.append, accumulate=3)
+        assert decided == [False]  # never between two microbatches of a step
+        assert [one.step for one in run.recovery.returns] == [25]
+        assert [seen.count(step) for step in range(26, 40)] == [1] * 14
+
+
+def test_batches_that_the_loop_writes_to_are_passed_over_and_that_is_said(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def go() -> None:
+        for x, y in run.recovery.batches(data(60, spikes=(37,), value=float("nan"))):
+            run.amp.backward(loss(run.model, (x.mul_(0.5), y)))
+            run.amp.step(run.optimizer)
+            run.optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="Recovery: step 37 diverged") as said:
+        go()
+    (one,) = run.recovery.returns
+    assert (one.step, one.to_step, one.cause) == (37, 20, "batch")
+    assert "cannot be tried again" in one.evidence
+    assert "17 other steps since the good state are not made again" in one.action
+    assert one.action[1:] in str(said[0].message)
+
+
+def test_the_log_goes_on_behind_half_a_line(tmp_path: Path) -> None:
+    _ = (tmp_path / "recovery.jsonl").write_text('{"step": 3, "to_')
+    run = Run(tmp_path)
+    run.train(data(40, spikes=(30,), value=float("nan")))
+    half, line = (tmp_path / "recovery.jsonl").read_text().splitlines()
+    assert half == '{"step": 3, "to_'
+    assert json.loads(line)["step"] == 30
+
+
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
+def test_while_the_loss_scale_falls_no_state_is_called_good(plan: str, tmp_path: Path) -> None:
+    """Weights that overflow at every scale: all of the states since then would be as bad."""
+
+    def damage(step: int) -> None:
+        if step == 24 and not hit:
+            hit.append(step)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.mul_(1e4)
+
+    ends = []
+    for hit in ([0], []):
+        run = Run(tmp_path / str(len(hit)), plan=plan)
+        run.recovery._every = 5
+        run.train(data(70), after=damage)
+        ends.append(run.state())
+    (one,) = run.recovery.returns
+    assert (one.to_step, one.cause) == (20, "transient")
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

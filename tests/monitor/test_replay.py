@@ -505,3 +505,141 @@ def test_a_workload_needs_no_model(tmp_path: Path) -> None:
     assert record["exact"]
     assert record["reason"] == "asked for"
     assert (again.save(tmp_path / "out") / "replay.json").is_file()
+
+
+# --- what a record is of ----------------------------------------------------------------------------------------
+
+
+class Codes(nn.Module):
+    """Buffers that move as autograd does not count: through ``.data``, and by assigning others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = (self.first(x) - self.mean) * self.scale
+        self.mean.data.mul_(0.9).add_(out.detach().float().mean(0))
+        self.scale = self.scale * 0.9
+        self.scale = self.scale + 0.05
+        return out
+
+
+def test_buffers_that_move_unseen_are_those_that_the_step_began_with(tmp_path: Path) -> None:
+    amp, model, optimizer = start("bf16-mixed", Codes())
+    with Recorder(amp, model, tmp_path) as recorder:
+        for number, batch in enumerate(recorder.batches(data(6))):
+            if number == 4:
+                recorder.write("look")
+            amp.backward(loss(model, batch))
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    again = replay(tmp_path, Codes(), loss)
+    assert (again.step, again.exact) == (6, True)
+
+
+def test_a_second_life_keeps_the_records_of_the_first(tmp_path: Path) -> None:
+    for life, spike in ((1, 3), (2, 1)):
+        amp, model, optimizer = start("bf16-mixed")
+        with Recorder(amp, model, tmp_path) as recorder:
+            for batch in recorder.batches(data(5, spike)):
+                amp.backward(loss(model, batch))
+                amp.step(optimizer)
+                optimizer.zero_grad()
+        assert len(sorted(tmp_path.glob("step-*"))) == life
+        amp.close()
+    assert [path.name for path in recorder.records] == ["step-00000006"]
+    assert replay(tmp_path, Net(), loss, find=False).path == recorder.records[0]
+
+
+def test_the_second_of_two_optimizers_on_a_batch_is_recorded_and_a_note_says_that_weights_have_moved(
+    tmp_path: Path,
+) -> None:
+    seed_all(0)
+    model = Net()
+    one = torch.optim.SGD(model.first.parameters(), lr=1e-2)
+    two = torch.optim.SGD(model.last.parameters(), lr=1e-2)
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, one, two)
+    with Recorder(amp, model, tmp_path) as recorder:
+        for number, (x, y) in enumerate(recorder.batches(data(4))):
+            amp.backward(loss(model, (x, y)), "one")
+            assert not amp.step(one).skipped
+            amp.backward(loss(model, (x, y * (float("nan") if number == 2 else 1.0))), "two")
+            assert amp.step(two).skipped is (number == 2)
+            one.zero_grad()
+            two.zero_grad()
+    (record,) = Record.read(tmp_path)
+    assert (record.step, record.kind, [item["name"] for item in record.losses]) == (3, "loss", ["one", "two"])
+    assert any(
+        "another optimizer had stepped" in note for note in replay(tmp_path, Net(), loss, find=False).notes
+    )
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_error_behind_the_optimizers_step_is_no_record_of_weights_that_have_moved(
+    copies: bool, tmp_path: Path
+) -> None:
+    """As an alarm raises that is to end the run, before the recorder hears of the step."""
+    amp, model, optimizer = start("bf16-mixed")
+    calls = [0]
+
+    def fail(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise ZeroDivisionError
+
+    amp.listen(steps=fail)
+    recorder = Recorder(amp, model, tmp_path, copies=copies)
+
+    def train() -> None:
+        with recorder:
+            for batch in recorder.batches(data(5)):
+                amp.backward(loss(model, batch))
+                amp.step(optimizer)
+                optimizer.zero_grad()
+
+    if copies:
+        with pytest.raises(ZeroDivisionError):
+            train()
+        assert replay(tmp_path, Net(), loss).exact
+    else:
+        with pytest.warns(UserWarning, match="its optimizer has begun"), pytest.raises(ZeroDivisionError):
+            train()
+        assert not recorder.records
+
+
+def test_records_that_are_passed_over_are_named(tmp_path: Path) -> None:
+    amp, model, optimizer = start("bf16-mixed")
+    with Recorder(amp, model, tmp_path) as recorder:
+        for x, y in recorder.batches(data(2)):
+            amp.backward(loss(model, (x, y * float("nan"))))
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    _ = (recorder.records[1] / "checkpoint.json").write_text("{")
+    with pytest.warns(
+        UserWarning, match=r"passed over step-00000002, which its checkpoint\.json cannot be read"
+    ):
+        assert replay(tmp_path, Net(), loss, find=False).step == 1
+    _ = (recorder.records[0] / "checkpoint.json").write_text("{")
+    with pytest.raises(
+        CheckpointError, match=r"no complete record\. Passed over: step-00000002, .* step-00000001"
+    ):
+        replay(tmp_path, Net(), loss)
+
+
+def test_of_what_a_replay_writes_it_names_its_own_files_alone(tmp_path: Path) -> None:
+    amp, model, optimizer = start("bf16-mixed")
+    with Recorder(amp, model, tmp_path / "steps") as recorder:
+        for batch in recorder.batches(data(2, spike=1)):
+            amp.backward(loss(model, batch))
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    out = tmp_path / "out"
+    out.mkdir()
+    _ = (out / "nonfinite.html").write_text("of another replay")
+    again = replay(tmp_path / "steps", Net(), loss, find=False)
+    assert again.write(out) == [out / "replay.json"]
+    assert again.save(out) == out

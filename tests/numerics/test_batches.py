@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from castwise.errors import WorkloadError
 from castwise.numerics.batches import endless, same_batch
@@ -139,3 +146,49 @@ def test_batches_without_tensors_are_the_same_only_as_one_object() -> None:
     batch = object()
     assert same_batch(batch, batch)
     assert not same_batch(["a"], ["b"])
+
+
+def _order(loader: Any, look: Any = None) -> list[float]:
+    """What two passes of a training see; ``look`` takes a batch of its own after each."""
+    seen = []
+    for _ in range(2):
+        for (batch,) in loader:
+            seen += batch.flatten().tolist()
+            if look is not None:
+                next(look)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda data: DataLoader(
+            data, 4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(3))
+        ),
+        lambda data: DataLoader(
+            data,
+            batch_sampler=BatchSampler(
+                WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator().manual_seed(3)),
+                4,
+                drop_last=True,
+            ),
+        ),
+        lambda data: DataLoader(data, 4, shuffle=False, num_workers=1, persistent_workers=True),
+    ],
+    ids=["generator", "sampler", "batch sampler", "persistent workers"],
+)
+def test_a_loader_is_left_to_whoever_goes_through_it(make: Any) -> None:
+    data = TensorDataset(torch.arange(12.0))
+    alone = _order(make(data))
+    loader = make(data)
+    look = endless(loader, "parity")(0)
+    assert _order(loader, look) == alone
+    own = [
+        one
+        for (batch,), _ in zip(endless(make(data), "parity")(0), range(6), strict=False)
+        for one in batch.tolist()
+    ]
+    assert sorted(own[:12]) == sorted(alone[:12])
+    if loader.num_workers == 0:
+        assert own[:12] == alone[:12]  # its own draws begin where the loader's do

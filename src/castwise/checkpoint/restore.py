@@ -281,7 +281,9 @@ class Restore:
                 state[key] = _as_cut(value, self._names.state[key])
         self._names.model.load_state_dict(state)
         for index, optimizer in enumerate(self._optimizers):
-            optimizer.load_state_dict(self._state_of(index, optimizer))
+            state = self._state_of(index, optimizer)
+            optimizer.load_state_dict(state)
+            _keep_counters(optimizer, state["state"])
         self._amp.load_state_dict(decode(self._own["amp"], fetch))
         set_random_states(self._random)
 
@@ -319,6 +321,18 @@ class Restore:
     def extra(self) -> Any:
         """What was saved as ``extra``."""
         return decode(self._values.extra, self._tensors.__getitem__)
+
+
+def _keep_counters(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Have single numbers of an optimizer's state as they were saved: torch casts all but ``step`` to the parameter's format."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, state in saved.items():
+        held = optimizer.state.get(params[number], {})
+        for key, value in state.items():
+            now = held.get(key)
+            alone = isinstance(value, Tensor) and value.dim() == 0 and params[number].dim() > 0
+            if alone and isinstance(now, Tensor) and now.dim() == 0 and now.dtype is not value.dtype:
+                held[key] = value.to(now.device)
 
 
 def _as_cut(value: Tensor, parameter: Tensor) -> Tensor:

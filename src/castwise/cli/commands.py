@@ -339,7 +339,7 @@ def replay(
         from castwise.monitor.replay import replay as make_again
 
         result = make_again(folder, workload=workload, plan=plan, device=device, rank=rank, find=find)
-        answer(result, lambda: [] if out is None else sorted(result.save(out).iterdir()))
+        answer(result, lambda: [] if out is None else result.write(out))
 
 
 app.command()(scripts.migrate)

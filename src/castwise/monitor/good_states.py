@@ -27,7 +27,7 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Good:
-    """A good state: its checkpoint, the step that comes next, and where in the data that begins.
+    """A good state: its checkpoint, the step that comes next, where in the data that begins, and the breaks between passes behind it.
 
     ``own`` is what each rank has to itself, in its memory: Python's and NumPy's generators, and buffers.
     """
@@ -35,6 +35,7 @@ class Good:
     path: Path
     step: int
     cursor: int
+    breaks: int
     own: Mapping[str, Any] = field(repr=False, compare=False)
 
 
@@ -79,7 +80,7 @@ class GoodStates:
         self._ranks = Inside(amp).ranks
         self.all = []
 
-    def add(self, step: int, cursor: int) -> None:
+    def add(self, step: int, cursor: int, breaks: int) -> None:
         """Save the state that it is now. All ranks call it together.
 
         Raises:
@@ -101,7 +102,7 @@ class GoodStates:
             process_group=self._ranks.group,
         )
         self._serial += 1
-        self.all.append(Good(saving.path, step, cursor, own))
+        self.all.append(Good(saving.path, step, cursor, breaks, own))
         for old in self.all[:-KEPT]:
             self._remove(old)
         self.all = self.all[-KEPT:]

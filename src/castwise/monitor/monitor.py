@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise import _torch
-from castwise.errors import CheckpointError, NonFiniteError, PlanError, check_count
+from castwise.errors import CheckpointError, NonFiniteError, PlanError, StateError, check_count
 from castwise.monitor.alarms import Alarms, Line, lines_of
 from castwise.monitor.audit import Auditor, badness, failed
 from castwise.monitor.judging import Judge
@@ -71,7 +71,7 @@ class Monitor:
             copies of the model as trained so far, which for that time take about five times the memory of fp32 weights; where it is
             sharded, of all weights on every rank.
         batches: For audits: a sequence, an iterable that can be gone through again, or ``batches(seed)`` -> iterator.
-        audit_every: Steps between two audits; the first is made behind the first step.
+        audit_every: Steps between two audits; the first is made behind the first step that this monitor sees.
         accumulate: Microbatches that one update of the training averages, on all ranks together.
 
     Where torch.distributed is in use, every rank makes the same monitor; samples are joined over the session's ranks, and the
@@ -122,6 +122,7 @@ class Monitor:
         self._auditor = None if loss is None else Auditor(loss, batches, accumulate)
         self._sampler = Sampler(amp)
         self._judge = Judge(amp, self._crossed)
+        self._audited = self._closed = False
         self._turns: dict[int, Turn] = {}
         self._turn_by_id: dict[int, tuple[weakref.ref[Optimizer], Turn]] = {}
         self._to_tell: list[Alarm] = []
@@ -149,6 +150,11 @@ class Monitor:
         return max((turn.steps for turn in self._turns.values()), default=0)
 
     @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far, those before a resume too. Waits as :attr:`castwise.Amp.skipped_steps` does."""
+        return self._sampler.skipped_before + self._session.window.skipped_steps
+
+    @property
     def open_alarms(self) -> tuple[Alarm, ...]:
         """Alarms that were raised and not cleared since."""
         return tuple(self._crossed.open.values())
@@ -156,7 +162,7 @@ class Monitor:
     def report(self) -> MonitorReport:
         """What was seen so far. Waits for the device where a fused optimizer on it decided about skipping."""
         return MonitorReport(
-            str(self._amp.plan), self._amp.device_type, self.step, self._session.window.skipped_steps, self._every,
+            str(self._amp.plan), self._amp.device_type, self.step, self.skipped_steps, self._every,
             tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,
         )  # fmt: skip
 
@@ -192,7 +198,9 @@ class Monitor:
             {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
             for t in self._turns.values()
         ]
-        return {"version": 1, "turns": turns, "open_alarms": self._crossed.state()}
+        return {
+            "version": 1, "turns": turns, "open_alarms": self._crossed.state(), "skipped_steps": self.skipped_steps,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state.
@@ -204,16 +212,22 @@ class Monitor:
             if state["version"] != 1:
                 raise ValueError(f"version {state['version']!r}")
             turns = [Turn(every=self._every, **values) for values in state["turns"]]
+            skipped = state.get("skipped_steps", 0)
+            counts = [skipped, *(count for turn in turns for count in (turn.number, turn.steps, turn.streak))]
+            if not all(type(count) is int and count >= 0 for count in counts):
+                raise ValueError("a count that is none")
             self._crossed.load(state["open_alarms"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"Monitor.load_state_dict: not the state_dict() of a Monitor ({type(error).__name__}: {error})"
             ) from error
+        self._sampler.skipped_before = skipped - self._session.window.skipped_steps
         self._turns = {turn.number: turn for turn in turns}
         self._turn_by_id.clear()
 
     def close(self) -> None:
         """End watching and close files; what was seen stays to be read."""
+        self._closed = True
         self._listened()
         self._end()
         self._sinks.close()
@@ -278,8 +292,9 @@ class Monitor:
         if (
             self._auditor is not None
             and turn.number == 0
-            and (turn.steps % self._audit_every == 0 or turn.steps == 1)
+            and (turn.steps % self._audit_every == 0 or not self._audited)
         ):
+            self._audited = True
             self._note_audit(self._session.ranks.every(self._audit_or_say))
         if self._sampler.outputs.armed or turn.due:
             self._sampler.arm(self._turns.values())
@@ -339,9 +354,16 @@ class Monitor:
 
     def _write(self, event: Sample | Alarm | Audit) -> None:
         if self._session.ranks.rank == 0:
-            self._sinks.write(event, self.report)
+            self._sinks.write(event, self._now)
+
+    def _now(self) -> MonitorReport:
+        """The report without what the terminal does not show: to draw it costs as much at the last sample as at the first."""
+        whole = self.report()
+        return dataclasses.replace(whole, samples=whole.samples[-1:], audits=whole.audits[-1:])
 
     def __enter__(self) -> Self:
+        if self._closed:
+            raise StateError("Monitor: this monitor was closed, and watches no longer; make a new one")
         return self
 
     def __exit__(self, *_: object) -> None:

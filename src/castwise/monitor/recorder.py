@@ -10,6 +10,7 @@ other has written. Whether there is something to write they ask each other at ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise import _torch
+from castwise.checkpoint.folder import candidates
 from castwise.errors import CheckpointError, PlanError, StateError, check_count
 from castwise.monitor import step_files
+from castwise.monitor.following import follow
 from castwise.monitor.moments import Moment
 from castwise.monitor.passes import gradients_not_finite
 from castwise.parallel import wrappers
@@ -53,6 +55,13 @@ class _Step:
     weights: dict[str, Any] | None = None
     """A copy, where one had to be made."""
     over: bool = False
+    """Whether a step was made on its batches, so that the next batch begins another."""
+    begun: bool = False
+    """Whether an optimizer has begun to step, so that the weights may have moved."""
+    moved: bool = False
+    """Whether the weights to be written are not those that the batches met."""
+    done: bool = False
+    """Whether it was written, or may be by nobody any more."""
     why: tuple[str, str] | None = None
     """What kind of trouble somebody has seen, and what they say of it."""
 
@@ -80,7 +89,7 @@ class Recorder:
         amp: The session.
         model: What it has prepared; DistributedDataParallel, FSDP2 and ``torch.compile`` around it are seen through.
         folder: Of the records, on a file system that all ranks see; a rank that ends by an error writes into ``rank-1`` and so
-            on in it.
+            on in it. Numbers go on behind those of the records that are there.
         workload: By which name the job can be found again, as in :func:`castwise.workload.find_workload`.
         checkpoints: A folder of :func:`castwise.checkpoint.save`. Weights of 64 MiB and more are written as what differs from
             the newest there, whose files the record keeps by hard links.
@@ -114,12 +123,13 @@ class Recorder:
         self._folder, self._is_cut = Path(folder), any(map(is_dtensor, self._model.parameters()))
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._counts: dict[str, int] = {}
-        self._number = 0
+        # behind what an earlier process has left there
+        self._number = Ranks(self._session.ranks.group, CheckpointError).first(lambda: _last_of(self._folder))
+        self._closed = self._heard = False
         self._step: _Step | None = None
         self._next: tuple[str, str] | None = None
-        self._buffers: dict[str, tuple[int, int, Tensor]] = {}
         self.records = ()
-        self._end = amp.listen(self._on_loss, self._on_step)
+        self._end = follow(amp, self._on_loss, self._on_step, self._on_begin)
 
     def __enter__(self) -> Self:
         return self
@@ -132,14 +142,24 @@ class Recorder:
     def close(self) -> None:
         """Watch the session no longer. Records stay."""
         self._end()
-        self._step, self._buffers = None, {}
+        self._step, self._closed = None, True
 
     # --- what a training tells --------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a loader, each noted before it is handed out; several for a step where gradients are accumulated."""
+        """The batches of a loader, each noted before it is handed out; several for a step where gradients are accumulated.
+
+        Raises:
+            StateError: This recorder was closed, or its session was.
+        """
+        if self._closed:
+            raise StateError(
+                "Recorder.batches: this recorder was closed, and watches no longer; make a new one"
+            )
+        check_prepared("Recorder.batches", self._amp, self._model)
         for batch in loader:
-            self._begin(batch)
+            if not self._closed:
+                self._begin(batch)
             yield batch
 
     def _begin(self, batch: Any) -> None:
@@ -152,13 +172,8 @@ class Recorder:
         self._step.moments.append(Moment.of(batch, self._amp))
 
     def _copy_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers; of those that nobody has written to since the last ones."""
-        for name, buffer in self._model.named_buffers():
-            known = self._buffers.get(name)
-            now = (id(buffer), _torch.version(buffer))
-            if known is None or known[:2] != now:
-                self._buffers[name] = (*now, buffer.detach().clone())
-        return {name: copy for name, (_, _, copy) in self._buffers.items()}
+        """Copies of all buffers: writing through ``.data``, and assigning another tensor, count as no write."""
+        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
 
     def _copy_weights(self) -> dict[str, Any]:
         weights = self._amp.model_state_dict(self._model)
@@ -168,8 +183,8 @@ class Recorder:
         }
 
     def _on_loss(self, loss: Tensor, name: str) -> None:
-        step = self._step
-        if step is None or step.over:
+        step, self._heard = self._step, True
+        if step is None or step.done:
             return
         self._session.agreement.check_even("Recorder")
         value = loss.detach().clone()
@@ -182,22 +197,36 @@ class Recorder:
         # a rank that holds all weights copies them for all; of shards each has to copy its own
         bad = self._any(bad)[0] if self._is_cut else bad
         if bad and step.weights is None and self._wants("loss"):
-            step.weights = self._copy_weights()
+            step.weights, step.moved = self._copy_weights(), step.begun
+
+    def _on_begin(self) -> None:
+        if self._step is not None:
+            self._step.begun = True
 
     def _on_step(self, _: Sequence[Optimizer], result: StepResult) -> None:
         step = self._step
         if step is None:
             return
-        if not step.over:
+        if not self._heard:
+            self._heard = True
+            warnings.warn(
+                "Recorder: a step was made, and no loss was seen: one that is not finite is not noticed, and no replay can be held against "
+                "it. Call amp.backward(loss), or amp.scale(loss).backward(), in the place of loss.backward()",
+                stacklevel=3,
+            )
+        if not step.done:
             skipped, has = result.skipped, step.weights is not None
             if skipped and step.why is None:
                 step.why = "overflow", "the step was skipped, since gradients are not finite"
+            step.moved |= not has and step.over  # by another optimizer's step
             why = step.why if step.why is not None and self._wants(step.why[0]) else None
             wrong, some_have, some_lack = self._any(why is not None, has, not has)
             if wrong and (skipped or (not some_lack if self._is_cut else some_have)):
+                step.done = True
                 self._write(step, skipped, result.grad_norm)
             elif wrong:  # the weights have moved: the next step, by all
                 self._next = "alarm", f"the step before: {why[1]}" if why else ""
+                step.done = True
         step.over = True
 
     def _any(self, *flags: bool) -> tuple[bool, ...]:
@@ -216,7 +245,13 @@ class Recorder:
         step.over = True
         kind, _ = step.why or ("error", "")
         step.why = kind, f"{type(error).__name__}: {error}"
-        if self._is_cut and self._session.ranks.size > 1:
+        if step.begun and step.weights is None:
+            warnings.warn(
+                f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: its optimizer has begun, so that the "
+                "weights that it began with are gone; Recorder(..., copies=True) keeps them",
+                stacklevel=3,
+            )
+        elif self._is_cut and self._session.ranks.size > 1:
             warnings.warn(
                 f"Recorder: the step that ended in an error ({type(error).__name__}) was not written: other ranks hold the rest of "
                 "the weights, and may have seen no error",
@@ -239,8 +274,8 @@ class Recorder:
         alike = self._copies or self._session.ranks.size == 1  # else one rank alone may have copied them
         if step is None or step.weights is None or not alike:  # the weights may have moved already
             self._next = why
-        elif step.over:
-            step.why = why
+        elif step.over and not step.done:
+            step.why, step.done = why, True
             self._write(step, None, None)
         elif step.why is None:
             step.why = why
@@ -288,6 +323,7 @@ class Recorder:
             "training": [name for name, module in model.named_modules() if module.training],
             "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
             "nonfinite": gradients_not_finite(model),
+            "moved": step.moved,
             "grad_norm": None if norm is None else norm.detach().float().cpu(),
         }
         made_by = {
@@ -316,6 +352,15 @@ class Recorder:
 
         path = Ranks(ranks.group, CheckpointError).first(newest)
         return None if path is None else step_files.Base.at(path)
+
+
+def _last_of(folder: Path) -> int:
+    """The largest number of a record in a folder, and in those of ranks in it; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        return max(
+            (step for home in (folder, *folder.glob("rank-*")) for step, _ in candidates(home)), default=0
+        )
+    return 0
 
 
 def _joined(whys: Sequence[tuple[str, str] | None]) -> tuple[str, str]:

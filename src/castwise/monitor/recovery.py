@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from castwise.checkpoint.saving import as_list
 from castwise.checkpoint.storage import local_of
 from castwise.errors import CheckpointError, DivergedError, PlanError, StateError, check_count, sentence
+from castwise.monitor.between import Breaks
 from castwise.monitor.diagnosis import Verdict, diagnose
 from castwise.monitor.good_states import Good, GoodStates
 from castwise.monitor.moments import Moment, set_generators
@@ -34,6 +35,8 @@ from castwise.monitor.symptoms import Symptoms, summed
 from castwise.plans.plan import Plan
 from castwise.result import Result
 from castwise.session.amp import Amp, Inside
+
+_NO_MORE = object()
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,9 @@ class Recovery(Result):
         self._inner = check_prepared("Recovery", amp, model)
         if not callable(loss):
             raise PlanError(f"Recovery(loss={loss!r}): needs a function, loss(model, batch)")
-        self._states = GoodStates(
-            amp, model, self._inner, as_list(optimizers), dict(also or {}), Path(folder)
-        )
+        given, things = as_list(optimizers), dict(also or {})
+        self._states = GoodStates(amp, model, self._inner, given, things, Path(folder))
+        self._breaks = Breaks(given, things)
         self._amp, self._model, self._loss = amp, model, loss
         self._folder, self._every, self._attempts = Path(folder), every, attempts
         self._data = Rewind(keep_bytes)
@@ -125,6 +128,7 @@ class Recovery(Result):
         self._suspect: _Suspect | None = None
         self._first_plan = amp.plan
         self.returns, self.step = (), -1
+        self._closed = False
         self._symptoms = Symptoms(amp, self._ranks, spikes)
 
     def __enter__(self) -> Self:
@@ -135,6 +139,7 @@ class Recovery(Result):
 
     def close(self) -> None:
         """Watch the session no longer. Good states stay on disk."""
+        self._closed = True
         self._symptoms.end()
         self._symptoms.clear()
         self._data.clear()
@@ -142,35 +147,56 @@ class Recovery(Result):
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader, and after a return those since the good state again; then the loader goes on where it was.
 
-        Call it once for each epoch: what is to be gone back to may lie in an earlier one.
+        Call it once for each epoch: what is to be gone back to may lie in an earlier one. What the loop does between two calls to
+        ``also`` and to the optimizers' options, as a scheduler does that steps once an epoch, is done again on the way back.
 
         Raises:
             DivergedError: The training has diverged, and going back did not help ``attempts`` times.
             CheckpointError: There is no good state to go back to, or it cannot be read.
+            StateError: This recovery was closed, or its session was; or steps are made, and no loss was seen.
         """
-        source, data = iter(loader), self._data
-        while True:
-            if self._symptoms.stepped:
-                self._end_of_step()
-            data.pass_over()
-            if self._symptoms.between_steps and (not self._states.all or self._is_due()):
-                self._save_state()
-            if self._suspect is not None and self._suspect.step <= data.step:
-                self._decide(self._suspect)
-                data.pass_over()
-            moment = data.again()
-            if moment is None:
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    return
-                moment = Moment.of(batch, self._amp)
-                data.keep(moment, min(good.cursor for good in self._states.all))
-            else:
-                set_generators(moment.random)
-            self.step = data.step
-            data.cursor += 1
-            yield moment.batch
+        if self._closed:
+            raise StateError(
+                "Recovery.batches: this recovery was closed, and watches no longer; make a new one"
+            )
+        check_prepared("Recovery.batches", self._amp, self._inner)
+        source, here = iter(loader), self._breaks.enter(self._data.cursor)
+        try:
+            while (moment := self._next(source)) is not None:
+                yield moment.batch
+        finally:
+            self._breaks.leave(here)
+
+    def _next(self, source: Iterator[Any]) -> Moment | None:
+        """The next batch: one of those that are kept, or a new one; None where there is no other."""
+        data = self._data
+        if self._closed:
+            batch = next(source, _NO_MORE)
+            return None if batch is _NO_MORE else Moment(batch, {}, ())
+        if self._symptoms.stepped:
+            self._end_of_step()
+        self._pass_over()
+        if self._symptoms.between_steps and (not self._states.all or self._is_due()):
+            self._save_state()
+        if self._suspect is not None and self._suspect.step <= data.step:
+            self._decide(self._suspect)
+            self._pass_over()
+        moment = data.again()
+        if moment is None:
+            batch = next(source, _NO_MORE)
+            if batch is _NO_MORE:
+                return None
+            moment = Moment.of(batch, self._amp)
+            data.keep(moment, min(good.cursor for good in self._states.all))
+        else:
+            set_generators(moment.random)
+        self.step = data.step
+        data.cursor += 1
+        return moment
+
+    def _pass_over(self) -> None:
+        self._data.pass_over()
+        self._breaks.redo(self._data.cursor)
 
     def _end_of_step(self) -> None:
         self._data.end_step(self.step)
@@ -200,13 +226,14 @@ class Recovery(Result):
             return
         step = self._data.step
         try:
-            self._states.add(step, self._data.cursor)
+            self._states.add(step, self._data.cursor, self._breaks.count)
         except CheckpointError as error:
             if not self._states.all:
                 raise
             warnings.warn(f"Recovery: no new good state, and the last one stays: {error}", stacklevel=3)
             self._tried = step
             return
+        self._breaks.forget_before(self._states.all[0].breaks)
         if step > self._furthest + 1:
             self._tries = 0
 
@@ -238,12 +265,18 @@ class Recovery(Result):
         except BaseException:
             data.cursor = here
             raise
+        self._breaks.go_back(good.breaks)
         data.spoilt = set().union(*(steps for _, steps in kept))
 
     def _decide(self, suspect: _Suspect) -> None:
         """Find out why a step diverged, now that its weights are good, and see to it."""
-        moments = self._data.moments_of(suspect.step)
-        verdict = self._agree(suspect, moments)
+        moments, spoilt = self._data.moments_of(suspect.step), self._data.spoilt
+        if suspect.step in spoilt:
+            verdict = Verdict(
+                "batch", "its batch was written to since it was handed out, and cannot be tried again"
+            )
+        else:
+            verdict = self._agree(suspect, moments)
         if verdict.cause == "transient" and self._accidents.get(suspect.step, 0) > len(self._states.all):
             verdict = dataclasses.replace(
                 verdict, cause="batch", evidence=f"{verdict.evidence}; but it diverged each time"
@@ -269,6 +302,12 @@ class Recovery(Result):
             )
         elif verdict.cause == "transient":
             self._accidents[suspect.step] = self._accidents.get(suspect.step, 0) + 1
+        lost = sum(step >= suspect.to_step for step in spoilt - {suspect.step})
+        if lost:
+            action += (
+                f"; {lost} other step{'s' * (lost > 1)} since the good state {'are' if lost > 1 else 'is'} not made again, since "
+                "the loop has written to the batches"
+            )
         self._suspect = None
         self._log(suspect, verdict, action)
 
@@ -312,9 +351,13 @@ class Recovery(Result):
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``recovery.json`` into a folder; returns its path."""
+        from castwise.report.files import (
+            write_whole,  # where it is needed: training imports no room that reports
+        )
+
         path = Path(folder) / "recovery.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        write_whole(path, self.to_json() + "\n")
         return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.parallel.wrappers import unwrap
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
+from castwise.plans.text import some
 from castwise.process import find_device
 from castwise.ranks import ALONE
 from castwise.result import Result
@@ -131,11 +133,17 @@ _OF_A_RECORD = (
 def _newest(folder: Path) -> Path:
     if (folder / "checkpoint.json").exists():
         return folder
+    passed: list[str] = []
     for _, path in candidates(folder):
-        if isinstance(read_manifest(path), dict):
+        found = read_manifest(path)
+        if isinstance(found, dict):
+            if passed:
+                warnings.warn(f"replay({str(folder)!r}): passed over {some(passed, 3)}", stacklevel=4)
             return path
+        passed.append(f"{path.name}, which {found}")
+    why = f" Passed over: {some(passed, 3)}." if passed else ""
     raise CheckpointError(
-        f"replay({str(folder)!r}): there is no complete record. Allowed: a folder that a Recorder wrote, or one of its records."
+        f"replay({str(folder)!r}): there is no complete record.{why} Allowed: a folder that a Recorder wrote, or one of its records."
     )
 
 
@@ -229,12 +237,22 @@ class Replay(Result):
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``replay.json`` into a folder, and what :attr:`first` writes beside it; returns the folder."""
-        where = Path(folder)
-        where.mkdir(parents=True, exist_ok=True)
-        (where / "replay.json").write_text(self.to_json() + "\n", encoding="utf-8")
+        self.write(Path(folder))
+        return Path(folder)
+
+    def write(self, folder: Path) -> list[Path]:
+        """As :meth:`save`; returns the paths of the files."""
+        from castwise.report.files import (
+            write_whole,  # where it is needed: training imports no room that reports
+        )
+
+        folder.mkdir(parents=True, exist_ok=True)
+        written = [folder / "replay.json"]
+        write_whole(written[0], self.to_json() + "\n")
         if self.first is not None:
-            self.first.save(where)
-        return where
+            page = self.first.save(folder)
+            written += dict.fromkeys([page, folder / "nonfinite.json"])
+        return written
 
 
 def _plain(value: float) -> float | str:
@@ -356,6 +374,10 @@ def _notes(records: Sequence[Record]) -> list[str]:
         notes.append(f"recorded by torch {was}, and this is {torch.__version__}")
     if any(moment["changed"] for one in records for moment in one.moments):
         notes.append("a batch was written to in place after the loader had handed it out")
+    if any(one.content.get("moved") is True for one in records):
+        notes.append(
+            "another optimizer had stepped on the batch, so that weights had moved since it was handed out"
+        )
     if len(records) < record.world_size:
         notes.append("of one of several ranks: its gradients were averaged with those of the others")
     return notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,11 @@ class Return:
             stacklevel=5,
         )
         try:
-            with (folder / LOG).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.to_dict()) + "\n")
+            with (folder / LOG).open("ab+") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - 1))
+                half = file.read() not in (b"", b"\n")  # of a process that was killed
+                file.write(b"\n" * half + json.dumps(self.to_dict()).encode() + b"\n")
         except OSError as error:
             warnings.warn(f"Recovery: {LOG} was not written: {error}", stacklevel=5)
 

@@ -16,7 +16,7 @@ class Rewind:
     """Batches in the order of the data, each with the step that it belongs to, and a cursor that can go back.
 
     Args:
-        keep_bytes: Of batches; of larger ones the earliest are let go, but for those of the step that is on its way.
+        keep_bytes: Of batches; of larger ones those of the earliest steps are let go, but for the step that is on its way.
 
     Attributes:
         cursor: How many batches lie before the next one.
@@ -59,13 +59,13 @@ class Rewind:
         self._kept.append(_Kept(moment, self._next_step))
         self._bytes += moment.nbytes
         count = 0
+        last = -1
         for first in self._kept:
-            if first.step == self._next_step or (
-                self._bytes <= self._keep_bytes and self.base + count >= oldest
-            ):
+            enough = self._bytes <= self._keep_bytes and self.base + count >= oldest
+            if first.step == self._next_step or (enough and first.step != last):  # a step goes whole
                 break
             self._bytes -= first.moment.nbytes
-            count += 1
+            count, last = count + 1, first.step
         del self._kept[:count]
         self.base += count
 

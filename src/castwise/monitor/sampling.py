@@ -28,11 +28,13 @@ class Sampler:
     Attributes:
         outputs: What watches the outputs of modules.
         unseen: What could not be looked at, and why.
+        skipped_before: Steps that were skipped before the session was made.
     """
 
     def __init__(self, amp: Amp) -> None:
         self.outputs = Outputs(amp.device_type)
         self.unseen: dict[str, None] = {}
+        self.skipped_before = 0
         self._amp, self._session = amp, Inside(amp)
         self._blind = 0
         self._compiled: weakref.WeakSet[nn.Module] | None = None
@@ -119,7 +121,7 @@ class Sampler:
             regions.append(RegionSample(path, **said))
         whole = shares(_whole(numbers), "")
         return Sample(
-            turn.steps, turn.number, skipped, self._session.window.skips, scale,
+            turn.steps, turn.number, skipped, self.skipped_before + self._session.window.skips, scale,
             None if whole["grad_norm"] is None else whole["grad_norm"] / unscaled,
             whole["update_ratio"], whole["lost_updates"], tuple(regions),
         )  # fmt: skip

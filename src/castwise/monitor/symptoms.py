@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from castwise.errors import StateError
+from castwise.monitor.following import follow
 from castwise.monitor.losses import LossLine
 from castwise.monitor.passes import mean_loss
 from castwise.ranks import Ranks
@@ -45,7 +47,11 @@ class Symptoms:
         self._results: list[StepResult] = []
         self._skips: list[int] = []
         """Steps skipped in a row just now."""
-        self.end = amp.listen(self._on_loss, self._on_step)
+        self._made = True
+        """Whether the last step was made: while steps are skipped nothing says that the weights are good."""
+        self._heard = False
+        """Whether there was ever a step with a loss."""
+        self.end = follow(amp, self._on_loss, self._on_step)
 
     def _on_loss(self, loss: Tensor, name: str) -> None:
         Inside(self._amp).agreement.check_even("Recovery")
@@ -67,7 +73,7 @@ class Symptoms:
     @property
     def quiet(self) -> bool:
         """Whether nothing is suspected just now."""
-        return not self._line.suspects and not self._skips
+        return self._made and not self._line.suspects and not self._skips
 
     @property
     def limit(self) -> float:
@@ -78,18 +84,29 @@ class Symptoms:
         """What is wrong with the step that was made, in a clause, and the step that it began with; empty where all is well.
 
         A collective. The host waits for the device.
+
+        Raises:
+            StateError: Steps are made, and no loss was ever seen.
         """
         skipped_here = any(result.skipped for result in self._results)
-        total, skips = summed(self._amp, self._ranks, mean_loss(self._losses), float(skipped_here))
-        value, skipped = total / self._ranks.size, skips > 0
+        total, skips, silent = summed(
+            self._amp, self._ranks, mean_loss(self._losses), float(skipped_here), float(not self._losses)
+        )
+        value, skipped, known = total / self._ranks.size, skips > 0, not silent
+        if not known and not self._heard:
+            raise StateError(
+                "Recovery: a step was made, and no loss was seen, without which nobody knows whether it has diverged. Call "
+                "amp.backward(loss), or amp.scale(loss).backward(), in the place of loss.backward()"
+            )
+        self._heard, self._made = True, not skipped
         self._skips = (
             [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
         )
-        if not math.isfinite(value):
+        if known and not math.isfinite(value):
             return f"the loss is {value}", step
         if len(self._skips) >= STREAK:
             return f"{STREAK} steps in a row were skipped, since gradients are not finite", self._skips[0]
-        if skipped or not self._spikes:
+        if skipped or not known or not self._spikes:
             return "", step
         said = self._line.judge(step, value)
         return said, self._line.suspects[0][0] if said else step
@@ -102,7 +119,7 @@ class Symptoms:
     def back_to(self, step: int) -> None:
         """Forget what was seen from a step on."""
         self._line.back_to(step)
-        self._skips = []
+        self._skips, self._made = [], True
         self.clear()
 
     def clear(self) -> None:

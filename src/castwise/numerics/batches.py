@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from castwise import _torch
 from castwise.casting.trees import tensors_in
 from castwise.errors import WorkloadError
 
@@ -36,7 +38,53 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
             f"{call}: batches is {type(batches).__name__}; give a sequence of batches, a DataLoader or a function "
             "batches(seed) -> iterator"
         )
-    return functools.partial(_again, lambda _seed: iter(batches), call)
+    go_through = _aside if isinstance(batches, DataLoader) else iter
+    return functools.partial(_again, lambda _seed: go_through(batches), call)
+
+
+def _aside(loader: Any) -> Iterator[Any]:
+    """Go through a loader so that whoever else does meets it as it was: its generators, and the workers that it keeps.
+
+    Each has a state of the generators of its own, which begins as the other's.
+    """
+    generators = _generators(loader)
+    mine = [generator.get_state() for generator in generators]
+    going: Iterator[Any] | None = None
+    while True:
+        theirs = [generator.get_state() for generator in generators]
+        for generator, state in zip(generators, mine, strict=True):
+            generator.set_state(state)
+        try:
+            if going is None:
+                with _torch.other_workers(loader):
+                    going = iter(loader)
+            batch = next(going, _END)
+        finally:
+            mine = [generator.get_state() for generator in generators]
+            for generator, state in zip(generators, theirs, strict=True):
+                generator.set_state(state)
+        if batch is _END:
+            return
+        yield batch
+
+
+_END = object()
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Those that a loader and its samplers draw from, each once."""
+    found: dict[int, torch.Generator] = {}
+    seen: dict[int, Any] = {}
+    look: list[Any] = [loader]
+    while look:
+        one = look.pop()
+        if one is not None and id(one) not in seen:
+            seen[id(one)] = one
+            drawn = getattr(one, "generator", None)
+            if isinstance(drawn, torch.Generator):
+                found[id(drawn)] = drawn
+            look += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
+    return list(found.values())
 
 
 def _again(make: Callable[[int], Any], call: str, seed: int) -> Iterator[Any]:

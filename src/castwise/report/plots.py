@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from castwise.report.files import write_whole
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
@@ -176,5 +178,7 @@ def to_svg(figure: Figure, label: str) -> str:
 
 def save_png(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure on white, at twice its nominal resolution; returns the path."""
-    figure.savefig(path, dpi=200, facecolor="white", metadata={"Software": None})
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+    write_whole(Path(path), buffer.getvalue())
     return Path(path)

@@ -26,6 +26,7 @@ from castwise.report import (
     tune,
     words,
 )
+from castwise.report.files import write_whole
 from castwise.report.grids import WORDS, terminal
 
 if TYPE_CHECKING:
@@ -74,9 +75,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 def write(record: Mapping[str, Any], path: Path) -> list[Path]:
     """Write the page to ``path`` and its pictures as PNG files beside it; returns their paths, the page's first."""
-    path.write_text(
-        page(record), encoding="utf-8", errors="backslashreplace"
-    )  # parts of a path that are no text
+    write_whole(path, page(record), errors="backslashreplace")  # parts of a path that are no text
     figures = plots.draw(_KINDS[record["kind"]].PICTURES, record)
     return [
         path,

@@ -1,0 +1,26 @@
+"""Files of results: each is whole, or as it was before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes, errors: str = "strict") -> None:
+    """Write a file, text as UTF-8, so that a full disk, an interrupt or a kill leaves what was there, and no half of this one.
+
+    Args:
+        path: Its folder is there.
+        content: All of it.
+        errors: What becomes of characters that UTF-8 lacks, as for ``str.encode``.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode(errors=errors))
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
