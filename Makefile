@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Sized for two cores; a GPU has use for `make demo SINE=sine`, whose grid is that of the article it comes from.
 SINE ?= sine?size=128
 demo: $(STAMP)
-	$(BIN)/castwise tune '$(SINE)' --fresh --out runs/demo-tune
+	$(BIN)/castwise tune '$(SINE)' --budget 120 --fresh --out runs/demo-tune
 	$(BIN)/castwise bench '$(SINE)' --plans fp32,bf16-mixed,runs/demo-tune/plan.json --steps 50 --out runs/demo-sine
 	@printf '\nOpen in a browser:\n'; ls "$(CURDIR)"/runs/demo-tune/*.html "$(CURDIR)"/runs/demo-sine/*.html
 
