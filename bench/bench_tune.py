@@ -106,7 +106,7 @@ def search(workload: Workload | str, device: torch.device, budget_s: float, comp
     return {
         "plan": str(dataclasses.replace(result.plan, provenance=None)), "tune_s": took, "answer": result.answer,
         "decided": not any(
-            open_ in text for open_ in ("too noisy to decide", "before it could choose") for text in (evidence.answer, *evidence.notes)
+            open_ in text for open_ in (" to decide: after ", "before it could choose") for text in (evidence.answer, *evidence.notes)
         ),
         "over_fp32": [1.0, 1.0, 1.0] if page is None else [page.value, page.low, page.high],
         "not_compiled": [f"{row.plan}: {row.reason}" for row in evidence.candidates if "compile=" in row.plan and row.plan != evidence.plan],

@@ -75,8 +75,7 @@ def compile_finalists(
     each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they keep memory, if they do
     order = contest.order(list(each))
     try:
-        payload = search.payload()
-        ranks.at("a step elsewhere").each(partial(_try_elsewhere, search, payload))
+        payload = search.payload(partial(_try_elsewhere, search))
     except NotThereError as error:
         search.notes.append(f"Nothing was compiled: {error}.")
         return []

@@ -206,8 +206,8 @@ class SearchState:
         """Say what begins; a search that is out of time ends at the next of these."""
         self.say(self.now, subject, 0, 1)
 
-    def payload(self) -> bytes:
-        """The workload for a process of its own.
+    def payload(self, then: Callable[[bytes], object] = lambda _sent: None) -> bytes:
+        """The workload for a process of its own; ``then`` is called with it, and may say that it does not run there.
 
         Raises:
             NotThereError: It cannot leave this process, or not another rank's: all ranks hear of it.
@@ -218,6 +218,7 @@ class SearchState:
             nonlocal sent
             try:
                 sent = delivered(self.home, self.spec or self.workload)
+                then(sent)
             except NotThereError as error:
                 return str(error)
             return ""
