@@ -32,6 +32,11 @@ def can_fuse(optimizer: Optimizer) -> bool:
     )
 
 
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether it steps by its fused kernel already."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
 def _unfit_dtensors(optimizer: Optimizer) -> bool:
     """Whether DTensors stand in the way: torch fuses them for Adam alone, and not in a group with plain tensors."""
     kinds = [{hasattr(p, "device_mesh") for p in group["params"]} for group in optimizer.param_groups]

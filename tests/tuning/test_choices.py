@@ -115,8 +115,13 @@ def test_axes_follow_the_model_and_the_optimizer() -> None:
     assert {p.optimizer for p in few} == {"as_given"}
     many, _ = whole_step_plans(("fp32", "bf16"), CPU, torch.optim.AdamW(images.parameters()), has_images=True)
     assert {p.memory_format for p in many} == {"as_is", "channels_last"}
-    assert {p.optimizer for p in many} == {"as_given", "fused"}
+    assert {p.optimizer for p in many} == {"as_given"}
     assert many[0] == BASELINE
+    light, _ = whole_step_plans(
+        ("fp32", "bf16"), CPU, torch.optim.AdamW(line.parameters()), has_images=False, goal="memory"
+    )
+    assert light[0] == BASELINE
+    assert {p.optimizer for p in light[1:]} == {"fused"}
     assert [complexity(p) for p in many] == sorted(complexity(p) for p in many)
     assert not any(p.master == "none" for p in many)
     small, _ = whole_step_plans(

@@ -25,15 +25,9 @@ from castwise.tuning import final as final_
 from castwise.tuning.axes import name_of
 from castwise.tuning.contest import LATE, Contest, Entry
 from castwise.tuning.decision import Decision
-from castwise.tuning.fastest import (
-    FINALISTS,
-    each_numerics_first,
-    formats_not_reached,
-    likeliest,
-    low_share,
-    room_in_final,
-)
+from castwise.tuning.fastest import each_numerics_first, formats_not_reached, low_share
 from castwise.tuning.final import Final, race_final
+from castwise.tuning.finalists import FINALISTS, likeliest, room_in_final
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import find_parts
 from castwise.tuning.search import Settings

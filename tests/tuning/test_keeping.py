@@ -22,12 +22,12 @@ from castwise.measure.steps import TrainingRun
 from castwise.tuning import final, keeping
 from castwise.tuning.axes import as_raced, complexity, numerics_of
 from castwise.tuning.contest import Contest
+from castwise.tuning.finalists import run_as
 from castwise.tuning.keeping import gives_back
 from castwise.tuning.search import Settings
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mixed", "fp32"))
-LOSSLESS = Plan.parse("fp32+optimizer=fused")
 
 needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not glibc")
 
@@ -169,11 +169,12 @@ def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:
 
 def test_who_keeps_memory_does_not_race_itself_as_it_is() -> None:
     search = SearchState(workload(), CPU, Settings(formats=("fp32", "bf16")))
-    other = Plan.parse("bf16-mixed+optimizer=fused")
+    other = Plan.parse("bf16-master")
     kept = [Plan.parse(f"{plan}+host_memory=keep") for plan in (other, AUTOCAST)]
-    assert keeping.keeping(search, [other, AUTOCAST, FP32]) == [*kept, KEPT_FP32]
-    assert search.passed_over == dict.fromkeys((other, AUTOCAST), final.GIVES_BACK)
-    assert keeping.keeping(search, [LOSSLESS, FP32]) == [Plan.parse(f"{LOSSLESS}+host_memory=keep")]
+    assert run_as(search, [other, AUTOCAST, FP32], KEPT) == [*kept, KEPT_FP32]
+    assert search.passed_over == {other: final.ran_as(kept[0]), AUTOCAST: final.ran_as(KEPT)}
+    layout = Plan.parse("fp32+memory_format=channels_last")
+    assert run_as(search, [layout, FP32], KEPT) == [Plan.parse(f"{layout}+host_memory=keep")]
 
 
 def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chosen() -> None:
@@ -182,10 +183,11 @@ def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chose
         [[seconds * (1.0 + luck * (s - 1))] * 3 for s in range(3)]
         for seconds, luck in ((2.0, 0.0), (1.0, 0.05), (0.99, 0.0))
     ]
-    found = final.Final([FP32, AUTOCAST, KEPT], times_s=times)
-    assert found.reason(AUTOCAST, KEPT) == final.GIVES_BACK
-    assert found.reason(KEPT, AUTOCAST) != final.GIVES_BACK
-    assert found.reason(FP32, KEPT) != final.GIVES_BACK
+    found = final.Final([FP32, AUTOCAST, KEPT], times_s=times, choice={FP32, KEPT})
+    assert found.reason(AUTOCAST, KEPT) == final.ran_as(KEPT)
+    assert not found.reason(FP32, KEPT).startswith(final.RAN_AS)
+    both = final.Final([FP32, AUTOCAST, KEPT], times_s=times, choice={FP32, AUTOCAST, KEPT})
+    assert not both.reason(AUTOCAST, KEPT).startswith(final.RAN_AS)
 
 
 @needs_glibc
@@ -225,4 +227,4 @@ def test_finalists_keep_memory_and_race_no_longer_as_they_are(
         assert raced <= {FP32, AUTOCAST, *kept}
         reasons = {Plan.parse(row.plan): row.reason for row in result.evidence.candidates}
         twins = {as_raced(plan) for plan in kept} - {FP32, AUTOCAST, Plan.parse(str(result.plan))}
-        assert all(reasons[plan] == final.GIVES_BACK for plan in twins), reasons
+        assert all(reasons[plan].startswith(final.RAN_AS) for plan in twins), reasons

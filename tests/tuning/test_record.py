@@ -14,7 +14,7 @@ from castwise.plans.plan import Plan
 from castwise.tuning.answer import why
 from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.evidence import Verification
-from castwise.tuning.final import GIVES_BACK, Final
+from castwise.tuning.final import Final, ran_as
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.workload import find_workload
@@ -90,11 +90,11 @@ def test_a_plan_that_runs_in_the_final_as_it_keeps_memory_is_not_rejected() -> N
     search.contest = Contest(search.workload, search.device)
     for plan in (PLAN, FUSED):
         search.contest.entries[plan] = Entry(plan, [1.0])
-        search.passed_over[plan] = GIVES_BACK
+        search.passed_over[plan] = ran_as(FUSED)
     search.findings[FUSED] = finding(0.3, "fail")
     search.reasons[FUSED] = "damage 0.3"
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
-    assert rows[str(PLAN)] == ("sound", GIVES_BACK)
+    assert rows[str(PLAN)] == ("sound", ran_as(FUSED))
     assert rows[str(FUSED)] == ("rejected", "damage 0.3")
 
 

@@ -128,7 +128,12 @@ def test_no_fused_kernel_is_offered_for_sparse_gradients() -> None:
         {
             plan.optimizer
             for plan in whole_step_plans(
-                ("fp32", "bf16"), torch.device("cpu"), optimizer, has_images=False, sparse=sparse
+                ("fp32", "bf16"),
+                torch.device("cpu"),
+                optimizer,
+                has_images=False,
+                goal="memory",
+                sparse=sparse,
             )[0]
         }
         for sparse in (False, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from castwise import _torch
 from castwise.arrival import store_, widen_, widen_for
 from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
+from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
 from castwise.ranks import ALONE
@@ -222,6 +224,28 @@ class TrainingRun(_Run):
         self.losses += [float(loss) for loss in self._losses]
         self.skipped_steps += sum(result.skipped for result in self._results)
         self._losses, self._results = [], []
+
+    @contextlib.contextmanager
+    def timing_updates(self) -> Iterator[list[float]]:
+        """A block in which each step of the optimizer adds the seconds that it took; the device is waited for."""
+        begin, taken = 0.0, []
+
+        def before(*_: object) -> None:
+            nonlocal begin
+            synchronize(self._device)
+            begin = time.perf_counter()
+
+        def after(*_: object) -> None:
+            synchronize(self._device)
+            taken.append(time.perf_counter() - begin)
+
+        optimizer = self.optimizer
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the weights as they are now, in fp32 under the model's own keys, on the CPU."""

@@ -102,6 +102,7 @@ def race(
     warmup: int = WARMUP,
     hopeless: float = HOPELESS,
     sure_s: float = SURE_S,
+    against_s: Sequence[float] = (),
     on_block: Callable[[str, int], None] | None = None,
     ranks: Lockstep = BY_ITSELF,
 ) -> dict[str, Lap]:
@@ -118,6 +119,7 @@ def race(
             the median of all so far does. What compiling took of the first steps (``compile_s``, where a candidate has it)
             does not count.
         sure_s: Length of a step, in seconds, that cannot be the machine's noise.
+        against_s: Seconds of a baseline's steps, where that has run before and is none of the runners.
         on_block: Called with a name and the steps just run, after each block.
         ranks: Run each block at once: times are the slowest rank's, and a candidate that fails on one fails on all.
 
@@ -125,7 +127,7 @@ def race(
         Per name what was measured. An exception ends its candidate alone and is kept in ``error``.
     """
     laps = {name: Lap() for name, _ in runners}
-    reference: list[float] = []
+    reference = list(against_s)
     for index, (name, runner) in enumerate(runners):
         taken: list[float] = []
         for _ in range(warmup):
@@ -138,11 +140,11 @@ def race(
                 break
             if on_block is not None:
                 on_block(name, 1)
-            if index and reference:
+            if (index or against_s) and reference:
                 laps[name].slowdown = _hopeless(taken, reference, hopeless, sure_s)
                 if laps[name].done:
                     break
-        if index == 0 and not laps[name].done:
+        if index == 0 and not against_s and not laps[name].done:
             reference = taken
     for number in range(rounds):
         turn = number % len(runners)

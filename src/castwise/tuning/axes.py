@@ -1,7 +1,8 @@
 """The whole-step axes of a search: what is decided for all of a training step at once.
 
-Compute format, parameter storage with masters, what fp32 products may use inside, memory format and the fused
-optimizer. They are few, so every combination is a candidate, and a race on real steps decides.
+Compute format, parameter storage with masters, what fp32 products may use inside, and memory format. They are few, so every
+combination is a candidate, and a race on real steps decides. Whether the optimizer is fused is found by itself
+(:mod:`castwise.tuning.fusing`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from castwise.errors import DeviceError, PlanError
-from castwise.fused import can_fuse
+from castwise.fused import can_fuse, is_fused
 from castwise.plans.formats import LOW
 from castwise.plans.plan import PRESETS, Plan
 from castwise.plans.rules import UNFUSED, base_table
@@ -102,17 +103,14 @@ def whole_step_plans(
     if unfused:
         numerics += [dataclasses.replace(p, ops=(*p.ops, *unfused)) for p in numerics if p.autocasts]
     layouts = ("as_is", "channels_last") if has_images else ("as_is",)
-    fuses = can_fuse(optimizer) and not _is_fused(optimizer) and not sparse
-    steps = ("as_given", "fused") if fuses else ("as_given",)
     plans = [
-        dataclasses.replace(plan, memory_format=layout, optimizer=step)
-        for plan, layout, step in itertools.product(numerics, layouts, steps)
+        dataclasses.replace(plan, memory_format=layout)
+        for plan, layout in itertools.product(numerics, layouts)
     ]
+    if goal == "memory" and can_fuse(optimizer) and not is_fused(optimizer) and not sparse:
+        # the fused kernel never holds more than the loop it replaces
+        plans = [PRESETS["fp32"], *(dataclasses.replace(plan, optimizer="fused") for plan in plans)]
     return sorted(plans, key=complexity), dropped
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 _MADE_OF = {
@@ -160,7 +158,7 @@ def complexity(plan: Plan) -> float:
 
 def numerics_of(plan: Plan) -> Plan:
     """The part of a plan that gradients depend on: layout, the optimizer's kernel and how it is run set to their defaults."""
-    return dataclasses.replace(as_raced(plan), memory_format="as_is", optimizer="as_given")
+    return dataclasses.replace(as_raced(plan), memory_format="as_is")
 
 
 def uncompiled(plan: Plan) -> Plan:
@@ -169,8 +167,13 @@ def uncompiled(plan: Plan) -> Plan:
 
 
 def as_raced(plan: Plan) -> Plan:
-    """The same plan as it runs beside others in one process: not compiled, its memory the process's."""
-    return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
+    """The same plan as it runs beside others in one process: not compiled, its memory the process's, the optimizer as given."""
+    return dataclasses.replace(plan, compile="as_given", host_memory="as_given", optimizer="as_given")
+
+
+def run_with(plan: Plan, how: Plan) -> Plan:
+    """A plan with another's kernel of the optimizer and its host memory, which change no numerics."""
+    return dataclasses.replace(plan, optimizer=how.optimizer, host_memory=how.host_memory)
 
 
 def name_of(plan: Plan) -> str:

@@ -23,7 +23,7 @@ from castwise.measure import stats
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import TrainingRun
-from castwise.measure.timing import Lap, paired, race, speedup
+from castwise.measure.timing import WARMUP, Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
 from castwise.process import Claim
 from castwise.workload import Workload
@@ -104,6 +104,7 @@ class Contest:
         self._memory = Claim(dataclasses.replace(BASELINE, host_memory="keep"), device.type)
         self._initial: Mapping[str, torch.Tensor] | None = None
         self._block = 0
+        self._base_s: list[float] = []
         self.entries: dict[Plan, Entry] = {BASELINE: Entry(BASELINE)}
         self.steps = 0
 
@@ -218,6 +219,42 @@ class Contest:
                 racing.reverse()
         self._say(f"{len(racing)} plans", rounds, rounds)
 
+    def updates(self, plans: Sequence[Plan], rounds: int, least: int, until: float) -> list[Lap]:
+        """Interleaved rounds in which the optimizer's part of each step is timed for itself.
+
+        Args:
+            plans: Whose; of one that cannot run there are no times.
+            rounds: How many rounds there are.
+            least: How many of them there are though ``until`` is over.
+            until: Clock time after which no further one begins.
+
+        Returns:
+            Per plan the median seconds of the optimizer's steps, by round.
+
+        Raises:
+            Exception: As :meth:`run`.
+        """
+        self.run(plans, 1)
+        runs = [(str(i), self._runs[plan]) for i, plan in enumerate(plans) if plan in self._runs]
+        times: dict[str, Lap] = {str(i): Lap() for i in range(len(plans))}
+        with contextlib.ExitStack() as hooks:
+            timed = [(name, hooks.enter_context(run.timing_updates())) for name, run in runs]
+            for number in range(rounds):
+                if number >= least and self._ranks.now() > until:
+                    break
+                self._say("the optimizer's part of a step", number, rounds)
+                laps = race(
+                    runs if number % 2 else runs[::-1], rounds=1, steps=self._block, device=self._device, warmup=0,
+                    hopeless=math.inf, ranks=self._ranks,
+                )  # fmt: skip
+                for name, taken in timed:
+                    if (error := laps[name].error) is not None:
+                        raise error
+                    times[name].times_s.append(statistics.median(taken))
+                    taken.clear()
+                self.steps += self._block * len(runs)
+        return list(times.values())
+
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
         """Whether a plan stays out for want of time; fp32 never does, nor one that was timed before."""
         entry = self.entries[plan]
@@ -243,12 +280,12 @@ class Contest:
             if self._too_late(plan, admit_late):
                 continue
             self._say(f"first steps of {plan}", number, len(plans))
-            base = self._runs[BASELINE]
-            others = [(str(plan), self._runs[plan])] if plan != BASELINE else []
-            rounds = 1 if others else 2
-            laps = race([("", base), *others], rounds=rounds, steps=1, device=self._device, ranks=self._ranks)
-            self.steps += 3 * (1 + len(others))
-            lap = laps[str(plan) if others else ""]
+            laps = race(
+                [("", self._runs[plan])], rounds=2 * (plan == BASELINE), steps=1, device=self._device,
+                against_s=self._base_s, ranks=self._ranks,
+            )  # fmt: skip
+            lap = laps[""]
+            self.steps += WARMUP + len(lap.times_s)
             if lap.error is not None:
                 self._lost(plan, lap.error)
             elif lap.slowdown is not None:
@@ -258,6 +295,7 @@ class Contest:
             if plan == BASELINE:
                 if lap.error is not None:
                     raise lap.error
+                self._base_s = lap.seconds
                 self._block = max(1, min(16, round(BLOCK_S / min(lap.seconds))))
 
     def _open(self, plan: Plan) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 
-from castwise.measure import stats
-from castwise.measure.apart import BLOCK_S, LEAST_ROUNDS
-from castwise.measure.timing import WARMUP
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
@@ -27,28 +25,32 @@ from castwise.tuning.axes import (
 from castwise.tuning.compiling import compile_finalists, said
 from castwise.tuning.contest import LATE, Contest
 from castwise.tuning.decision import LEAST as STARTS
-from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import race_final
-from castwise.tuning.keeping import gives_back, keeping
+from castwise.tuning.finalists import (
+    FINAL_SHARE,
+    FINALISTS,
+    SHOWN_ROUNDS,
+    favourite,
+    likeliest,
+    race_repaired,
+    room_in_final,
+    run_as,
+    start_s,
+    with_lossless,
+)
+from castwise.tuning.fusing import saves_time
+from castwise.tuning.keeping import gives_back
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
 from castwise.tuning.repair import VERIFYING
 from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
 
-FINALISTS = 5
-FAR = 1.1
-"""What takes this many times as long as the fastest in the race does not come to the final."""
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
-RACE_SHARE, COMPILE_SHARE, FINAL_SHARE = 0.35, 0.6, 0.85
-"""After this share of what is left no round of the race begins; after these of the budget no second plan is compiled, and no
-further start of the final begins."""
-START_S = 0.5
-"""What starting a process and building a model in it takes, about."""
-SHOWN_ROUNDS = 3
-"""Rounds that the model as it arrived, and a plan that was repaired, run in the race, so that they can come to the final."""
+RACE_SHARE, COMPILE_SHARE = 0.35, 0.6
+"""After this share of what is left no round of the race begins; after this of the budget no second plan is compiled."""
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 TRAINING_SHARE = 0.35
@@ -91,14 +93,13 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
             contest.run([search.as_given], SHOWN_ROUNDS)
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
-        _race_repaired(contest, sound)
+        race_repaired(contest, sound)
     share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
-    with search.stage("page faults"):
-        keeps = gives_back(search, favourite(contest, sound, doubtful))
+    how = _how(search, favourite(contest, sound, doubtful))
     room = room_in_final(search, contest, share)
-    running = _with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
-    if keeps:
-        running = keeping(search, contest.order(running))
+    running = with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
+    if how != as_raced(how):
+        running = run_as(search, contest.order(running), how)
     compiled = _compiled(search, contest, running, share)
     always = bool(compiled) and search.settings.compile == "always"
     in_doubt = [plan for plan in [*running, *compiled] if as_raced(plan) in doubtful]
@@ -116,13 +117,22 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     ]
 
 
+def _how(search: SearchState, plan: Plan) -> Plan:
+    """A plan with what spares it time and changes no numerics: the fused optimizer, and memory that is kept."""
+    with search.stage("fused optimizer"):
+        if saves_time(search, plan):
+            plan = dataclasses.replace(plan, optimizer="fused")
+    with search.stage("page faults"):
+        return dataclasses.replace(plan, host_memory="keep") if gives_back(search, plan) else plan
+
+
 def _compiled(search: SearchState, contest: Contest, plans: Sequence[Plan], share: float) -> list[Plan]:
     """Finalists compiled; the first may take all that a final with this share has no need of."""
     if search.settings.compile == "never":
         return []
     with search.stage("compiling"):
         until = search.start + COMPILE_SHARE * search.settings.budget_s
-        in_final = STARTS * len({FP32, AUTOCAST, *plans}) * _start_s(contest)
+        in_final = STARTS * len({FP32, AUTOCAST, *plans}) * start_s(contest)
         last = search.start + share * search.settings.budget_s - in_final
         return compile_finalists(search, plans, until, max(until, last))
 
@@ -202,9 +212,6 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
                 )
             else:
                 out.append(plan)
-    if settings.goal == "memory" and any(plan.optimizer == "fused" for plan in out):
-        # the fused kernel never holds more than the loop it replaces
-        out = [plan for plan in out if plan.optimizer == "fused" or plan == FP32]
     return [search.scaled(plan) for plan in each_numerics_first(out)]
 
 
@@ -267,88 +274,6 @@ def formats_not_reached(search: SearchState) -> list[str]:
     timed = {plan.compute for plan, entry in entries.items() if entry.rounds}
     late = {plan.compute for plan, entry in entries.items() if entry.reason == LATE}
     return sorted(late - timed)
-
-
-def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE) -> int:
-    """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in a final of this share.
-
-    Two at least: the fastest of the race, and the simplest of those that were about as fast.
-    """
-    until = search.start + share * search.settings.budget_s
-    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / _start_s(contest)) - 2))
-
-
-def _start_s(contest: Contest) -> float:
-    """What one start of one plan takes in the final, about."""
-    step_s = statistics.median(contest.entries[FP32].lap.seconds)
-    return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
-
-
-def _slowness(
-    contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
-) -> dict[Plan, stats.Ratio | None]:
-    """By plan other than fp32, the fastest first, how many times as long as the fastest sound one it takes."""
-    order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
-    first = next((plan for plan in order if plan not in doubtful), order[0] if order else FP32)
-    return {plan: contest.ratio(first, plan) for plan in order}
-
-
-def favourite(contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan] = ()) -> Plan:
-    """The simplest of those about as fast as the fastest: what the final is likeliest to choose; fp32 where it is alone."""
-    over = _slowness(contest, sound, doubtful)
-    alike = [plan for plan, ratio in over.items() if ratio is None or ratio.value <= MARGIN]
-    return min(alike, key=complexity, default=FP32)
-
-
-def likeliest(
-    search: SearchState,
-    contest: Contest,
-    sound: Sequence[Plan],
-    doubtful: Sequence[Plan] = (),
-    most: int = FINALISTS,
-) -> list[Plan]:
-    """As many as a final has time for: the simplest of those as fast as the first, the fastest, and who else is near.
-
-    Of these the fastest of each simpler numerics goes before what else is near: the luck of the race alone would decide
-    whether the final can fall back on it. A doubtful plan keeps no sound one out.
-    """
-    over = _slowness(contest, sound, doubtful)
-    if not over:
-        return [*sound, *doubtful]
-    order, first = list(over), favourite(contest, sound, doubtful)
-    slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
-    near = [plan for plan in order if plan not in slow]
-    kinds: dict[Plan, Plan] = {}
-    for plan in near:
-        kinds.setdefault(numerics_of(plan), plan)
-    simpler = [plan for kind, plan in kinds.items() if complexity(kind) < complexity(numerics_of(near[0]))]
-    left = {FP32, *list(dict.fromkeys([first, near[0], *simpler, *near]))[:most]}
-    many = f"{most} that were faster or simpler filled it"
-    for plan in order:
-        if plan not in left:
-            ratio = slow.get(plan)
-            ahead = next((one for one in order if one not in doubtful), order[0])
-            why = f"takes {ratio.value:.2f} times as long as {name_of(ahead)} in the race" if ratio else many
-            search.passed_over[plan] = f"not in the final: {why}"
-    return [plan for plan in (*sound, *doubtful) if plan in left]
-
-
-def _race_repaired(contest: Contest, sound: list[Plan]) -> None:
-    """Race plans that came by a repair, which nobody has timed, beside fp32; those that cannot run are taken out."""
-    repaired = [plan for plan in sound if plan not in contest.entries]
-    if repaired:
-        contest.run(repaired, SHOWN_ROUNDS, until=math.inf)
-        sound[:] = [plan for plan in sound if not contest.entries[plan].reason] or [FP32]
-
-
-def _with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
-    """The plans in the running and the fastest that computes in fp32: what is repaired can be slower than that."""
-    lossless = [p for p in contest.entries if numerics_of(p) == FP32 and contest.entries[p].rounds]
-    fastest = contest.order(lossless)[0]
-    if fastest in running:
-        return running
-    contest.entries[fastest].reason = ""
-    return [*running, fastest]
 
 
 # --- what is sound ------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ fp32 and one-line autocast run beside them, so that every speed that is shown co
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +14,13 @@ from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import NotThereError, not_there
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity, name_of
+from castwise.tuning.axes import complexity, name_of, run_with
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST, LEAST, MARGIN, MOST, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 ROUNDS = 8
-GIVES_BACK = "it runs with host_memory=keep in the final, since page faults slow it as it is"
+RAN_AS = "the final ran it as "
 _DOUBT = 1000.0
 """What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
@@ -100,13 +99,17 @@ class Final:
             return f"not faster: takes {_interval(ratio)} times as long"
         if self.complexity(plan) < self.complexity(chosen) and (ahead := self._ahead(plan)):
             return f"not faster: {ahead}"
-        if plan != FP32 and dataclasses.replace(plan, host_memory="keep") in set(self.plans) - {plan}:
-            return GIVES_BACK
+        if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
+            return ran_as(twin)
         simpler = self.complexity(chosen) < self.complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
             return f"{sure} than the chosen plan, which is simpler"
         return "as fast as the chosen plan" + (", which is simpler" if simpler else "")
+
+    def _twin(self, plan: Plan) -> Plan | None:
+        """The same plan with another optimizer's kernel or other memory, which may be chosen."""
+        return next((one for one in self.choice if run_with(one, plan) == plan), None)
 
     def _ahead(self, plan: Plan) -> str:
         """A plan that this one is known to be slower than, and by how much; empty if there is none."""
@@ -136,6 +139,11 @@ class Final:
             f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
             f"those that are not known to be slower. {longer} would tell."
         )
+
+
+def ran_as(plan: Plan) -> str:
+    """Why a plan was not chosen, or not timed, that came to the final as another."""
+    return f"{RAN_AS}{name_of(plan)}"
 
 
 def _interval(ratio: stats.Ratio) -> str:

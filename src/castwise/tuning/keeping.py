@@ -18,9 +18,8 @@ from castwise.heap import can_keep
 from castwise.measure.apart import Apart
 from castwise.measure.processes import NotThereError
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import name_of, numerics_of
-from castwise.tuning.final import GIVES_BACK
-from castwise.tuning.state import FP32, SearchState
+from castwise.tuning.axes import name_of
+from castwise.tuning.state import SearchState
 
 STEPS, DRAWS = 6, 3
 SHARE = 0.05
@@ -79,11 +78,3 @@ def _faults(search: SearchState, payload: bytes, plan: Plan) -> tuple[float, flo
         run.warm_up()
         step_s = statistics.median(run.steps(1) for _ in range(STEPS))
     return run.faults, step_s
-
-
-def keeping(search: SearchState, plans: list[Plan]) -> list[Plan]:
-    """Plans, the fastest first, as they keep memory; fp32 too if nothing else computes in it."""
-    lossless = [plan for plan in plans if numerics_of(plan) == FP32]
-    keep = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]
-    search.passed_over.update(dict.fromkeys((plan for plan in keep if plan != FP32), GIVES_BACK))
-    return [dataclasses.replace(plan, host_memory="keep") for plan in keep]

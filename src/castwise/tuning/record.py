@@ -17,7 +17,7 @@ from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
-from castwise.tuning.final import GIVES_BACK
+from castwise.tuning.final import RAN_AS
 from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
@@ -134,7 +134,7 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
     if not unsound and why.startswith(("not tried", "not tested")):
         return "not tried", why
     ran = bool(entry.rounds or entry.reason or in_final) or plan.compile != "as_given"
-    if unsound or (why and ran and why != GIVES_BACK):
+    if unsound or (why and ran and not why.startswith(RAN_AS)):
         return "rejected", why
     if found is not None:
         return ("sound" if found.verdict == "pass" else "rejected"), why

@@ -1,0 +1,131 @@
+"""Who comes to the final, and how: what was near in the race, with the settings that change no numerics and are the same for all.
+
+Whether the optimizer is fused and whether freed memory is kept are not raced plan by plan: each is found once
+(:mod:`castwise.tuning.fusing`, :mod:`castwise.tuning.keeping`), by what it saves the likeliest plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from castwise.measure import stats
+from castwise.measure.apart import BLOCK_S, LEAST_ROUNDS
+from castwise.measure.timing import WARMUP
+from castwise.plans.plan import Plan
+from castwise.tuning.axes import complexity, name_of, numerics_of, run_with
+from castwise.tuning.contest import Contest
+from castwise.tuning.decision import LEAST as STARTS
+from castwise.tuning.decision import MARGIN
+from castwise.tuning.final import ran_as
+from castwise.tuning.state import FP32, SearchState
+
+FINALISTS = 5
+FAR = 1.1
+"""What takes this many times as long as the fastest in the race does not come to the final."""
+FINAL_SHARE = 0.85
+"""Share of the budget after which no further start of the final begins."""
+START_S = 0.5
+"""What starting a process and building a model in it takes, about."""
+SHOWN_ROUNDS = 3
+"""Rounds that the model as it arrived, and a plan that was repaired, run in the race, so that they can come to the final."""
+
+
+def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE) -> int:
+    """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in a final of this share.
+
+    Two at least: the fastest of the race, and the simplest of those that were about as fast.
+    """
+    until = search.start + share * search.settings.budget_s
+    return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / start_s(contest)) - 2))
+
+
+def start_s(contest: Contest) -> float:
+    """What one start of one plan takes in the final, about."""
+    step_s = statistics.median(contest.entries[FP32].lap.seconds)
+    return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
+
+
+def _slowness(
+    contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
+) -> dict[Plan, stats.Ratio | None]:
+    """By plan other than fp32, the fastest first, how many times as long as the fastest sound one it takes."""
+    order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
+    first = next((plan for plan in order if plan not in doubtful), order[0] if order else FP32)
+    return {plan: contest.ratio(first, plan) for plan in order}
+
+
+def favourite(contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan] = ()) -> Plan:
+    """The simplest of those about as fast as the fastest: what the final is likeliest to choose; fp32 where it is alone."""
+    over = _slowness(contest, sound, doubtful)
+    alike = [plan for plan, ratio in over.items() if ratio is None or ratio.value <= MARGIN]
+    return min(alike, key=complexity, default=FP32)
+
+
+def likeliest(
+    search: SearchState,
+    contest: Contest,
+    sound: Sequence[Plan],
+    doubtful: Sequence[Plan] = (),
+    most: int = FINALISTS,
+) -> list[Plan]:
+    """As many as a final has time for: the simplest of those as fast as the first, the fastest, and who else is near.
+
+    Of these the fastest of each simpler numerics goes before what else is near: the luck of the race alone would decide
+    whether the final can fall back on it. A doubtful plan keeps no sound one out.
+    """
+    over = _slowness(contest, sound, doubtful)
+    if not over:
+        return [*sound, *doubtful]
+    order, first = list(over), favourite(contest, sound, doubtful)
+    slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
+    near = [plan for plan in order if plan not in slow]
+    kinds: dict[Plan, Plan] = {}
+    for plan in near:
+        kinds.setdefault(numerics_of(plan), plan)
+    simpler = [plan for kind, plan in kinds.items() if complexity(kind) < complexity(numerics_of(near[0]))]
+    left = {FP32, *list(dict.fromkeys([first, near[0], *simpler, *near]))[:most]}
+    many = f"{most} that were faster or simpler filled it"
+    for plan in order:
+        if plan not in left:
+            ratio = slow.get(plan)
+            ahead = next((one for one in order if one not in doubtful), order[0])
+            why = f"takes {ratio.value:.2f} times as long as {name_of(ahead)} in the race" if ratio else many
+            search.passed_over[plan] = f"not in the final: {why}"
+    return [plan for plan in (*sound, *doubtful) if plan in left]
+
+
+def race_repaired(contest: Contest, sound: list[Plan]) -> None:
+    """Race plans that came by a repair, which nobody has timed, beside fp32; those that cannot run are taken out."""
+    repaired = [plan for plan in sound if plan not in contest.entries]
+    if repaired:
+        contest.run(repaired, SHOWN_ROUNDS, until=math.inf)
+        sound[:] = [plan for plan in sound if not contest.entries[plan].reason] or [FP32]
+
+
+def with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
+    """The plans in the running and the fastest that computes in fp32: what is repaired can be slower than that."""
+    lossless = [p for p in contest.entries if numerics_of(p) == FP32 and contest.entries[p].rounds]
+    fastest = contest.order(lossless)[0]
+    if fastest in running:
+        return running
+    contest.entries[fastest].reason = ""
+    return [*running, fastest]
+
+
+def run_as(search: SearchState, plans: Sequence[Plan], how: Plan) -> list[Plan]:
+    """Finalists, the fastest first, with the optimizer and host memory of a plan; fp32 too if nothing else computes in it.
+
+    As they raced they do not come to the final: what they are spared was measured, which says more than times of both.
+    """
+    lossless = [plan for plan in plans if numerics_of(plan) == FP32]
+    running = [plan for plan in plans if plan != FP32 or lossless[:1] == [FP32]]
+    out = []
+    for plan in running:
+        made = run_with(plan, how)
+        for other in {plan, dataclasses.replace(made, host_memory="as_given")} - {made, FP32}:
+            search.passed_over[other] = ran_as(made)
+        out.append(made)
+    return out
