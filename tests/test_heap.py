@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -24,12 +25,21 @@ needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not gl
 
 
 def faults(mib: int = 24, blocks: int = 4, warmup: int = 8, times: int = 6) -> float:
-    """Share of its pages that a step has to ask for, which makes some blocks of so many MiB and drops them."""
+    """Share of its pages that a step has to ask for, which writes some blocks of so many MiB and frees them.
+
+    The blocks are the C library's own: beside a tensor, small things are made that may stay behind its block, at the
+    end of the heap, and then nothing is given back.
+    """
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
     for number in range(warmup + times):
         if number == warmup:  # the heap has grown
             before = page_faults()
-        _ = [torch.ones(mib << 18) for _ in range(blocks)]
-        del _
+        addresses = [library.malloc(mib << 20) for _ in range(blocks)]
+        for address in addresses:
+            ctypes.memset(address, 1, mib << 20)
+        for address in addresses:
+            library.free(ctypes.c_void_p(address))
     return (page_faults() - before) / times / (mib * blocks << 8)
 
 
@@ -65,19 +75,13 @@ def test_a_live_plan_keeps_memory_and_closing_it_gives_back_what_was_there(
     """What the environment says of it holds again after it."""
     program = "from tests.test_heap import _freed; _freed()"
     environment = {**os.environ, **dict(word.split("=", 1) for word in variables.split())}
-    tries = []
-    for _ in range(1 if variables else 6):  # as given it is luck whether something lies behind what is freed
-        told = subprocess.run(
-            [sys.executable, "-c", program], check=True, env=environment, cwd=Path(__file__).parents[1],
-            capture_output=True, text=True,
-        ).stdout  # fmt: skip
-        given, kept, still, after = map(float, told.split())
-        tries.append((given, kept, still, after))
-        assert max(kept, still, *[given, after] * bool(variables)) < 0.4, tries
-        if min(given, after) > 0.6:
-            break
-    else:
-        assert variables, tries
+    told = subprocess.run(
+        [sys.executable, "-c", program], check=True, env=environment, cwd=Path(__file__).parents[1],
+        capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    given, kept, still, after = map(float, told.split())
+    assert max(kept, still) < 0.4, told
+    assert max(given, after) < 0.4 if variables else min(given, after) > 0.6, told
 
 
 @needs_glibc

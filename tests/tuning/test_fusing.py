@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -17,7 +18,9 @@ from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import Lap
 from castwise.tuning import final
 from castwise.tuning.axes import as_raced
-from castwise.tuning.contest import Contest
+from castwise.tuning.contest import LATE, Contest
+from castwise.tuning.fastest import with_plans_from_elsewhere
+from castwise.tuning.finalists import with_lossless
 from castwise.tuning.fusing import saves_time
 from castwise.tuning.search import Search, Settings
 from castwise.tuning.state import AUTOCAST, FP32
@@ -37,13 +40,19 @@ def deep() -> nn.Module:
 DEEP = dataclasses.replace(workload(), model=deep, optimizer=adamw)
 
 
-def asked(job: Workload, then: Callable[[Search], None] = lambda _search: None) -> tuple[bool, Search]:
+def asked(
+    job: Workload, then: Callable[[Search], None] = lambda _search: None, plan: Plan = FP32
+) -> tuple[bool, Search]:
     search = Search(job, CPU, Settings(formats=("fp32", "bf16")))
     search._refer()
     search.contest = Contest(job, CPU)
-    then(search)
     with search.home, search.contest:
-        return saves_time(search, FP32), search
+        search.contest.run([], 2)
+        then(search)
+        steps = search.contest.steps
+        saves = saves_time(search, plan)
+        search.contest.steps -= steps
+        return saves, search
 
 
 def test_an_optimizer_that_gains_by_its_fused_kernel_is_fused_and_its_times_are_told() -> None:
@@ -85,7 +94,7 @@ def test_where_there_is_nothing_to_fuse_no_step_is_run(
 def test_what_is_saved_counts_where_it_is_known_to_be_a_hundredth_of_the_step(
     given_s: list[float], fused_s: list[float], saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Contest, "updates", lambda *_: [Lap(list(given_s)), Lap(list(fused_s))])
+    monkeypatch.setattr(Contest, "updates", lambda *_: (Lap(list(given_s)), Lap(list(fused_s))))
 
     def raced(search: Search) -> None:
         assert search.contest is not None
@@ -107,16 +116,72 @@ def test_a_kernel_that_cannot_run_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert "no kernel" in search.contest.entries[FUSED].reason
 
 
-def test_timing_an_optimizer_leaves_no_hook_and_changes_no_step() -> None:
-    timed, plain = (TrainingRun(DEEP, FP32, CPU) for _ in range(2))
-    with timed.timing_updates() as taken:
-        timed.block(2)
-        assert len(taken) == 2
-        assert all(seconds > 0.0 for seconds in taken)
-    timed.block(1)
-    assert len(taken) == 2
-    plain.block(3)
-    assert timed.losses == plain.losses
+def test_each_step_of_a_run_says_how_long_its_optimizer_took() -> None:
+    run = TrainingRun(DEEP, FP32, CPU)
+    run.block(2)
+    run.block(1)
+    assert len(run.updates_s) == 3
+    assert all(seconds > 0.0 for seconds in run.updates_s)
+
+
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("fused", [True, False])
+def test_where_memory_runs_out_for_two_the_optimizer_stays_as_given(
+    fused: bool, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what ran before stays in the race."""
+    step = TrainingRun.run
+
+    def run(self: TrainingRun, steps: int) -> None:
+        mine = self.amp.plan.compute == "bf16" and bool(self.optimizer.param_groups[0].get("fused")) == fused
+        if mine and len(self.updates_s) > after:
+            raise torch.OutOfMemoryError("out of memory")
+        step(self, steps)
+
+    def raced(search: Search) -> None:
+        assert search.contest is not None
+        search.contest.run([AUTOCAST], 2)
+        search.contest._close(AUTOCAST)
+        monkeypatch.setattr(TrainingRun, "run", run)
+
+    saves, search = asked(DEEP, raced, AUTOCAST)
+    assert not saves
+    assert search.contest is not None
+    assert not search.contest.entries[AUTOCAST].reason
+
+
+def test_a_step_that_is_skipped_counts_as_any_other() -> None:
+    """An fp16 overflow steps no optimizer."""
+    plan = Plan.parse("fp16-mixed+loss_scale.init=4294967296")
+    fused = dataclasses.replace(plan, optimizer="fused")
+    with Contest(DEEP, CPU) as contest:
+        contest._block = 1
+        given, other = contest.updates(plan, fused, 3, 3, math.inf)
+    assert len(given.seconds) == len(other.seconds) == 3
+
+
+def test_a_kernel_that_was_refused_comes_to_no_final() -> None:
+    with Contest(DEEP, CPU) as contest:
+        contest.run([FUSED, AUTOCAST], 1)
+        assert with_lossless(contest, [AUTOCAST]) == [AUTOCAST, FP32]
+
+
+@pytest.mark.parametrize(("goal", "optimizer"), [("time", "as_given"), ("memory", "fused")])
+def test_a_plan_from_elsewhere_keeps_the_kernel_that_nobody_looks_for_here(goal: str, optimizer: str) -> None:
+    search = Search(DEEP, CPU, Settings(formats=("fp32", "bf16"), goal=goal))
+    search.elsewhere = [Plan.parse("bf16-true+optimizer=fused+host_memory=keep")]
+    found = with_plans_from_elsewhere(search, [AUTOCAST])[0]
+    assert (found.optimizer, found.host_memory) == (optimizer, "as_given")
+
+
+def test_a_step_too_long_for_the_budget_is_not_timed_again() -> None:
+    def raced(search: Search) -> None:
+        assert search.contest is not None
+        search.contest.entries[FP32].times_s[:] = [60.0] * 3
+
+    saves, search = asked(DEEP, raced)
+    assert not saves
+    assert search.passed_over == {FUSED: LATE}
 
 
 @pytest.mark.parametrize("fuses", [True, False])

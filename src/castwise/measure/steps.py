@@ -15,7 +15,6 @@ from castwise import _torch
 from castwise.arrival import store_, widen_, widen_for
 from castwise.casting.trees import to_device
 from castwise.errors import WorkloadError
-from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
 from castwise.process import Claim, check_device
 from castwise.ranks import ALONE
@@ -172,6 +171,10 @@ class TrainingRun(_Run):
         seed: Of weights and data.
         state: Initial weights, where they must equal another run's.
 
+    Attributes:
+        skipped_steps: How many the scaler skipped.
+        updates_s: Seconds that the host was in the optimizer's part, by step.
+
     Raises:
         DeviceError: The device cannot run the plan.
         CastwiseError: The plan does not fit the model.
@@ -197,6 +200,7 @@ class TrainingRun(_Run):
         self._losses: list[torch.Tensor] = []
         self._results: list[StepResult] = []
         self.skipped_steps = 0
+        self.updates_s: list[float] = []
 
     def _fetch(self, steps: int) -> None:
         taken = len(self.losses)
@@ -212,7 +216,9 @@ class TrainingRun(_Run):
                 check_no_backward(model, f"workload {workload.name!r}")
             check_loss(loss, workload)
             amp.backward(loss)
+            begin = time.perf_counter()
             result = amp.step(optimizer)
+            self.updates_s.append(time.perf_counter() - begin)
             optimizer.zero_grad()
             self._losses.append(loss.detach())
             self._results.append(result)
@@ -224,28 +230,6 @@ class TrainingRun(_Run):
         self.losses += [float(loss) for loss in self._losses]
         self.skipped_steps += sum(result.skipped for result in self._results)
         self._losses, self._results = [], []
-
-    @contextlib.contextmanager
-    def timing_updates(self) -> Iterator[list[float]]:
-        """A block in which each step of the optimizer adds the seconds that it took; the device is waited for."""
-        begin, taken = 0.0, []
-
-        def before(*_: object) -> None:
-            nonlocal begin
-            synchronize(self._device)
-            begin = time.perf_counter()
-
-        def after(*_: object) -> None:
-            synchronize(self._device)
-            taken.append(time.perf_counter() - begin)
-
-        optimizer = self.optimizer
-        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-        try:
-            yield taken
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the weights as they are now, in fp32 under the model's own keys, on the CPU."""

@@ -109,7 +109,7 @@ def race(
     """Time candidates against each other.
 
     Args:
-        runners: Names and candidates; the first is the baseline.
+        runners: Names and candidates; the first is the baseline, unless there is ``against_s``.
         rounds: Rounds in which every candidate runs one block.
         steps: Steps per block.
         device: Waited for at both ends of each block.

@@ -66,7 +66,8 @@ def whole_step_plans(
         device: That the model is to run on.
         optimizer: The user's, on the model's parameters.
         has_images: Whether channels_last means anything: there are convolutions over images.
-        goal: For ``memory`` parameters may be stored low without masters; for ``time`` attention may be unfused.
+        goal: For ``memory`` parameters may be stored low without masters, and the optimizer is fused in all but fp32 where it can
+            be; for ``time`` attention may be unfused.
         used: Operators that the model runs, as ``parts.operators_used`` names them.
         sparse: Whether there are sparse gradients, which no fused kernel takes.
 
@@ -166,13 +167,18 @@ def uncompiled(plan: Plan) -> Plan:
     return dataclasses.replace(plan, compile="as_given")
 
 
+def as_trained(plan: Plan) -> Plan:
+    """The same plan with nothing but what its training goes by: not compiled, its memory the process's."""
+    return dataclasses.replace(plan, compile="as_given", host_memory="as_given")
+
+
 def as_raced(plan: Plan) -> Plan:
     """The same plan as it runs beside others in one process: not compiled, its memory the process's, the optimizer as given."""
-    return dataclasses.replace(plan, compile="as_given", host_memory="as_given", optimizer="as_given")
+    return dataclasses.replace(as_trained(plan), optimizer="as_given")
 
 
 def run_with(plan: Plan, how: Plan) -> Plan:
-    """A plan with another's kernel of the optimizer and its host memory, which change no numerics."""
+    """A plan with another's kernel of the optimizer and its host memory, which change no gradients."""
     return dataclasses.replace(plan, optimizer=how.optimizer, host_memory=how.host_memory)
 
 

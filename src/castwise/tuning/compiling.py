@@ -72,7 +72,7 @@ def compile_finalists(
     """
     contest, ranks = search.contest, search.ranks
     assert contest is not None
-    each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they keep memory, if they do
+    each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they are to run in the final
     order = contest.order(list(each))
     try:
         payload = search.payload(partial(_try_elsewhere, search))

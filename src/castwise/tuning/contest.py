@@ -219,41 +219,51 @@ class Contest:
                 racing.reverse()
         self._say(f"{len(racing)} plans", rounds, rounds)
 
-    def updates(self, plans: Sequence[Plan], rounds: int, least: int, until: float) -> list[Lap]:
-        """Interleaved rounds in which the optimizer's part of each step is timed for itself.
+    def updates(self, one: Plan, other: Plan, rounds: int, least: int, until: float) -> tuple[Lap, Lap]:
+        """Interleaved rounds of two plans in which the optimizer's part of each step is timed for itself.
+
+        On an accelerator whole steps are: what an optimizer makes the host wait for is lost where it is waited for anyway.
 
         Args:
-            plans: Whose; of one that cannot run there are no times.
+            one: A plan.
+            other: Another.
             rounds: How many rounds there are.
             least: How many of them there are though ``until`` is over.
             until: Clock time after which no further one begins.
 
         Returns:
-            Per plan the median seconds of the optimizer's steps, by round.
+            Of each the median seconds of those parts, by round; none where one of the two cannot run.
 
         Raises:
             Exception: As :meth:`run`.
         """
-        self.run(plans, 1)
-        runs = [(str(i), self._runs[plan]) for i, plan in enumerate(plans) if plan in self._runs]
-        times: dict[str, Lap] = {str(i): Lap() for i in range(len(plans))}
-        with contextlib.ExitStack() as hooks:
-            timed = [(name, hooks.enter_context(run.timing_updates())) for name, run in runs]
-            for number in range(rounds):
-                if number >= least and self._ranks.now() > until:
-                    break
-                self._say("the optimizer's part of a step", number, rounds)
-                laps = race(
-                    runs if number % 2 else runs[::-1], rounds=1, steps=self._block, device=self._device, warmup=0,
-                    hopeless=math.inf, ranks=self._ranks,
-                )  # fmt: skip
-                for name, taken in timed:
-                    if (error := laps[name].error) is not None:
-                        raise error
-                    times[name].times_s.append(statistics.median(taken))
-                    taken.clear()
-                self.steps += self._block * len(runs)
-        return list(times.values())
+        for plan in list(self._runs):  # for their memory
+            if plan not in (BASELINE, one, other):
+                self._close(plan)
+        self.run([one, other], 0)
+        if one not in self._runs or other not in self._runs:
+            return Lap(), Lap()
+        runs = {"0": self._runs[one], "1": self._runs[other]}
+        laps = Lap(), Lap()
+        for number in range(rounds):
+            if number >= least and self._ranks.now() > until:
+                break
+            self._say("the optimizer's part of a step", number, rounds)
+            found = race(
+                list(runs.items())[:: 1 if number % 2 else -1], rounds=1, steps=self._block, device=self._device,
+                warmup=0, hopeless=math.inf, ranks=self._ranks,
+            )  # fmt: skip
+            self.steps += 2 * self._block
+            for name, plan, lap in zip(runs, (one, other), laps, strict=True):
+                if (error := found[name].error) is not None:
+                    self._lost(plan, error)
+                    return Lap(), Lap()
+                parts = runs[name].updates_s[-self._block :]
+                lap.times_s += (
+                    [statistics.median(parts)] if self._device.type == "cpu" else found[name].times_s
+                )
+        self._close(other)
+        return laps
 
     def _too_late(self, plan: Plan, admit_late: bool) -> bool:
         """Whether a plan stays out for want of time; fp32 never does, nor one that was timed before."""
@@ -282,7 +292,7 @@ class Contest:
             self._say(f"first steps of {plan}", number, len(plans))
             laps = race(
                 [("", self._runs[plan])], rounds=2 * (plan == BASELINE), steps=1, device=self._device,
-                against_s=self._base_s, ranks=self._ranks,
+                against_s=() if plan == BASELINE else self._base_s, ranks=self._ranks,
             )  # fmt: skip
             lap = laps[""]
             self.steps += WARMUP + len(lap.times_s)

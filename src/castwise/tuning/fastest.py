@@ -16,6 +16,7 @@ from castwise.resolve import assign, region_of
 from castwise.tuning.axes import (
     FORMATS,
     as_raced,
+    as_trained,
     complexity,
     name_of,
     numerics_of,
@@ -94,8 +95,9 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     with search.stage("parity"):
         sound, doubtful = _sound(search, left)
         race_repaired(contest, sound)
-    share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
     how = _how(search, favourite(contest, sound, doubtful))
+    doubtful = _to_be_trained(search, contest, sound, doubtful)
+    share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
     room = room_in_final(search, contest, share)
     running = with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
     if how != as_raced(how):
@@ -115,6 +117,33 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         for note in (search.final.doubt(search.chosen, search.reasons), said(search, search.chosen))
         if note
     ]
+
+
+def _to_be_trained(
+    search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
+) -> list[Plan]:
+    """The plans in doubt that training runs can settle after the shortest final; without them it is the longer."""
+    final_s = STARTS * (min(FINALISTS, len(sound) + len(doubtful)) + 2) * start_s(contest)
+    left = [plan for plan in doubtful if _steps_of_training(search, plan, search.left_s() - final_s)]
+    search.notes += [_no_time_to_train(plan) for plan in doubtful if plan not in left]
+    return left
+
+
+def _steps_of_training(search: SearchState, plan: Plan, left_s: float) -> int:
+    """Steps of the runs that settle a plan in doubt, in so many seconds; 0 where these are too few."""
+    settings, contest = search.settings, search.contest
+    assert contest is not None
+    a_pair_s = sum(statistics.median(contest.entries[p].lap.seconds) for p in (FP32, plan))
+    room_s = min(TRAINING_SHARE * settings.budget_s, left_s)
+    return settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
+
+
+def _no_time_to_train(plan: Plan) -> str:
+    """What is said of a plan in doubt that stays so."""
+    return (
+        f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with more "
+        "of it (--budget) they would."
+    )
 
 
 def _how(search: SearchState, plan: Plan) -> Plan:
@@ -228,7 +257,9 @@ def each_numerics_first(plans: Sequence[Plan]) -> list[Plan]:
 def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     """What was chosen for the same job elsewhere, where its formats are raced here, and candidates."""
     raced = {plan.compute for plan in plans}
-    elsewhere = (as_raced(plan) for plan in search.elsewhere if plan.formats <= raced)
+    # what a search does not find out by itself is part of the plan
+    bare = as_raced if search.settings.goal == "time" else as_trained
+    elsewhere = (bare(plan) for plan in search.elsewhere if plan.formats <= raced)
     return list(dict.fromkeys([*elsewhere, *plans]))
 
 
@@ -368,17 +399,10 @@ def _judge_as_given(search: SearchState, plan: Plan) -> None:
 
 def _trained(search: SearchState, plan: Plan) -> Verification | None:
     """Pairs of training runs of a plan, as it raced, and fp32; None without the time for them."""
-    plan = as_raced(plan)
-    settings, contest = search.settings, search.contest
-    assert contest is not None
-    a_pair_s = sum(statistics.median(contest.entries[p].lap.seconds) for p in (FP32, plan))
-    room_s = min(TRAINING_SHARE * settings.budget_s, search.left_s())
-    steps = settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
+    plan, settings = as_raced(plan), search.settings
+    steps = _steps_of_training(search, plan, search.left_s())
     if not steps:
-        search.notes.append(
-            f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with more "
-            "of it (--budget) they would."
-        )
+        search.notes.append(_no_time_to_train(plan))
         return None
     with search.stage("training runs"):
         return train_pairs(

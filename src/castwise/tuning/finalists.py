@@ -1,4 +1,4 @@
-"""Who comes to the final, and how: what was near in the race, with the settings that change no numerics and are the same for all.
+"""Who comes to the final, and how: what was near in the race, with the settings that change no gradients and are the same for all.
 
 Whether the optimizer is fused and whether freed memory is kept are not raced plan by plan: each is found once
 (:mod:`castwise.tuning.fusing`, :mod:`castwise.tuning.keeping`), by what it saves the likeliest plan.
@@ -15,7 +15,7 @@ from castwise.measure import stats
 from castwise.measure.apart import BLOCK_S, LEAST_ROUNDS
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity, name_of, numerics_of, run_with
+from castwise.tuning.axes import as_raced, complexity, name_of, numerics_of, run_with
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import LEAST as STARTS
 from castwise.tuning.decision import MARGIN
@@ -107,7 +107,8 @@ def race_repaired(contest: Contest, sound: list[Plan]) -> None:
 
 def with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
     """The plans in the running and the fastest that computes in fp32: what is repaired can be slower than that."""
-    lossless = [p for p in contest.entries if numerics_of(p) == FP32 and contest.entries[p].rounds]
+    raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
+    lossless = [plan for plan in raced if numerics_of(plan) == FP32]
     fastest = contest.order(lossless)[0]
     if fastest in running:
         return running

@@ -1,4 +1,4 @@
-"""Whether finalists should step with the fused optimizer: its kernel changes no numerics, and what it saves is told by its own time.
+"""Whether finalists should step with the fused optimizer, whose kernel changes no gradients: what it saves is told by its own time.
 
 The optimizer's part of a step is the same whatever the model computes in. Timed for itself, within steps of the plan that the
 final is likeliest to choose, a gain of one step in a hundred shows in a few rounds; as a candidate beside itself every plan would
@@ -12,14 +12,15 @@ import math
 import statistics
 
 from castwise.fused import can_fuse, is_fused
-from castwise.measure.timing import speedup
+from castwise.measure.timing import WARMUP, speedup
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of
+from castwise.tuning.contest import LATE
 from castwise.tuning.state import SearchState
 
 ROUNDS, LEAST_ROUNDS = 8, 4
-SHARE = 0.1
-"""Share of the budget after which there are no more rounds than the least."""
+SHARE, MOST_SHARE = 0.1, 0.2
+"""Shares of the budget: after the one there are only the least rounds, and none where these would take more than the other."""
 WORTH = 0.01
 """Share of a step that the fused kernel has to save for the finalists to use it."""
 
@@ -29,36 +30,44 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
 
     A note says how long either takes.
     """
-    contest, ranks, test = search.contest, search.ranks, search.test
+    contest, ranks, test, model = search.contest, search.ranks, search.test, search.model
     assert contest is not None
     assert test is not None
-    assert search.model is not None
-    optimizer = search.workload.optimizer(search.model.parameters())
-    if (
-        not ranks.at("the optimizer").same(can_fuse(optimizer) and not is_fused(optimizer))
-        or test.prober.sparse
-    ):
+    assert model is not None
+    optimizer = search.workload.optimizer(model.parameters())
+    fits = can_fuse(optimizer) and not is_fused(optimizer) and not test.prober.sparse
+    if not ranks.at("the optimizer").same(fits):
         return False
     fused = dataclasses.replace(plan, optimizer="fused")
-    until = ranks.now() + SHARE * search.settings.budget_s
-    given_s, fused_s = contest.updates([plan, fused], ROUNDS, LEAST_ROUNDS, until)
-    ratio = speedup(given_s, fused_s) if fused_s.times_s else None
+    entry = contest.entries[plan]
+    step_s, standing = statistics.median(entry.lap.seconds), entry.reason
+    budget_s, left_s = search.settings.budget_s, search.left_s()
+    needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
+    if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
+        search.passed_over[fused] = LATE
+        return False
+    given_s, fused_s = contest.updates(plan, fused, ROUNDS, LEAST_ROUNDS, ranks.now() + SHARE * budget_s)
+    entry.reason = standing  # it ran before: memory that two do not find here is no reason against it
+    ratio = speedup(given_s, fused_s)
     if ratio is None:  # it cannot run
         return False
-    update_s, step_s = (
-        statistics.median(given_s.seconds),
-        statistics.median(contest.entries[plan].lap.seconds),
-    )
-    shares = [
-        update_s * (1.0 - (1.0 / times if times else math.inf)) / step_s for times in (ratio.low, ratio.value)
-    ]
-    least, likely = ranks.at("the fused optimizer").worst(lambda: shares, lambda found: -found[0])
+    part_s = statistics.median(given_s.seconds)
+    least, likely, part_s, then_s = ranks.at("the fused optimizer").worst(
+        lambda: (
+            part_s * (1.0 - (1.0 / ratio.low if ratio.low else math.inf)) / step_s,
+            part_s * (1.0 - 1.0 / ratio.value) / step_s, part_s, part_s / ratio.value,
+        ),
+        lambda found: -found[0],
+    )  # fmt: skip
     name = type(optimizer).__name__
-    took = f"{name} takes {1e3 * update_s:.3g} ms of a step of {name_of(plan)}, and fused {1e3 * update_s / ratio.value:.3g} ms"
+    took = f"{name} takes {1e3 * part_s:.3g} ms of a step of {name_of(plan)}, and fused {1e3 * then_s:.3g} ms"
+    if search.device.type != "cpu":
+        took = f"a step of {name_of(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms where that is fused"
     if least < WORTH:
         search.passed_over[fused] = f"{took}, which is not known to save {WORTH:.0%} of the step"
         return False
     search.notes.append(
-        f"{took}: {100.0 * likely:.0f} % less of the whole, so that the final compared plans with optimizer=fused."
+        f"{took[:1].upper()}{took[1:]}: {100.0 * likely:.0f} % less of the whole, so that the final compared plans with "
+        "optimizer=fused."
     )
     return True

@@ -6,7 +6,8 @@
    dropped; parts that lose by the low format become regions of further candidates.
 3. *Race.* Every combination of the whole-step axes, and of the regions, on real steps by successive halving.
 4. *Parity.* The finalists' gradients; what fails is traced to its source and repaired with regions in fp32.
-5. *Final.* Sound plans once more, for longer; a tie goes to the simpler one.
+5. *Final.* Sound plans once more, for longer, with the fused optimizer and memory that is kept where these save time; a tie goes
+   to the simpler one.
 6. *Verification.* The winner's gradients on fresh batches; where it fails there, the next one. Where the gradients leave
    it in doubt, training runs against fp32 decide.
 
@@ -34,7 +35,7 @@ from castwise.numerics.isolation import seed_all, undisturbed
 from castwise.numerics.parity import ParityTest, coarsest, is_adam
 from castwise.numerics.probes import Prober
 from castwise.tuning.arrived import arrival_notes
-from castwise.tuning.axes import as_raced, name_of, numerics_of
+from castwise.tuning.axes import as_trained, name_of, numerics_of
 from castwise.tuning.compiling import own_cache
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest, formats_not_reached
@@ -187,7 +188,7 @@ class Search(SearchState):
     def _train(self) -> None:
         settings = self.settings
         self.verification = train_pairs(
-            self.workload, as_raced(self.chosen), self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
+            self.workload, as_trained(self.chosen), self.device, steps=settings.verify_steps, seeds=settings.verify_seeds,
             first_seed=settings.seed, ranks=self.ranks,
             on_progress=lambda done, total: self.say(self.now, "pairs of training runs", done, total),
         )  # fmt: skip
