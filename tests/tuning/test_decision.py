@@ -113,6 +113,30 @@ def test_what_speeds_are_told_over_is_started_to_the_end() -> None:
     assert len(taken[0]) == FIRST - 1
 
 
+def test_the_others_go_on_where_earlier_starts_left_them() -> None:
+    """Their starts stay aligned: one that had left has empty ones where it was not in."""
+    speeds = [1.0, 0.8, 0.5]
+    _, taken = settle([0, 1, 2], Machine(speeds, 0.001), reference=frozenset({0}))
+    assert [len(starts) for starts in taken] == [FIRST, LEAST, FIRST]
+    noisy = [*taken[:1], [[0.5] * 7, [1.2] * 7], taken[2]]
+    machine = Machine(speeds, 0.001)
+    decision, after = settle([0, 1, 2], machine, without=frozenset({2}), times=noisy)
+    assert machine.started[0] == [0, 1]
+    assert decision.chosen == 1
+    assert [len(starts) for starts in after] == [FIRST + len(machine.started)] * 2 + [FIRST]
+    assert after[1][LEAST] == ()
+
+
+def test_what_is_decided_by_earlier_starts_takes_no_other() -> None:
+    machine = Machine([1.0, 0.5, 0.4], 0.001)
+    _, taken = settle([0, 1, 2], machine)
+    before = len(machine.started)
+    decision, after = settle([0, 1, 2], machine, without=frozenset({2}), times=taken)
+    assert decision.chosen == 1
+    assert len(machine.started) == before
+    assert after == taken
+
+
 def test_a_plan_that_fails_in_a_later_start_is_not_chosen() -> None:
     decision, _ = settle([0, 1], Machine([1.0, 1.0], 0.001, fails={0: 2}))
     assert decision.chosen == 1

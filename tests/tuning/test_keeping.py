@@ -139,7 +139,7 @@ def test_the_race_keeps_memory_whichever_plan_runs_and_the_final_does_not() -> N
         search.now = "race"
         contest.halve([AUTOCAST])
         search.now = "final"
-        decided = final.race_final(search, [AUTOCAST], (), math.inf)
+        decided = final.race_final(search, [AUTOCAST], math.inf)
     assert not decided.apart
     assert decided.times_s
     assert seen == {"race": {"keep"}, "final": {"as_given"}}
@@ -188,26 +188,6 @@ def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chose
     assert not found.reason(FP32, KEPT).startswith(final.RAN_AS)
     both = final.Final([FP32, AUTOCAST, KEPT], times_s=times, choice={FP32, AUTOCAST, KEPT})
     assert not both.reason(AUTOCAST, KEPT).startswith(final.RAN_AS)
-
-
-@needs_glibc
-@pytest.mark.parametrize("doubt", ["", "gradients in doubt"])
-def test_what_is_in_doubt_is_so_with_kept_memory_too(doubt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sound(search: SearchState, _plans: object) -> tuple[list[Plan], list[Plan]]:
-        search.reasons.update({AUTOCAST: doubt} if doubt else {})
-        return ([FP32], [AUTOCAST]) if doubt else ([FP32, AUTOCAST], [])
-
-    monkeypatch.setattr(final, "ROUNDS", 3)
-    monkeypatch.setattr("castwise.tuning.fastest._sound", sound)
-    monkeypatch.setattr("castwise.tuning.fastest.likeliest", lambda *_: [FP32, AUTOCAST])
-    monkeypatch.setattr("castwise.tuning.fastest.gives_back", lambda *_: True)
-    result = castwise.tune(
-        workload(), device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
-    )
-    row = next(row for row in result.evidence.candidates if Plan.parse(row.plan) == KEPT)
-    if doubt and row.status != "chosen":
-        assert (row.status, row.reason) == ("rejected", doubt)
-    assert row.speedup is not None
 
 
 @needs_glibc

@@ -66,6 +66,8 @@ def settle(
     beside: frozenset[int] = frozenset(),
     is_over: Callable[[], bool] = lambda: False,
     reference: frozenset[int] = frozenset(),
+    without: frozenset[int] = frozenset(),
+    times: Sequence[Sequence[Sequence[float]]] = (),
 ) -> tuple[Decision, list[list[Sequence[float]]]]:
     """Start plans again and again until the times decide.
 
@@ -77,26 +79,28 @@ def settle(
         is_over: Whether no further start fits into the time.
         reference: Plans that are started to the end though they are out, since others' speeds are told over theirs. Those
             ``beside`` are, too: the machine moves, and a speed over a plan has to have seen as much of it as the plan.
+        without: Plans that are no longer in it.
+        times: What earlier starts took, as it is returned.
 
     Returns:
-        The decision, and each plan's times by start.
+        The decision, and each plan's times by start, empty for those that it was not in.
     """
-    times: list[list[Sequence[float]]] = [[] for _ in complexity]
-    racing = list(range(len(complexity)))
+    taken = [list(starts) for starts in times] or [[] for _ in complexity]
+    racing = [one for one in range(len(complexity)) if one not in without]
     while True:
+        starts = max(map(len, taken))
+        if starts:
+            left = [one for one in racing if one not in beside] or racing
+            decision = decide([complexity[one] for one in left], [taken[one] for one in left])
+            decided = decision.decided and starts >= (FIRST if len(left) > 1 else LEAST)
+            if decided or starts >= MOST or is_over():
+                out = frozenset(left[one] for one in decision.out)
+                return Decision(left[decision.chosen], decided, out), taken
+            if starts > 1:
+                gone = {left[one] for one in decision.out}
+                racing = [one for one in racing if one not in gone or one in reference]
         found = start(racing)
-        for one in racing:
-            if one in found:
-                times[one].append(found[one])
         racing = [one for one in racing if one in found]
-        left = [one for one in racing if one not in beside] or racing
-        decision = decide([complexity[one] for one in left], [times[one] for one in left])
-        starts = max(map(len, times))
-        decided = decision.decided and starts >= (FIRST if len(left) > 1 else LEAST)
-        if decided or starts >= MOST or is_over():
-            break
-        if starts > 1:
-            gone = {left[one] for one in decision.out}
-            racing = [one for one in racing if one not in gone or one in reference]
-    out = frozenset(left[one] for one in decision.out)
-    return Decision(left[decision.chosen], decided, out), times
+        for one in racing:
+            taken[one] += [()] * (starts - len(taken[one]))
+            taken[one].append(found[one])

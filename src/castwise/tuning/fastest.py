@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 from collections.abc import Collection, Iterable, Sequence
 
-from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.numerics.updates import LOST, lost_updates
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan
-from castwise.resolve import assign, region_of
 from castwise.tuning.axes import (
     FORMATS,
     as_raced,
     as_trained,
     complexity,
-    name_of,
     numerics_of,
     whole_step_plans,
     with_operators_as_is,
@@ -26,7 +22,6 @@ from castwise.tuning.axes import (
 from castwise.tuning.compiling import compile_finalists, said
 from castwise.tuning.contest import LATE, Contest
 from castwise.tuning.decision import LEAST as STARTS
-from castwise.tuning.evidence import Verification
 from castwise.tuning.final import race_final
 from castwise.tuning.finalists import (
     FINAL_SHARE,
@@ -42,20 +37,16 @@ from castwise.tuning.finalists import (
 )
 from castwise.tuning.fusing import saves_time
 from castwise.tuning.keeping import gives_back
-from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
+from castwise.tuning.pairs import in_training
 from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
-from castwise.tuning.repair import VERIFYING
-from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState
+from castwise.tuning.sound import BY_NAME, cleared, find_sound, low_share, may_train, training_runs
+from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """The costs of parts may take this share of the budget, and this long."""
 RACE_SHARE, COMPILE_SHARE = 0.35, 0.6
 """After this share of what is left no round of the race begins; after this of the budget no second plan is compiled."""
-BY_NAME = 0.1
-"""A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
-TRAINING_SHARE = 0.35
-"""Training runs that decide a doubtful plan may take this share of the budget, which the final leaves them."""
 
 
 def find_fastest(search: SearchState) -> None:
@@ -93,21 +84,16 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         if search.as_given is not None:
             contest.run([search.as_given], SHOWN_ROUNDS)
     with search.stage("parity"):
-        sound, doubtful = _sound(search, left)
+        sound, doubtful = find_sound(search, left)
         race_repaired(contest, sound)
-    how = _how(search, favourite(contest, sound, doubtful))
-    doubtful = _to_be_trained(search, contest, sound, doubtful)
-    share = 1.0 - TRAINING_SHARE if doubtful else FINAL_SHARE
-    room = room_in_final(search, contest, share)
-    running = with_lossless(contest, likeliest(search, contest, sound, doubtful, room))
+    sound += cleared(search, contest, sound, doubtful)
+    how = _how(search, favourite(contest, sound))
+    running = with_lossless(contest, likeliest(search, contest, sound, room_in_final(search, contest)))
     if how != as_raced(how):
         running = run_as(search, contest.order(running), how)
-    compiled = _compiled(search, contest, running, share)
+    compiled = _compiled(search, contest, running)
     always = bool(compiled) and search.settings.compile == "always"
-    in_doubt = [plan for plan in [*running, *compiled] if as_raced(plan) in doubtful]
-    for plan in in_doubt:  # kept or compiled, it has the gradients of the plan that raced
-        search.reasons.setdefault(plan, search.reasons[as_raced(plan)])
-    _final(search, [*running, *compiled], in_doubt, share, [FP32, *running] if always else ())
+    _final(search, [*running, *compiled], [FP32, *running] if always else ())
     assert search.final is not None
     eager = [FP32, *running]
     choices = [compiled, eager] if always else [[*eager, *compiled]]
@@ -119,33 +105,6 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     ]
 
 
-def _to_be_trained(
-    search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
-) -> list[Plan]:
-    """The plans in doubt that training runs can settle after the shortest final; without them it is the longer."""
-    final_s = STARTS * (min(FINALISTS, len(sound) + len(doubtful)) + 2) * start_s(contest)
-    left = [plan for plan in doubtful if _steps_of_training(search, plan, search.left_s() - final_s)]
-    search.notes += [_no_time_to_train(plan) for plan in doubtful if plan not in left]
-    return left
-
-
-def _steps_of_training(search: SearchState, plan: Plan, left_s: float) -> int:
-    """Steps of the runs that settle a plan in doubt, in so many seconds; 0 where these are too few."""
-    settings, contest = search.settings, search.contest
-    assert contest is not None
-    a_pair_s = sum(statistics.median(contest.entries[p].lap.seconds) for p in (FP32, plan))
-    room_s = min(TRAINING_SHARE * settings.budget_s, left_s)
-    return settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
-
-
-def _no_time_to_train(plan: Plan) -> str:
-    """What is said of a plan in doubt that stays so."""
-    return (
-        f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with more "
-        "of it (--budget) they would."
-    )
-
-
 def _how(search: SearchState, plan: Plan) -> Plan:
     """A plan with what spares it time and changes no numerics: the fused optimizer, and memory that is kept."""
     with search.stage("fused optimizer"):
@@ -155,27 +114,22 @@ def _how(search: SearchState, plan: Plan) -> Plan:
         return dataclasses.replace(plan, host_memory="keep") if gives_back(search, plan) else plan
 
 
-def _compiled(search: SearchState, contest: Contest, plans: Sequence[Plan], share: float) -> list[Plan]:
-    """Finalists compiled; the first may take all that a final with this share has no need of."""
+def _compiled(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
+    """Finalists compiled; the first may take all that a final has no need of."""
     if search.settings.compile == "never":
         return []
     with search.stage("compiling"):
         until = search.start + COMPILE_SHARE * search.settings.budget_s
         in_final = STARTS * len({FP32, AUTOCAST, *plans}) * start_s(contest)
-        last = search.start + share * search.settings.budget_s - in_final
+        last = search.start + FINAL_SHARE * search.settings.budget_s - in_final
         return compile_finalists(search, plans, until, max(until, last))
 
 
-def _final(
-    search: SearchState,
-    plans: Sequence[Plan],
-    doubtful: Collection[Plan],
-    share: float,
-    beside: Collection[Plan] = (),
-) -> None:
+def _final(search: SearchState, plans: Sequence[Plan], beside: Collection[Plan] = ()) -> None:
     with search.stage("final"):
-        until = search.start + share * search.settings.budget_s
-        search.final = race_final(search, plans, doubtful, until, beside)
+        search.final = race_final(
+            search, plans, search.start + FINAL_SHARE * search.settings.budget_s, beside
+        )
 
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
@@ -189,13 +143,13 @@ def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> N
 
     left = sorted((p for p in plans if p in search.peaks), key=lightness) or [FP32]
     with search.stage("parity"):
-        sound, _ = _sound(search, left)
+        sound, _ = find_sound(search, left)
     if repaired := [plan for plan in sound if plan not in search.peaks]:
         with search.stage("memory"):
             search.measure_peaks(repaired)
     order = sorted(sound, key=lightness)
     _choose(search, order)
-    _final(search, list(dict.fromkeys([search.chosen, *order[:2]])), (), FINAL_SHARE)
+    _final(search, list(dict.fromkeys([search.chosen, *order[:2]])))
 
 
 # --- what is raced ------------------------------------------------------------------------------------------
@@ -263,25 +217,6 @@ def with_plans_from_elsewhere(search: SearchState, plans: Sequence[Plan]) -> lis
     return list(dict.fromkeys([*elsewhere, *plans]))
 
 
-def low_share(search: SearchState, plan: Plan) -> float:
-    """Of the time that the model's parts take in fp32, the share of those that a plan runs low; 1 where none was timed."""
-    assert search.test is not None
-    assigned = assign(
-        search.test.prober.model, [region for region in plan.regions if region.compute is not None]
-    )
-    times_s = {
-        part: search.costs[part.pattern].times_s["fp32"]
-        for part in search.parts
-        if part.pattern in search.costs
-    }
-    low_s = 0.0
-    for part, time_s in times_s.items():
-        region = region_of(part.paths[0], assigned)
-        low_s += time_s * ((plan.compute if region is None else region.compute) in LOW)
-    whole_s = sum(times_s.values())
-    return low_s / whole_s if whole_s else 1.0
-
-
 def _without(
     search: SearchState, plans: Sequence[Plan], low: str, why: str, but: Plan | None = None
 ) -> list[Plan]:
@@ -307,50 +242,6 @@ def formats_not_reached(search: SearchState) -> list[str]:
     return sorted(late - timed)
 
 
-# --- what is sound ------------------------------------------------------------------------------------------
-
-
-def _sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt."""
-    assert search.numerics is not None
-    sound: list[Plan] = []
-    doubtful: list[Plan] = []
-    for plan in plans:
-        if plan == FP32:
-            sound.append(plan)
-            continue
-        left = search.numerics.left()
-        if left < VERIFYING + MICROBATCHES and numerics_of(plan) not in search.findings:
-            search.passed_over[plan] = "not tested: the passes for numerics were spent on faster plans"
-            continue
-        found = search.find(plan)
-        if found is not None and found.verdict == "pass":
-            sound.append(plan)
-            continue
-        search.reasons[plan] = search.why(plan, found)
-        if _may_train(search, found):
-            doubtful.append(plan)
-        if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
-            continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
-        repaired = search.repaired(plan, found)
-        kept = sum(part.pattern in search.kept for part in search.parts)
-        if 2 * kept > len(search.parts):
-            search.reasons[plan] += f"; {kept} of {len(search.parts)} regions would have to stay in fp32"
-            search.kept = {}
-        elif (share := low_share(search, repaired)) < BY_NAME:
-            search.reasons[plan] += (
-                f"; repaired it is fp32 but for a name: {share:.0%} of the time is in {plan.compute}"
-            )
-            search.kept = {}
-        elif repaired in search.findings and search.findings[repaired].verdict == "pass":
-            sound.append(repaired)
-    return sound or ([] if doubtful else [FP32]), doubtful
-
-
-def _may_train(search: SearchState, found: ParityResult | None) -> bool:
-    return search.settings.goal == "time" and found is not None and is_doubtful(found)
-
-
 def _choose(search: SearchState, order: Iterable[Plan]) -> None:
     """Settle the first of some plans that passes on fresh batches, or that trains like fp32 where it is in doubt."""
     assert search.numerics is not None
@@ -372,15 +263,13 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
             continue
         why = f"on fresh batches: {search.why(plan, result)}"
         if result.verdict != "pass":
-            trained = _trained(search, plan) if _may_train(search, result) else None
-            if trained is None or trained.verdict != "not worse":
+            training = training_runs(search, plan) if may_train(search, result) else None
+            if training is None or training.verdict != "not worse":
                 search.reasons[plan] = refused[numerics] = (
-                    why if trained is None else f"{why}, and in training {in_training(trained)}"
+                    why if training is None else f"{why}, and in training {in_training(training)}"
                 )
                 continue
-            search.verification = trained
-            for one in [one for one in search.reasons if as_raced(one) == as_raced(plan)]:
-                del search.reasons[one]
+        search.verification = search.trained.get(numerics)
         regions = any(region.compute == "fp32" for region in plan.regions)
         search.settle(plan, result, kept if regions else None)
         return
@@ -395,21 +284,6 @@ def _judge_as_given(search: SearchState, plan: Plan) -> None:
         said.append(f"rounding drops {search.lost_as_given:.0%} of its updates")
     if said:
         search.reasons[plan] = "; ".join(said)
-
-
-def _trained(search: SearchState, plan: Plan) -> Verification | None:
-    """Pairs of training runs of a plan, as it raced, and fp32; None without the time for them."""
-    plan, settings = as_raced(plan), search.settings
-    steps = _steps_of_training(search, plan, search.left_s())
-    if not steps:
-        search.notes.append(_no_time_to_train(plan))
-        return None
-    with search.stage("training runs"):
-        return train_pairs(
-            search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
-            ranks=search.ranks,
-            on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
-        )  # fmt: skip
 
 
 def _lost(search: SearchState, plan: Plan) -> float | None:

@@ -14,15 +14,13 @@ from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import NotThereError, not_there
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity, name_of, run_with
+from castwise.tuning.axes import complexity, name_of, numerics_of, run_with
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST, LEAST, MARGIN, MOST, Decision, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 ROUNDS = 8
 RAN_AS = "the final ran it as "
-_DOUBT = 1000.0
-"""What a plan whose gradients are in doubt counts for in complexity: training runs have to speak for it."""
 
 
 @dataclass
@@ -37,20 +35,22 @@ class Final:
         choice: Those that may be chosen; empty: all.
         decision: Between those.
         apart: Whether each had a process of its own.
+        go_on: Starts those of these plans again between which it is not decided, as long as there is time.
     """
 
     plans: Sequence[Plan]
-    doubtful: Collection[Plan] = ()
     times_s: list[list[Sequence[float]]] = field(default_factory=list)
     losses: dict[Plan, list[float]] = field(default_factory=dict)
     failed: dict[Plan, str] = field(default_factory=dict)
     choice: Collection[Plan] = ()
     decision: Decision | None = None
     apart: bool = True
+    go_on: Callable[[Collection[Plan]], None] = lambda _plans: None
 
     def __post_init__(self) -> None:
         """Nobody has been timed yet."""
         self._ratios: Mapping[tuple[int, int], stats.Ratio] = {}
+        self._known = 0
 
     @property
     def starts(self) -> int:
@@ -67,25 +67,26 @@ class Final:
         """How many times as fast as another a plan is; None where one of them was not in it."""
         if plan == over or not self.seconds(plan) or not self.seconds(over):
             return None
-        self._ratios = self._ratios or stats.restarts(self.times_s)
+        if self._known != self.starts:
+            self._ratios, self._known = stats.restarts(self.times_s), self.starts
         return self._ratios[self.plans.index(over), self.plans.index(plan)]
-
-    def complexity(self, plan: Plan) -> float:
-        """Of a plan, with what doubt adds to it."""
-        return complexity(plan) + _DOUBT * (plan in self.doubtful)
 
     def in_turn(self, plans: Sequence[Plan]) -> Iterator[Plan]:
         """The plan to choose, and, each time that one is refused, the one to choose among the others.
 
-        One that left since it is slower comes after all that did not.
+        One that left since it is slower comes after all that did not. Once one is refused the others, who may have left for
+        its speed alone, are started again, as long as there is time and the choice between them is not decided.
         """
         left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
+        running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
         while left:
-            to_the_end = [plan for plan in left if len(self._times(plan)) == self.starts] or left
-            weights = [self.complexity(plan) for plan in to_the_end]
-            plan = to_the_end[decide(weights, [self._times(plan) for plan in to_the_end]).chosen]
+            weights = [complexity(plan) for plan in running]
+            plan = running[decide(weights, [self._times(plan) for plan in running]).chosen]
             left.remove(plan)
             yield plan
+            if len(left) > 1:
+                self.go_on(left)
+            left = running = [plan for plan in left if plan not in self.failed]
 
     def _times(self, plan: Plan) -> list[Sequence[float]]:
         return self.times_s[self.plans.index(plan)]
@@ -97,11 +98,11 @@ class Final:
             return self.failed.get(plan, "")
         if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
-        if self.complexity(plan) < self.complexity(chosen) and (ahead := self._ahead(plan)):
+        if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan)):
             return f"not faster: {ahead}"
         if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
             return ran_as(twin)
-        simpler = self.complexity(chosen) < self.complexity(plan)
+        simpler = complexity(chosen) < complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
             return f"{sure} than the chosen plan, which is simpler"
@@ -153,7 +154,6 @@ def _interval(ratio: stats.Ratio) -> str:
 def race_final(
     search: SearchState,
     eligible: Sequence[Plan],
-    doubtful: Collection[Plan],
     until: float,
     beside: Collection[Plan] = (),
 ) -> Final:
@@ -162,7 +162,6 @@ def race_final(
     Args:
         search: Whose workload, device and settings they have.
         eligible: The plans to choose among; fp32 is one too.
-        doubtful: Those among them whose gradients are in doubt.
         until: Clock time after which nothing new begins.
         beside: Of these, and of fp32, those that cannot be chosen.
 
@@ -176,7 +175,7 @@ def race_final(
     shows = [plan for plan in beside_all if runs[plan].behind or not runs[plan].reason]
     plans = list(dict.fromkeys([FP32, *eligible, *shows]))
     choice = {FP32, *eligible}.difference(beside)
-    final = Final(plans, doubtful, choice=choice)
+    final = Final(plans, choice=choice)
     taken_s = 0.0
 
     def over() -> bool:
@@ -212,22 +211,34 @@ def race_final(
         taken_s = ranks.now() - begin
         return note(dict(zip(racing, found, strict=True)))
 
-    def decided(
-        start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]], is_over: Callable[[], bool]
-    ) -> Final:
-        weights = [final.complexity(plan) for plan in plans]
-        shown = frozenset(i for i, plan in enumerate(plans) if plan not in choice)
-        reference = frozenset({plans.index(FP32)})
-        final.decision, final.times_s = settle(weights, start, shown, is_over, reference)
-        return final
+    def decide_by(
+        start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
+        is_over: Callable[[], bool],
+        without: Collection[Plan] = (),
+    ) -> None:
+        final.decision, final.times_s = settle(
+            [complexity(plan) for plan in plans], start, is_over=is_over,
+            beside=frozenset(i for i, plan in enumerate(plans) if plan not in choice),
+            reference=frozenset({plans.index(FP32)}),
+            without=frozenset(i for i, plan in enumerate(plans) if plan in without or plan in final.failed),
+            times=final.times_s,
+        )  # fmt: skip
+
+    def go_on(left: Collection[Plan]) -> None:
+        nonlocal until
+        if all(numerics_of(plan) == FP32 for plan in left):  # nothing comes after this
+            until = search.start + search.settings.budget_s
+        decide_by(partial(apart, search.payload()), over, choice.difference(left))
 
     contest.close()
     try:
-        return decided(partial(apart, search.payload()), over)
+        decide_by(partial(apart, search.payload()), over)
+        final.go_on = go_on
     except NotThereError as error:
         search.notes.append(f"The finalists were timed once, in one process: {error}.")
         final.apart = False
-        return decided(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
+        decide_by(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
+    return final
 
 
 def _here(

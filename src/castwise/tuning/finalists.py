@@ -33,12 +33,12 @@ SHOWN_ROUNDS = 3
 """Rounds that the model as it arrived, and a plan that was repaired, run in the race, so that they can come to the final."""
 
 
-def room_in_final(search: SearchState, contest: Contest, share: float = FINAL_SHARE) -> int:
-    """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in a final of this share.
+def room_in_final(search: SearchState, contest: Contest) -> int:
+    """As many plans as can be started as often as they have to be, with fp32, autocast and some more, in the final.
 
     Two at least: the fastest of the race, and the simplest of those that were about as fast.
     """
-    until = search.start + share * search.settings.budget_s
+    until = search.start + FINAL_SHARE * search.settings.budget_s
     return max(2, min(FINALISTS, int((until - search.ranks.now()) / STARTS / start_s(contest)) - 2))
 
 
@@ -48,38 +48,31 @@ def start_s(contest: Contest) -> float:
     return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
 
 
-def _slowness(
-    contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
-) -> dict[Plan, stats.Ratio | None]:
-    """By plan other than fp32, the fastest first, how many times as long as the fastest sound one it takes."""
-    order = contest.order([plan for plan in (*sound, *doubtful) if plan != FP32])
-    first = next((plan for plan in order if plan not in doubtful), order[0] if order else FP32)
-    return {plan: contest.ratio(first, plan) for plan in order}
+def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, stats.Ratio | None]:
+    """By plan other than fp32, the fastest first, how many times as long as the fastest it takes."""
+    order = contest.order([plan for plan in sound if plan != FP32])
+    return {plan: contest.ratio(order[0], plan) for plan in order}
 
 
-def favourite(contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan] = ()) -> Plan:
+def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
     """The simplest of those about as fast as the fastest: what the final is likeliest to choose; fp32 where it is alone."""
-    over = _slowness(contest, sound, doubtful)
+    over = _slowness(contest, sound)
     alike = [plan for plan, ratio in over.items() if ratio is None or ratio.value <= MARGIN]
     return min(alike, key=complexity, default=FP32)
 
 
 def likeliest(
-    search: SearchState,
-    contest: Contest,
-    sound: Sequence[Plan],
-    doubtful: Sequence[Plan] = (),
-    most: int = FINALISTS,
+    search: SearchState, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS
 ) -> list[Plan]:
     """As many as a final has time for: the simplest of those as fast as the first, the fastest, and who else is near.
 
     Of these the fastest of each simpler numerics goes before what else is near: the luck of the race alone would decide
-    whether the final can fall back on it. A doubtful plan keeps no sound one out.
+    whether the final can fall back on it.
     """
-    over = _slowness(contest, sound, doubtful)
+    over = _slowness(contest, sound)
     if not over:
-        return [*sound, *doubtful]
-    order, first = list(over), favourite(contest, sound, doubtful)
+        return list(sound)
+    order, first = list(over), favourite(contest, sound)
     slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
     near = [plan for plan in order if plan not in slow]
     kinds: dict[Plan, Plan] = {}
@@ -91,10 +84,11 @@ def likeliest(
     for plan in order:
         if plan not in left:
             ratio = slow.get(plan)
-            ahead = next((one for one in order if one not in doubtful), order[0])
-            why = f"takes {ratio.value:.2f} times as long as {name_of(ahead)} in the race" if ratio else many
+            why = (
+                f"takes {ratio.value:.2f} times as long as {name_of(order[0])} in the race" if ratio else many
+            )
             search.passed_over[plan] = f"not in the final: {why}"
-    return [plan for plan in (*sound, *doubtful) if plan in left]
+    return [plan for plan in sound if plan in left]
 
 
 def race_repaired(contest: Contest, sound: list[Plan]) -> None:
@@ -105,11 +99,15 @@ def race_repaired(contest: Contest, sound: list[Plan]) -> None:
         sound[:] = [plan for plan in sound if not contest.entries[plan].reason] or [FP32]
 
 
+def fastest_lossless(contest: Contest) -> Plan:
+    """The fastest of the race that computes in fp32."""
+    raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
+    return contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
+
+
 def with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
     """The plans in the running and the fastest that computes in fp32: what is repaired can be slower than that."""
-    raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
-    lossless = [plan for plan in raced if numerics_of(plan) == FP32]
-    fastest = contest.order(lossless)[0]
+    fastest = fastest_lossless(contest)
     if fastest in running:
         return running
     contest.entries[fastest].reason = ""

@@ -120,6 +120,7 @@ class SearchState:
         chosen: The plan, once there is one that is known to be sound: fp32 at first.
         verified: Its gradients on fresh batches.
         verification: Its training runs against fp32.
+        trained: Those of plans whose gradients left them in doubt, by numerics.
         complete: Whether the search came to its end.
         now: The stage that is running.
     """
@@ -156,6 +157,7 @@ class SearchState:
     chosen: Plan = FP32
     verified: ParityResult | None = None
     verification: Verification | None = None
+    trained: dict[Plan, Verification] = field(default_factory=dict)
     complete: bool = False
     now: str = ""
 

@@ -1,0 +1,143 @@
+"""Which plans are sound: their gradients pass, as they are or repaired, or training runs decide what gradients leave in doubt.
+
+Training runs take a third of the budget at most, before the final: it is among sound plans then, and has all the time that
+is left. Only what is ahead of all that is sound in the race is trained, since doubt has to be worth something.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from castwise.numerics.parity import FLOOR, ParityResult
+from castwise.plans.formats import LOW
+from castwise.plans.plan import Plan
+from castwise.resolve import assign, region_of
+from castwise.tuning.axes import as_raced, name_of, numerics_of
+from castwise.tuning.contest import Contest
+from castwise.tuning.decision import LEAST as STARTS
+from castwise.tuning.decision import MARGIN
+from castwise.tuning.evidence import Verification
+from castwise.tuning.finalists import fastest_lossless, start_s
+from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
+from castwise.tuning.repair import VERIFYING
+from castwise.tuning.state import FP32, MICROBATCHES, SearchState
+
+BY_NAME = 0.1
+"""A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
+TRAINING_SHARE = 0.35
+"""Training runs may take this share of the budget."""
+_TRAINING = "training runs"
+
+
+def low_share(search: SearchState, plan: Plan) -> float:
+    """Of the time that the model's parts take in fp32, the share of those that a plan runs low; 1 where none was timed."""
+    assert search.test is not None
+    assigned = assign(
+        search.test.prober.model, [region for region in plan.regions if region.compute is not None]
+    )
+    times_s = {
+        part: search.costs[part.pattern].times_s["fp32"]
+        for part in search.parts
+        if part.pattern in search.costs
+    }
+    low_s = 0.0
+    for part, time_s in times_s.items():
+        region = region_of(part.paths[0], assigned)
+        low_s += time_s * ((plan.compute if region is None else region.compute) in LOW)
+    whole_s = sum(times_s.values())
+    return low_s / whole_s if whole_s else 1.0
+
+
+def find_sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt."""
+    assert search.numerics is not None
+    sound: list[Plan] = []
+    doubtful: list[Plan] = []
+    for plan in plans:
+        if plan == FP32:
+            sound.append(plan)
+            continue
+        left = search.numerics.left()
+        if left < VERIFYING + MICROBATCHES and numerics_of(plan) not in search.findings:
+            search.passed_over[plan] = "not tested: the passes for numerics were spent on faster plans"
+            continue
+        found = search.find(plan)
+        if found is not None and found.verdict == "pass":
+            sound.append(plan)
+            continue
+        search.reasons[plan] = search.why(plan, found)
+        if may_train(search, found):
+            doubtful.append(plan)
+        if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
+            continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
+        repaired = search.repaired(plan, found)
+        kept = sum(part.pattern in search.kept for part in search.parts)
+        if 2 * kept > len(search.parts):
+            search.reasons[plan] += f"; {kept} of {len(search.parts)} regions would have to stay in fp32"
+            search.kept = {}
+        elif (share := low_share(search, repaired)) < BY_NAME:
+            search.reasons[plan] += (
+                f"; repaired it is fp32 but for a name: {share:.0%} of the time is in {plan.compute}"
+            )
+            search.kept = {}
+        elif repaired in search.findings and search.findings[repaired].verdict == "pass":
+            sound.append(repaired)
+    return sound or ([] if doubtful else [FP32]), doubtful
+
+
+def may_train(search: SearchState, found: ParityResult | None) -> bool:
+    """Whether training runs may decide about a plan whose gradients did not pass."""
+    return search.settings.goal == "time" and found is not None and is_doubtful(found)
+
+
+def cleared(
+    search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
+) -> list[Plan]:
+    """Of the plans in doubt those that train like fp32; none is trained that a sound one is as fast as in the race."""
+    rival = contest.order([*sound, fastest_lossless(contest)])[0]
+    final_s = STARTS * (len(sound) + 3) * start_s(contest)
+    out = []
+    for plan in contest.order(doubtful):
+        ratio = contest.ratio(plan, over=rival)
+        if ratio is None or ratio.value <= MARGIN:
+            search.reasons[plan] += (
+                f"; training runs, which could decide, were spared: in the race it was not 3 % faster than {name_of(rival)}"
+            )
+            continue
+        found = training_runs(search, plan, reserve_s=final_s)
+        if found is None:
+            continue
+        if found.verdict == "not worse":
+            del search.reasons[plan]
+            out.append(plan)
+        else:
+            search.reasons[plan] += f", and in training {in_training(found)}"
+    return out
+
+
+def training_runs(search: SearchState, plan: Plan, reserve_s: float = 0.0) -> Verification | None:
+    """Pairs of training runs of a plan, as it raced, and fp32, once for its numerics; None without the time for them.
+
+    ``reserve_s`` is what has to be left of the budget after them.
+    """
+    plan, numerics, settings, contest = as_raced(plan), numerics_of(plan), search.settings, search.contest
+    assert contest is not None
+    if numerics not in search.trained:
+        spent_s = sum(stage.time_s for stage in search.stages if stage.name == _TRAINING)
+        room_s = min(TRAINING_SHARE * settings.budget_s - spent_s, search.left_s() - reserve_s)
+        a_pair_s = sum(statistics.median(contest.entries[one].lap.seconds) for one in (FP32, plan))
+        steps = settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
+        if not steps:
+            search.notes.append(
+                f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with "
+                "more of it (--budget) they would."
+            )
+            return None
+        with search.stage(_TRAINING):
+            search.trained[numerics] = train_pairs(
+                search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
+                ranks=search.ranks,
+                on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
+            )  # fmt: skip
+    return search.trained[numerics]

@@ -1,0 +1,89 @@
+"""Plans in doubt: which of them training runs decide, and what becomes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+from tests.tuning.conftest import raced
+from tests.tuning.test_choices import workload
+
+from castwise import Plan, Workload
+from castwise.tuning.axes import name_of
+from castwise.tuning.sound import cleared, training_runs
+from castwise.tuning.state import AUTOCAST, FP32, SearchState
+
+LIKE_FP32 = Plan.parse("bf16-mixed+regions.**=fp32")
+"""Trains as fp32 does to the last digit."""
+LOSING = Plan.parse("bf16-true")
+"""Trains worse: at the learning rate of this workload its parameters lose most updates."""
+
+
+@pytest.fixture
+def search(searching: Callable[[Workload], SearchState]) -> SearchState:
+    found = searching(workload())
+    found.settings = dataclasses.replace(found.settings, verify_steps=40, verify_seeds=4)
+    return found
+
+
+def clear(
+    search: SearchState, times_s: dict[Plan, float], sound: Sequence[Plan], doubtful: Sequence[Plan]
+) -> list[Plan]:
+    search.reasons.update(dict.fromkeys(doubtful, "damage 0.11"))
+    return cleared(search, raced(search, times_s), sound, doubtful)
+
+
+def runs(search: SearchState) -> int:
+    return sum(stage.name == "training runs" for stage in search.stages)
+
+
+def test_a_plan_in_doubt_that_trains_like_fp32_is_sound(search: SearchState) -> None:
+    assert clear(search, {FP32: 2.0, LIKE_FP32: 1.0}, [FP32], [LIKE_FP32]) == [LIKE_FP32]
+    assert not search.reasons
+    assert search.trained[LIKE_FP32].verdict == "not worse"
+    assert search.trained[LIKE_FP32].difference == 0.0
+
+
+def test_a_plan_in_doubt_that_trains_worse_is_not(search: SearchState) -> None:
+    assert not clear(search, {FP32: 2.0, LOSING: 1.0}, [FP32], [LOSING])
+    assert search.reasons[LOSING].startswith(
+        "damage 0.11, and in training over 4 pairs of 40 steps its loss differs"
+    )
+
+
+@pytest.mark.parametrize("rival", [AUTOCAST, Plan.parse("fp32+memory_format=channels_last")])
+def test_doubt_has_to_be_worth_something(search: SearchState, rival: Plan) -> None:
+    """What is sound, or computes in fp32, is as fast in the race."""
+    times_s = {FP32: 2.0, LIKE_FP32: 1.0, rival: 1.02}
+    assert not clear(search, times_s, [FP32, *([rival] if rival == AUTOCAST else [])], [LIKE_FP32])
+    assert search.reasons == {
+        LIKE_FP32: "damage 0.11; training runs, which could decide, were spared: in the race it was not 3 % faster than "
+        + name_of(rival)
+    }
+    assert not runs(search)
+
+
+def test_plans_of_one_numerics_are_trained_once(search: SearchState) -> None:
+    other = dataclasses.replace(LIKE_FP32, memory_format="channels_last")
+    both = clear(search, {FP32: 2.0, LIKE_FP32: 1.0, other: 0.9}, [FP32], [LIKE_FP32, other])
+    assert both == [other, LIKE_FP32]
+    assert runs(search) == 1
+
+
+def test_without_the_time_for_training_runs_a_plan_stays_in_doubt_and_that_is_said(
+    search: SearchState,
+) -> None:
+    search.settings = dataclasses.replace(search.settings, verify_steps=0)
+    assert not clear(search, {FP32: 2.0, LIKE_FP32: 1.0}, [FP32], [LIKE_FP32])
+    assert search.reasons == {LIKE_FP32: "damage 0.11"}
+    (note,) = search.notes
+    assert "there was no time to let training runs decide" in note
+    assert not runs(search)
+
+
+def test_training_runs_leave_the_final_its_time(search: SearchState) -> None:
+    search.settings = dataclasses.replace(search.settings, verify_steps=0)
+    raced(search, {FP32: 0.02, LIKE_FP32: 0.01})
+    assert training_runs(search, LIKE_FP32, reserve_s=59.0) is None
+    assert training_runs(search, LIKE_FP32) is not None
