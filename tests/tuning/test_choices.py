@@ -42,7 +42,7 @@ from castwise.tuning.pairs import (
     judge_losses,
     train_pairs,
 )
-from castwise.tuning.part_costs import _slowdown_on_a_piece, losing_parts, measure_costs
+from castwise.tuning.part_costs import Cost, _slowdown_on_a_piece, losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import find_parts
 
 CPU = torch.device("cpu")
@@ -463,6 +463,21 @@ def test_training_decides_only_near_the_lines() -> None:
     assert not is_doubtful(found(math.inf))
     assert not is_doubtful(found(0.11, floor=0.1))  # fp32 differs from itself as much
     assert not is_doubtful(found(0.11, strayed=1))
+
+
+def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_race() -> None:
+    """fp16 convolutions took 12 to 20 times as long, some short of hopeless: first steps of whole models took 20 s."""
+    costs = {
+        "conv": Cost({"fp32": 10.0, "bf16": 6.0, "fp16": 90.0}, {"bf16": 11.0, "fp16": 10.5}),
+        "norm": Cost({"fp32": 1.0, "bf16": 1.0, "fp16": 0.9}, {"bf16": 1.2, "fp16": 1.2}),
+    }
+    assert not_faster("fp16", ("bf16", "fp16"), costs).startswith(
+        "bf16 is faster by regions alone; in fp16 conv takes 9.0 "
+    )
+    assert not not_faster("fp16", ("fp16",), costs)  # with nothing better, whole steps decide
+    assert not not_faster("bf16", ("bf16", "fp16"), costs)
+    costs["conv"].times_s["fp16"] = 8.0
+    assert not not_faster("fp16", ("bf16", "fp16"), costs)
 
 
 def test_training_runs_are_as_long_as_time_allows() -> None:

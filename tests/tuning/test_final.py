@@ -331,6 +331,16 @@ def test_what_is_far_behind_stays_out(searching: Callable[[Workload], SearchStat
     }
 
 
+def test_the_fastest_lossless_plan_comes_to_the_final_though_it_is_far_behind(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    """Else nothing but fp32 as it is would be left where a plan is refused on fresh batches."""
+    lossless = Plan.parse("fp32+memory_format=channels_last")
+    search = searching(workload(SlowWhenLow))
+    contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2, lossless: 1.5})
+    assert likeliest(search, contest, [AUTOCAST, REGION, lossless]) == [AUTOCAST, lossless]
+
+
 def test_as_many_come_to_the_final_as_there_is_time_to_start(
     searching: Callable[[Workload], SearchState],
 ) -> None:

@@ -86,9 +86,10 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     with search.stage("parity"):
         sound, doubtful = find_sound(search, left)
         race_repaired(contest, sound)
+    sound = with_lossless(contest, sound)
     sound += cleared(search, contest, sound, doubtful)
     how = _how(search, favourite(contest, sound))
-    running = with_lossless(contest, likeliest(search, contest, sound, room_in_final(search, contest)))
+    running = likeliest(search, contest, sound, room_in_final(search, contest))
     if how != as_raced(how):
         running = run_as(search, contest.order(running), how)
     compiled = _compiled(search, contest, running)
@@ -98,6 +99,8 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     eager = [FP32, *running]
     choices = [compiled, eager] if always else [[*eager, *compiled]]
     _choose(search, itertools.chain.from_iterable(map(search.final.in_turn, choices)))
+    for plan in [plan for plan in search.reasons if numerics_of(plan) == AUTOCAST]:
+        search.reasons.setdefault(AUTOCAST, search.reasons[plan])  # it is shown in another memory format too
     search.notes += [
         note
         for note in (search.final.doubt(search.chosen, search.reasons), said(search, search.chosen))

@@ -67,7 +67,7 @@ def likeliest(
     """As many as a final has time for: the simplest of those as fast as the first, the fastest, and who else is near.
 
     Of these the fastest of each simpler numerics goes before what else is near: the luck of the race alone would decide
-    whether the final can fall back on it.
+    whether the final can fall back on it. The fastest that computes in fp32 comes in any case.
     """
     over = _slowness(contest, sound)
     if not over:
@@ -79,7 +79,8 @@ def likeliest(
     for plan in near:
         kinds.setdefault(numerics_of(plan), plan)
     simpler = [plan for kind, plan in kinds.items() if complexity(kind) < complexity(numerics_of(near[0]))]
-    left = {FP32, *list(dict.fromkeys([first, near[0], *simpler, *near]))[:most]}
+    lossless = [plan for plan in order if numerics_of(plan) == FP32][:1]
+    left = {FP32, *lossless, *list(dict.fromkeys([first, near[0], *simpler, *near]))[:most]}
     many = f"{most} that were faster or simpler filled it"
     for plan in order:
         if plan not in left:
@@ -99,19 +100,14 @@ def race_repaired(contest: Contest, sound: list[Plan]) -> None:
         sound[:] = [plan for plan in sound if not contest.entries[plan].reason] or [FP32]
 
 
-def fastest_lossless(contest: Contest) -> Plan:
-    """The fastest of the race that computes in fp32."""
+def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
+    """Sound plans and the fastest of the race that computes in fp32: what is repaired can be slower than that."""
     raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
-    return contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
-
-
-def with_lossless(contest: Contest, running: list[Plan]) -> list[Plan]:
-    """The plans in the running and the fastest that computes in fp32: what is repaired can be slower than that."""
-    fastest = fastest_lossless(contest)
-    if fastest in running:
-        return running
+    fastest = contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
+    if fastest in sound:
+        return sound
     contest.entries[fastest].reason = ""
-    return [*running, fastest]
+    return [*sound, fastest]
 
 
 def run_as(search: SearchState, plans: Sequence[Plan], how: Plan) -> list[Plan]:

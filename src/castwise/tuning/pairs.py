@@ -54,10 +54,12 @@ def train_pairs(
     first_seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
     ranks: Lockstep = BY_ITSELF,
+    until_hopeless: bool = False,
 ) -> Verification:
     """Train pairs of runs, one by the plan and one in fp32 from equal weights on equal batches, and judge their losses.
 
-    ``seeds`` is how many pairs there are, from ``first_seed`` on; ``on_progress`` is told pairs done and pairs in all.
+    ``seeds`` is how many pairs there are, from ``first_seed`` on; ``on_progress`` is told pairs done and pairs in all. With
+    ``until_hopeless`` half of them are enough where the others could not make it "not worse" even without any difference.
 
     Raises:
         PlanError: Fewer than 5 steps or 2 seeds.
@@ -68,6 +70,10 @@ def train_pairs(
     starts: list[float] = []
     reference: list[float] = []
     candidate: list[float] = []
+
+    def margin() -> float:
+        return MARGIN * max(0.0, statistics.fmean(starts) - statistics.fmean(reference))
+
     for number in range(seeds):
         on_progress(number, seeds)
         for one, ends in ((PRESETS["fp32"], reference), (plan, candidate)):
@@ -76,11 +82,16 @@ def train_pairs(
                 ends.append(statistics.fmean(run.losses[-last:]))
                 if ends is reference:
                     starts.append(run.losses[0])
+        if until_hopeless and seeds > number + 1 >= max(2, seeds / 2):
+            hopeless = ranks.at("losses so far").worst(
+                lambda: is_hopeless(reference, candidate, seeds, margin()), bool
+            )
+            if hopeless:
+                break
     on_progress(seeds, seeds)
-    margin = MARGIN * max(0.0, statistics.fmean(starts) - statistics.fmean(reference))
     verdicts = ("not worse", "not shown", "worse")
     return ranks.at("the losses of training runs").worst(
-        lambda: judge_losses(reference, candidate, steps, margin),
+        lambda: judge_losses(reference, candidate, steps, margin()),
         lambda found: (verdicts.index(found.verdict), found.upper),
     )  # fmt: skip
 
@@ -103,6 +114,19 @@ def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:
     return min(MOST, steps) if steps >= FEWEST else 0
 
 
+def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: int, margin: float) -> bool:
+    """Whether so many pairs could not be "not worse" any more, if those that are left differed by nothing on the mean."""
+    differences = [c - r for c, r in zip(candidate, reference, strict=True)]
+    if not all(math.isfinite(d) for d in differences):
+        return True
+    mean = sum(differences) / pairs
+    return mean + _t95(pairs) * statistics.stdev(differences) / math.sqrt(pairs) > margin
+
+
+def _t95(n: int) -> float:
+    return _T95[n - 2] if n - 2 < len(_T95) else 1.645
+
+
 def judge_losses(
     reference: Sequence[float], candidate: Sequence[float], steps: int, margin: float
 ) -> Verification:
@@ -113,7 +137,7 @@ def judge_losses(
     """
     differences = [c - r for c, r in zip(candidate, reference, strict=True)]
     n = len(differences)
-    t = _T95[n - 2] if n - 2 < len(_T95) else 1.645
+    t = _t95(n)
     if not all(math.isfinite(d) for d in differences):
         big = 1.7e308
         return Verification(steps, n, big, big, 0.0, 0.0, "worse")

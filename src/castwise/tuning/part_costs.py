@@ -35,7 +35,8 @@ SMALL_ELEMENTS = 1 << 14
 """Size of that piece."""
 ROUNDS = 6
 GAIN = 0.93
-"""A region loses by the low format if fp32 with its casts takes less than this share of the low time."""
+"""A region loses by the low format if fp32 with its casts takes less than this share of the low time, and a format gains
+nothing where its regions, the losing ones in fp32, take more than this share of fp32's."""
 SLOWER = 1.15
 """A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
 can still make up for less."""
@@ -356,6 +357,6 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
     if total(name) > SLOWER * fp32:
         return f"it is no faster than fp32, by regions alone; {pattern} {slow}"
     better = [other for other in formats if other != name and total(other) < 0.9 * total(name)]
-    if better and any(name in cost.reasons for cost in timed.values()):
-        return f"{better[0]} is faster in every region that counts; in {name} {pattern} {slow}"
+    if better and (total(name) > GAIN * fp32 or any(name in cost.reasons for cost in timed.values())):
+        return f"{better[0]} is faster by regions alone; in {name} {pattern} {slow}"
     return ""

@@ -18,7 +18,7 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.decision import LEAST as STARTS
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
-from castwise.tuning.finalists import fastest_lossless, start_s
+from castwise.tuning.finalists import start_s
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.repair import VERIFYING
 from castwise.tuning.state import FP32, MICROBATCHES, SearchState
@@ -95,7 +95,7 @@ def cleared(
     search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
 ) -> list[Plan]:
     """Of the plans in doubt those that train like fp32; none is trained that a sound one is as fast as in the race."""
-    rival = contest.order([*sound, fastest_lossless(contest)])[0]
+    rival = contest.order(sound)[0]
     final_s = STARTS * (len(sound) + 3) * start_s(contest)
     out = []
     for plan in contest.order(doubtful):
@@ -137,7 +137,7 @@ def training_runs(search: SearchState, plan: Plan, reserve_s: float = 0.0) -> Ve
         with search.stage(_TRAINING):
             search.trained[numerics] = train_pairs(
                 search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
-                ranks=search.ranks,
+                ranks=search.ranks, until_hopeless=True,
                 on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
             )  # fmt: skip
     return search.trained[numerics]
