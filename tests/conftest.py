@@ -23,8 +23,6 @@ from . import schemas
 from .processes import forked_home
 from .soak import SOAKING, dealt
 
-os.environ["CASTWISE_CACHE_DIR"] = ""  # what one test's search finds is nothing to another's
-
 try:
     import hypothesis
 except ModuleNotFoundError:  # the tests for a GPU need pytest alone

@@ -449,11 +449,26 @@ def test_the_same_plan_is_not_worse_than_itself() -> None:
 
 
 def test_training_decides_only_near_the_lines() -> None:
-    def found(damage: float, adam: float | None = None, floor: float = 0.0, strayed: int = 0) -> ParityResult:
+    def found(
+        damage: float,
+        adam: float | None = None,
+        floor: float = 0.0,
+        strayed: int = 0,
+        stopped: tuple[str, ...] = (),
+    ) -> ParityResult:
         value = Estimate(damage, damage, damage, 0.0, 0.0, 0.0, 0.0, 0.0)
         steps = None if adam is None else dataclasses.replace(value, value=adam)
         return ParityResult(
-            Plan.preset("bf16-mixed"), "fail", "", value, steps, (), floor=floor, repeat=0.0, strayed=strayed
+            Plan.preset("bf16-mixed"),
+            "fail",
+            "",
+            value,
+            steps,
+            (),
+            floor=floor,
+            repeat=0.0,
+            strayed=strayed,
+            stopped=stopped,
         )
 
     assert is_doubtful(found(0.11))
@@ -463,6 +478,7 @@ def test_training_decides_only_near_the_lines() -> None:
     assert not is_doubtful(found(math.inf))
     assert not is_doubtful(found(0.11, floor=0.1))  # fp32 differs from itself as much
     assert not is_doubtful(found(0.11, strayed=1))
+    assert not is_doubtful(found(0.01, stopped=("norm.running_mean",)))  # which no loss in training reads
 
 
 def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_race() -> None:
@@ -476,13 +492,19 @@ def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_r
     )
     assert not not_faster("fp16", ("fp16",), costs)  # with nothing better, whole steps decide
     assert not not_faster("bf16", ("bf16", "fp16"), costs)
-    costs["conv"].times_s["fp16"] = 8.0
+    costs["conv"].bordered_s["bf16"] = costs["conv"].times_s["bf16"] = 9.9  # nor does the other gain
+    assert not not_faster("fp16", ("bf16", "fp16"), costs)
+    costs["conv"].times_s.update(bf16=6.0, fp16=8.0)
     assert not not_faster("fp16", ("bf16", "fp16"), costs)
 
 
 def test_training_runs_are_as_long_as_time_allows() -> None:
     assert affordable_steps(80.0, 0.1, 8) == 80
     assert affordable_steps(1e6, 0.1, 8) == 100
+    assert affordable_steps(1e6, 0.1, 8, asked=300) == 300
+    assert affordable_steps(80.0, 0.1, 8, asked=300) == 80
+    assert affordable_steps(1e6, 0.1, 8, asked=5) == 5
+    assert affordable_steps(1.0, 0.1, 8, asked=5) == 0
     assert affordable_steps(10.0, 0.1, 8) == 0  # too few to tell
 
 

@@ -18,6 +18,7 @@ from tests.tuning.test_choices import CPU, SlowWhenLow, loss, workload
 from torch import Tensor, nn
 
 from castwise import Plan, Workload
+from castwise.measure.processes import NotThereError
 from castwise.numerics.parity import ParityTest
 from castwise.numerics.probes import Prober
 from castwise.tuning import decision
@@ -166,12 +167,56 @@ def test_once_a_plan_is_refused_the_others_are_started_until_it_is_decided_betwe
         search, [same := Plan.parse("fp32+memory_format=channels_last"), AUTOCAST], time.monotonic()
     )
     assert final.starts == 2
-    final.go_on([FP32, same])
+    final.go_on([FP32, same], [REGION])
     assert final.starts > 2
     assert len(final.seconds(FP32)) == len(final.seconds(same)) > len(final.seconds(REGION))
     assert before.chosen == 0
     assert search.contest is not None
     assert search.contest.steps > steps
+
+
+def test_with_a_refused_plan_those_of_its_numerics_are_no_longer_in_it() -> None:
+    """They were started again, up to twelve times, to be refused unseen."""
+    final = timed({FP32: 2.0, AUTOCAST: 1.0, FUSED: 0.9, REGION: 0.5})
+    went_on: list[list[Plan]] = []
+    final.go_on = lambda left, _refused: went_on.append(list(left))
+    refused: dict[Plan, str] = {}
+    turns = final.in_turn([FP32, AUTOCAST, FUSED, REGION], refused)
+    assert next(turns) == REGION
+    refused.update(dict.fromkeys([REGION], "damage"))
+    assert next(turns) == FUSED
+    refused.update(dict.fromkeys([AUTOCAST, FUSED], "damage"))
+    assert list(turns) == [FP32]
+    assert went_on == [[FP32, AUTOCAST, FUSED]]
+
+
+def test_a_process_that_dies_in_a_further_start_loses_no_result(
+    searching: Callable[[Workload], SearchState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = searching(workload(SlowWhenLow))
+    same = Plan.parse("fp32+memory_format=channels_last")
+    final = race_final(search, [same, AUTOCAST], time.monotonic())
+    before = final.times_s
+
+    def gone(*_: object, **__: object) -> None:
+        raise NotThereError("its process was ended by signal 9")
+
+    monkeypatch.setattr(final_, "race_apart", gone)
+    final.decision = None
+    final.go_on([FP32, same], [AUTOCAST])
+    assert final.times_s == before
+    assert search.notes == ["The finalists were not started again: its process was ended by signal 9."]
+    assert list(final.in_turn([FP32, same, AUTOCAST], [AUTOCAST]))
+
+
+def test_further_starts_are_a_stage_of_the_search(searching: Callable[[Workload], SearchState]) -> None:
+    search = searching(workload(SlowWhenLow))
+    final = race_final(
+        search, [same := Plan.parse("fp32+memory_format=channels_last"), AUTOCAST], time.monotonic()
+    )
+    final.go_on([FP32, same], [AUTOCAST])
+    assert [stage.name for stage in search.stages] == ["final"]
+    assert search.stages[0].steps
 
 
 def test_ties_go_to_the_simpler_plan() -> None:

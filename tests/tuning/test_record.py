@@ -54,6 +54,19 @@ def test_a_plan_that_training_decided_on_is_shown_as_fresh_batches_found_it() ->
     assert any("in doubt (damage 0.3; " in line for line in why(search))
 
 
+def test_a_plan_that_training_cleared_and_that_was_not_taken_is_a_tie_with_what_training_said() -> None:
+    search = searched()
+    search.findings[PLAN] = finding(0.2, "fail")
+    search.trained[PLAN] = Verification(58, 8, 0.00016, 0.00055, 0.0106, 0.0005, "not worse")
+    search.final = Final([FP32, PLAN], times_s=[[[1.0] * 4, [1.01] * 4], [[1.0] * 4, [1.0] * 4]])
+    search.settle(FP32, None)
+    search.complete = True
+    _, row = evidence(search).candidates
+    assert row.status == "tie"
+    assert row.parity is not None
+    assert row.parity.verdict == "decided by training"
+
+
 def test_a_compiled_plan_that_was_refused_is_not_called_sound() -> None:
     search = searched()
     search.findings[PLAN] = finding(0.001, "pass")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -77,8 +77,12 @@ def test_numerics_that_were_refused_are_not_tested_again_for_their_like(
         wrong = dataclasses.replace(result.damage, value=9.0, low=8.0, high=10.0)
         return dataclasses.replace(result, verdict="fail", reason="damage 9", damage=wrong, adam=wrong)
 
+    def in_turn(self: final.Final, *_: object) -> Iterator[Plan]:
+        self.plans = (AUTOCAST, FUSED, FP32)
+        return iter(self.plans)
+
     monkeypatch.setattr(NumericsSearch, "verify", fails)
-    monkeypatch.setattr(final.Final, "in_turn", lambda *_: iter((AUTOCAST, FUSED, FP32)))
+    monkeypatch.setattr(final.Final, "in_turn", in_turn)
     result = found(dataclasses.replace(JOB, model=lambda: model(2, nn.Linear(16, 16), SlowInFP32())))
     assert result.plan == FP32
     assert asked == [AUTOCAST]

@@ -145,7 +145,13 @@ def _is_sound(search: Search, plan: Plan) -> bool:
     numerics = numerics_of(plan)
     found = search.findings.get(numerics)
     passed = numerics in (FP32, numerics_of(search.chosen)) or (found is not None and found.verdict == "pass")
-    return passed and not search.reasons.get(plan)
+    return (passed or trains_like_fp32(search, plan)) and not search.reasons.get(plan)
+
+
+def trains_like_fp32(search: Search, plan: Plan) -> bool:
+    """Whether training runs decided for a plan that its gradients left in doubt."""
+    trained = search.trained.get(numerics_of(plan))
+    return trained is not None and trained.verdict == "not worse"
 
 
 def _why_fp32(search: Search) -> str:

@@ -63,7 +63,7 @@ def compile_finalists(
 
     Args:
         search: Whose workload, device and settings they have.
-        plans: Sound plans, and those in doubt, which training may show to be sound.
+        plans: Sound plans.
         until: Clock time at which the last trial has to be over, and time be left for its starts in the final.
         first_until: The same for the first, which is the likeliest to win: it may take what the final can spare.
 

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -121,10 +121,14 @@ class Contest:
     def close(self) -> None:
         """Let go of all models, and of memory; times stay, and a plan that is run again is built again."""
         try:
-            for plan in list(self._runs):
-                self._close(plan)
+            self.make_room()
         finally:
             self._memory.close()
+
+    def make_room(self, but: Collection[Plan] = ()) -> None:
+        """Let go of the models of all plans but some: other work needs the memory."""
+        for plan in [plan for plan in self._runs if plan not in but]:
+            self._close(plan)
 
     # --- racing -------------------------------------------------------------------------------------------
 
@@ -237,11 +241,10 @@ class Contest:
         Raises:
             Exception: As :meth:`run`.
         """
-        for plan in list(self._runs):  # for their memory
-            if plan not in (BASELINE, one, other):
-                self._close(plan)
+        self.make_room([BASELINE, one, other])
         self.run([one, other], 0)
         if one not in self._runs or other not in self._runs:
+            self._close(other)
             return Lap(), Lap()
         runs = {"0": self._runs[one], "1": self._runs[other]}
         laps = Lap(), Lap()
@@ -257,6 +260,7 @@ class Contest:
             for name, plan, lap in zip(runs, (one, other), laps, strict=True):
                 if (error := found[name].error) is not None:
                     self._lost(plan, error)
+                    self._close(other)
                     return Lap(), Lap()
                 parts = runs[name].updates_s[-self._block :]
                 lap.times_s += (
@@ -362,6 +366,13 @@ class Contest:
         if plan not in self.entries or over not in self.entries:
             return None
         return speedup(self.entries[over].lap, self.entries[plan].lap)
+
+    def times_as_fast(self, plan: Plan, over: Plan) -> float:
+        """The same as a number, by way of fp32 where no round had both; NaN where one was not timed."""
+        if (together := self.ratio(plan, over)) is not None:
+            return together.value
+        own, other = (self.ratio(one) for one in (plan, over))
+        return own.value / other.value if own is not None and other is not None else math.nan
 
     def order(self, plans: Sequence[Plan]) -> list[Plan]:
         """Plans by speed over fp32, the fastest first."""

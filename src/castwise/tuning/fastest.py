@@ -88,6 +88,9 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         race_repaired(contest, sound)
     sound = with_lossless(contest, sound)
     sound += cleared(search, contest, sound, doubtful)
+    for plan in [plan for plan in search.reasons if numerics_of(plan) == AUTOCAST != plan]:
+        if AUTOCAST not in sound:  # it left the race in this memory format, and is shown all the same
+            search.reasons.setdefault(AUTOCAST, search.reasons[plan])
     how = _how(search, favourite(contest, sound))
     running = likeliest(search, contest, sound, room_in_final(search, contest))
     if how != as_raced(how):
@@ -98,9 +101,8 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     assert search.final is not None
     eager = [FP32, *running]
     choices = [compiled, eager] if always else [[*eager, *compiled]]
-    _choose(search, itertools.chain.from_iterable(map(search.final.in_turn, choices)))
-    for plan in [plan for plan in search.reasons if numerics_of(plan) == AUTOCAST]:
-        search.reasons.setdefault(AUTOCAST, search.reasons[plan])  # it is shown in another memory format too
+    turns = (search.final.in_turn(plans, search.reasons) for plans in choices)
+    _choose(search, itertools.chain.from_iterable(turns))
     search.notes += [
         note
         for note in (search.final.doubt(search.chosen, search.reasons), said(search, search.chosen))
@@ -233,7 +235,7 @@ def _without(
 def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> list[Plan]:
     """Race the leaders with norms, softmax and losses that follow their inputs."""
     variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in left[:2]]
-    new = [plan for plan in variants if plan is not None]
+    new = [plan for plan in variants if plan is not None and plan not in left]
     return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
 
 
@@ -249,33 +251,33 @@ def _choose(search: SearchState, order: Iterable[Plan]) -> None:
     """Settle the first of some plans that passes on fresh batches, or that trains like fp32 where it is in doubt."""
     assert search.numerics is not None
     kept = search.kept
-    refused: dict[Plan, str] = {}
     for plan in order:
-        numerics = numerics_of(plan)
-        if numerics == FP32:
+        if plan in search.reasons:  # refused as another of the same numerics was
+            continue
+        if numerics_of(plan) == FP32:
             search.settle(plan, None)
             return
-        if numerics in refused:
-            search.reasons[plan] = refused[numerics]
-            continue
         with search.stage("verification"):
             result = search.numerics.verify(plan)
             lost = _lost(search, plan)
-        if lost is not None and lost > LOST:
-            search.reasons[plan] = refused[numerics] = f"rounding drops {lost:.0%} of its updates"
-            continue
-        why = f"on fresh batches: {search.why(plan, result)}"
-        if result.verdict != "pass":
+        why = f"rounding drops {lost:.0%} of its updates" if lost is not None and lost > LOST else ""
+        if not why and result.verdict != "pass":
+            why = f"on fresh batches: {search.why(plan, result)}"
             training = training_runs(search, plan) if may_train(search, result) else None
-            if training is None or training.verdict != "not worse":
-                search.reasons[plan] = refused[numerics] = (
-                    why if training is None else f"{why}, and in training {in_training(training)}"
+            if training is not None:
+                why = (
+                    f"{why}, and in training {in_training(training)}"
+                    if training.verdict != "not worse"
+                    else ""
                 )
-                continue
-        search.verification = search.trained.get(numerics)
-        regions = any(region.compute == "fp32" for region in plan.regions)
-        search.settle(plan, result, kept if regions else None)
-        return
+        if not why:
+            search.verification = search.trained.get(numerics_of(plan))
+            regions = any(region.compute == "fp32" for region in plan.regions)
+            search.settle(plan, result, kept if regions else None)
+            return
+        others = search.final.plans if search.final is not None else []
+        for other in [plan, *(other for other in others if numerics_of(other) == numerics_of(plan))]:
+            search.reasons[other] = why
     search.settle(FP32, None)
 
 

@@ -17,7 +17,7 @@ from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, name_of, numerics_of, run_with
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST, LEAST, MARGIN, MOST, Decision, decide, settle
-from castwise.tuning.state import AUTOCAST, FP32, SearchState
+from castwise.tuning.state import AUTOCAST, FP32, PEAKS_S, SearchState
 
 ROUNDS = 8
 RAN_AS = "the final ran it as "
@@ -35,7 +35,8 @@ class Final:
         choice: Those that may be chosen; empty: all.
         decision: Between those.
         apart: Whether each had a process of its own.
-        go_on: Starts those of these plans again between which it is not decided, as long as there is time.
+        go_on: Starts some plans, and what is shown beside them, until the choice between them is decided as well, as long as
+            there is time; others are refused.
     """
 
     plans: Sequence[Plan]
@@ -45,7 +46,7 @@ class Final:
     choice: Collection[Plan] = ()
     decision: Decision | None = None
     apart: bool = True
-    go_on: Callable[[Collection[Plan]], None] = lambda _plans: None
+    go_on: Callable[[Collection[Plan], Collection[Plan]], None] = lambda _left, _refused: None
 
     def __post_init__(self) -> None:
         """Nobody has been timed yet."""
@@ -71,21 +72,25 @@ class Final:
             self._ratios, self._known = stats.restarts(self.times_s), self.starts
         return self._ratios[self.plans.index(over), self.plans.index(plan)]
 
-    def in_turn(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+    def in_turn(self, plans: Sequence[Plan], refused: Collection[Plan] = ()) -> Iterator[Plan]:
         """The plan to choose, and, each time that one is refused, the one to choose among the others.
 
-        One that left since it is slower comes after all that did not. Once one is refused the others, who may have left for
-        its speed alone, are started again, as long as there is time and the choice between them is not decided.
+        One that left since it is slower comes after all that did not, until one is refused: then the others, who may have
+        left for its speed alone, are started again, as long as there is time and the choice between them is not decided.
+
+        Args:
+            plans: To choose among.
+            refused: Those that cannot be any more; may grow between the turns.
         """
         left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
         running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
         while left:
             weights = [complexity(plan) for plan in running]
             plan = running[decide(weights, [self._times(plan) for plan in running]).chosen]
-            left.remove(plan)
             yield plan
+            left = [one for one in left if one != plan and one not in refused]
             if len(left) > 1:
-                self.go_on(left)
+                self.go_on(left, refused)
             left = running = [plan for plan in left if plan not in self.failed]
 
     def _times(self, plan: Plan) -> list[Sequence[float]]:
@@ -214,21 +219,27 @@ def race_final(
     def decide_by(
         start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
         is_over: Callable[[], bool],
-        without: Collection[Plan] = (),
+        left: Collection[Plan] = choice,
+        refused: Collection[Plan] = (),
     ) -> None:
+        def places(those: Callable[[Plan], bool]) -> frozenset[int]:
+            return frozenset(i for i, plan in enumerate(plans) if those(plan))
+
         final.decision, final.times_s = settle(
-            [complexity(plan) for plan in plans], start, is_over=is_over,
-            beside=frozenset(i for i, plan in enumerate(plans) if plan not in choice),
-            reference=frozenset({plans.index(FP32)}),
-            without=frozenset(i for i, plan in enumerate(plans) if plan in without or plan in final.failed),
-            times=final.times_s,
+            [complexity(plan) for plan in plans], start, is_over=is_over, reference=places(lambda plan: plan == FP32),
+            beside=places(lambda plan: plan not in left), times=final.times_s,
+            without=places(lambda plan: (plan in choice and plan in refused) or plan in final.failed),
         )  # fmt: skip
 
-    def go_on(left: Collection[Plan]) -> None:
+    def go_on(left: Collection[Plan], refused: Collection[Plan]) -> None:
         nonlocal until
-        if all(numerics_of(plan) == FP32 for plan in left):  # nothing comes after this
-            until = search.start + search.settings.budget_s
-        decide_by(partial(apart, search.payload()), over, choice.difference(left))
+        if all(numerics_of(plan) == FP32 for plan in left):  # nothing is verified after this
+            until = max(until, search.start + search.settings.budget_s - PEAKS_S)
+        try:
+            with search.stage("final"):
+                decide_by(partial(apart, search.payload()), over, left, refused)
+        except NotThereError as error:
+            search.notes.append(f"The finalists were not started again: {error}.")
 
     contest.close()
     try:

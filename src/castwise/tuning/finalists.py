@@ -11,7 +11,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from castwise.measure import stats
 from castwise.measure.apart import BLOCK_S, LEAST_ROUNDS
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
@@ -48,16 +47,15 @@ def start_s(contest: Contest) -> float:
     return START_S + WARMUP * step_s + LEAST_ROUNDS * max(BLOCK_S, step_s)
 
 
-def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, stats.Ratio | None]:
+def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, float]:
     """By plan other than fp32, the fastest first, how many times as long as the fastest it takes."""
     order = contest.order([plan for plan in sound if plan != FP32])
-    return {plan: contest.ratio(order[0], plan) for plan in order}
+    return {plan: contest.times_as_fast(order[0], over=plan) for plan in order}
 
 
 def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
     """The simplest of those about as fast as the fastest: what the final is likeliest to choose; fp32 where it is alone."""
-    over = _slowness(contest, sound)
-    alike = [plan for plan, ratio in over.items() if ratio is None or ratio.value <= MARGIN]
+    alike = [plan for plan, slower in _slowness(contest, sound).items() if slower <= MARGIN]
     return min(alike, key=complexity, default=FP32)
 
 
@@ -73,7 +71,8 @@ def likeliest(
     if not over:
         return list(sound)
     order, first = list(over), favourite(contest, sound)
-    slow = {plan: ratio for plan, ratio in over.items() if ratio and ratio.value > FAR and ratio.low > 1.0}
+    known = {plan: ratio for plan in order if (ratio := contest.ratio(order[0], plan)) is not None}
+    slow = [plan for plan in order if over[plan] > FAR and (plan not in known or known[plan].low > 1.0)]
     near = [plan for plan in order if plan not in slow]
     kinds: dict[Plan, Plan] = {}
     for plan in near:
@@ -84,11 +83,8 @@ def likeliest(
     many = f"{most} that were faster or simpler filled it"
     for plan in order:
         if plan not in left:
-            ratio = slow.get(plan)
-            why = (
-                f"takes {ratio.value:.2f} times as long as {name_of(order[0])} in the race" if ratio else many
-            )
-            search.passed_over[plan] = f"not in the final: {why}"
+            why = f"takes {over[plan]:.2f} times as long as {name_of(order[0])} in the race"
+            search.passed_over[plan] = f"not in the final: {why if plan in slow else many}"
     return [plan for plan in sound if plan in left]
 
 

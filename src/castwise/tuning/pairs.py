@@ -102,29 +102,26 @@ def is_doubtful(found: ParityResult) -> bool:
     The lines come from a few workloads, and gradients at fresh weights can show damage that is gone after some steps.
     """
     own = max(found.floor, found.repeat)
-    return found.severity <= DOUBT and own <= COMPARABLE * found.damage.value and not found.strayed
+    near = found.severity <= DOUBT and own <= COMPARABLE * found.damage.value
+    return (
+        near and not found.strayed and not found.stopped
+    )  # losses in training know nothing of running statistics
 
 
-def affordable_steps(room_s: float, a_pair_s: float, pairs: int) -> int:
+def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0) -> int:
     """How many steps each run of so many pairs can have within ``room_s`` seconds; 0 where there is no time for enough.
 
-    ``a_pair_s`` is one step in fp32 and one of the plan.
+    ``a_pair_s`` is one step in fp32 and one of the plan, ``asked`` how many were asked for, if any.
     """
     steps = int(0.8 * room_s / (a_pair_s * pairs))  # models have to be built too
-    return min(MOST, steps) if steps >= FEWEST else 0
+    return min(asked or MOST, steps) if steps >= min(asked or FEWEST, FEWEST) else 0
 
 
 def is_hopeless(reference: Sequence[float], candidate: Sequence[float], pairs: int, margin: float) -> bool:
-    """Whether so many pairs could not be "not worse" any more, if those that are left differed by nothing on the mean."""
-    differences = [c - r for c, r in zip(candidate, reference, strict=True)]
-    if not all(math.isfinite(d) for d in differences):
-        return True
-    mean = sum(differences) / pairs
-    return mean + _t95(pairs) * statistics.stdev(differences) / math.sqrt(pairs) > margin
-
-
-def _t95(n: int) -> float:
-    return _T95[n - 2] if n - 2 < len(_T95) else 1.645
+    """Whether so many pairs could not be "not worse" any more though those that are left differed by nothing at all."""
+    left = [0.0] * (pairs - len(reference))
+    best = judge_losses([*reference, *left], [*candidate, *left], 0, margin)
+    return best.verdict != "not worse"
 
 
 def judge_losses(
@@ -137,7 +134,7 @@ def judge_losses(
     """
     differences = [c - r for c, r in zip(candidate, reference, strict=True)]
     n = len(differences)
-    t = _t95(n)
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.645
     if not all(math.isfinite(d) for d in differences):
         big = 1.7e308
         return Verification(steps, n, big, big, 0.0, 0.0, "worse")

@@ -356,7 +356,9 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
     )
     if total(name) > SLOWER * fp32:
         return f"it is no faster than fp32, by regions alone; {pattern} {slow}"
-    better = [other for other in formats if other != name and total(other) < 0.9 * total(name)]
+    better = [
+        other for other in formats if other != name and total(other) < min(0.9 * total(name), GAIN * fp32)
+    ]
     if better and (total(name) > GAIN * fp32 or any(name in cost.reasons for cost in timed.values())):
         return f"{better[0]} is faster by regions alone; in {name} {pattern} {slow}"
     return ""

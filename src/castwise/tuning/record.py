@@ -164,7 +164,9 @@ def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | 
     """A finding as a record: of the plain damage, with the verdict over all that was asked."""
     if found is None:
         return None
-    d, trained = found.damage, search.verification if plan == search.chosen else None
+    d, trained = found.damage, search.trained.get(numerics_of(plan))
+    if plan == search.chosen:
+        trained = search.verification
     if found.verdict == "pass" or trained is None or trained.verdict != "not worse":
         return Damage(found.verdict, d.value, d.low, d.high, d.bias, d.noise, found.reason)
     reason = f"{found.reason}; {in_training(trained)}"

@@ -5,11 +5,11 @@
 2. *Costs.* Every unique module is timed alone in each format, casts included. A format that is faster nowhere is
    dropped; parts that lose by the low format become regions of further candidates.
 3. *Race.* Every combination of the whole-step axes, and of the regions, on real steps by successive halving.
-4. *Parity.* The finalists' gradients; what fails is traced to its source and repaired with regions in fp32.
+4. *Parity.* The finalists' gradients; what fails is traced to its source and repaired with regions in fp32. Where the
+   gradients leave in doubt what is faster than all that is sound, training runs against fp32 decide.
 5. *Final.* Sound plans once more, for longer, with the fused optimizer and memory that is kept where these save time; a tie goes
    to the simpler one.
-6. *Verification.* The winner's gradients on fresh batches; where it fails there, the next one. Where the gradients leave
-   it in doubt, training runs against fp32 decide.
+6. *Verification.* The winner's gradients on fresh batches; where it fails there, the next one, once it is decided.
 
 The ranks of a process group search in lockstep: each runs all of this, and what could differ between them goes through
 :mod:`castwise.measure.ranks`.
@@ -42,15 +42,13 @@ from castwise.tuning.fastest import find_fastest, formats_not_reached
 from castwise.tuning.pairs import is_doubtful, train_pairs
 from castwise.tuning.parts import find_parts, operators_used
 from castwise.tuning.repair import VERIFYING, NumericsSearch
-from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, SearchState, Settings
+from castwise.tuning.state import AUTOCAST, FP32, MICROBATCHES, PEAKS_S, SearchState, Settings
 from castwise.workload import make_optimizer
 
 __all__ = ["Search", "Settings"]
 
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
-PEAKS_S = 10.0
-"""With less time left than this peak memory is not measured at all."""
 
 
 @dataclass
@@ -89,7 +87,8 @@ class Search(SearchState):
             if settings.warmup_steps and settings.goal != "numerics" and numerics_of(self.chosen) != FP32:
                 with self.stage("second look"):
                     self._second_look()
-            if settings.verify_steps and self.chosen != FP32 and self.verification is None:
+            steps = self.verification.steps if self.verification is not None else 0
+            if self.chosen != FP32 and settings.verify_steps > steps:
                 with self.stage("training runs"):
                     self._train()
             if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from castwise.measure.failures import cannot_run, unfit
 from castwise.numerics.parity import FLOOR, ParityResult
 from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan
 from castwise.resolve import assign, region_of
 from castwise.tuning.axes import as_raced, name_of, numerics_of
 from castwise.tuning.contest import Contest
-from castwise.tuning.decision import LEAST as STARTS
+from castwise.tuning.decision import FIRST as STARTS
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
-from castwise.tuning.finalists import start_s
+from castwise.tuning.finalists import FINAL_SHARE, start_s
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.repair import VERIFYING
 from castwise.tuning.state import FP32, MICROBATCHES, SearchState
@@ -26,7 +27,7 @@ from castwise.tuning.state import FP32, MICROBATCHES, SearchState
 BY_NAME = 0.1
 """A plan that runs less than this share of the model's time low is fp32 but for a name, and no candidate."""
 TRAINING_SHARE = 0.35
-"""Training runs may take this share of the budget."""
+"""Training runs may take this share of the budget; half of it where finalists are compiled after them."""
 _TRAINING = "training runs"
 
 
@@ -83,7 +84,7 @@ def find_sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], 
             search.kept = {}
         elif repaired in search.findings and search.findings[repaired].verdict == "pass":
             sound.append(repaired)
-    return sound or ([] if doubtful else [FP32]), doubtful
+    return sound or [FP32], doubtful
 
 
 def may_train(search: SearchState, found: ParityResult | None) -> bool:
@@ -94,50 +95,63 @@ def may_train(search: SearchState, found: ParityResult | None) -> bool:
 def cleared(
     search: SearchState, contest: Contest, sound: Sequence[Plan], doubtful: Sequence[Plan]
 ) -> list[Plan]:
-    """Of the plans in doubt those that train like fp32; none is trained that a sound one is as fast as in the race."""
-    rival = contest.order(sound)[0]
-    final_s = STARTS * (len(sound) + 3) * start_s(contest)
-    out = []
+    """Of the plans in doubt those whose numerics train like fp32; none is trained that a sound one is as fast as in the race."""
+    each: dict[Plan, list[Plan]] = {}
     for plan in contest.order(doubtful):
-        ratio = contest.ratio(plan, over=rival)
-        if ratio is None or ratio.value <= MARGIN:
-            search.reasons[plan] += (
-                f"; training runs, which could decide, were spared: in the race it was not 3 % faster than {name_of(rival)}"
-            )
+        each.setdefault(numerics_of(plan), []).append(plan)
+    after_s = (1.0 - FINAL_SHARE) * search.settings.budget_s + STARTS * (len(sound) + 3) * start_s(contest)
+    out: list[Plan] = []
+    for plans in each.values():
+        rival = contest.order([*sound, *out])[0]
+        if not contest.times_as_fast(plans[0], over=rival) > MARGIN:
+            more = f"; training runs, which could decide, were spared: in the race it was not 3 % faster than {name_of(rival)}"
+        elif (found := training_runs(search, plans[0], after_s)) is None:
+            more = ""
+        elif found.verdict == "not worse":
+            for plan in plans:
+                del search.reasons[plan]
+            out += plans
             continue
-        found = training_runs(search, plan, reserve_s=final_s)
-        if found is None:
-            continue
-        if found.verdict == "not worse":
-            del search.reasons[plan]
-            out.append(plan)
         else:
-            search.reasons[plan] += f", and in training {in_training(found)}"
+            more = f", and in training {in_training(found)}"
+        for plan in plans:
+            search.reasons[plan] += more
     return out
 
 
-def training_runs(search: SearchState, plan: Plan, reserve_s: float = 0.0) -> Verification | None:
-    """Pairs of training runs of a plan, as it raced, and fp32, once for its numerics; None without the time for them.
+def training_runs(search: SearchState, plan: Plan, after_s: float = 0.0) -> Verification | None:
+    """Pairs of training runs of a plan, as it raced, and fp32, once for its numerics; None where they cannot be.
 
-    ``reserve_s`` is what has to be left of the budget after them.
+    ``after_s`` is what has to be left of the budget after them.
     """
     plan, numerics, settings, contest = as_raced(plan), numerics_of(plan), search.settings, search.contest
     assert contest is not None
-    if numerics not in search.trained:
-        spent_s = sum(stage.time_s for stage in search.stages if stage.name == _TRAINING)
-        room_s = min(TRAINING_SHARE * settings.budget_s - spent_s, search.left_s() - reserve_s)
-        a_pair_s = sum(statistics.median(contest.entries[one].lap.seconds) for one in (FP32, plan))
-        steps = settings.verify_steps or affordable_steps(room_s, a_pair_s, settings.verify_seeds)
-        if not steps:
-            search.notes.append(
-                f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with "
-                "more of it (--budget) they would."
-            )
-            return None
+    if numerics in search.trained:
+        return search.trained[numerics]
+    share = TRAINING_SHARE if settings.compile == "never" else TRAINING_SHARE / 2.0
+    spent_s = sum(stage.time_s for stage in search.stages if stage.name == _TRAINING)
+    room_s = min(share * settings.budget_s - spent_s, search.left_s() - after_s)
+    a_pair_s = sum(statistics.median(contest.entries[one].lap.seconds) for one in (FP32, plan))
+    steps = affordable_steps(room_s, a_pair_s, settings.verify_seeds, settings.verify_steps)
+    if not steps:
+        search.notes.append(
+            f"{name_of(plan)} is in doubt by its gradients, and there was no time to let training runs decide; with more "
+            "of it (--budget) they would."
+        )
+        return None
+    contest.make_room()
+    try:
         with search.stage(_TRAINING):
             search.trained[numerics] = train_pairs(
                 search.workload, plan, search.device, steps=steps, seeds=settings.verify_seeds, first_seed=settings.seed,
                 ranks=search.ranks, until_hopeless=True,
                 on_progress=lambda done, total: search.say(search.now, "pairs of training runs", done, total),
             )  # fmt: skip
+    except Exception as error:
+        if search.ranks.size > 1 or not cannot_run(error):  # the others are in the midst of it
+            raise
+        search.notes.append(
+            f"{name_of(plan)} is in doubt, and training runs could not decide: {unfit(error)}."
+        )
+        return None
     return search.trained[numerics]

@@ -36,6 +36,8 @@ AUTOCAST = PRESETS["bf16-mixed"]
 GOALS = ("time", "memory", "numerics")
 COMPILE = ("never", "auto", "always")
 MICROBATCHES = 8
+PEAKS_S = 10.0
+"""With less time left than this peak memory is not measured at all."""
 PEAK_S = 8.0
 """With less time left than this no further process is started that measures peak memory."""
 
