@@ -367,7 +367,9 @@ def test_good_states_that_are_gone_are_an_error(tmp_path: Path) -> None:
 def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Path) -> None:
     seed_all(0)
     model = Net()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    # pairs of steps on different batches mislead: with the default history of 100, fp32 diverges by itself
+    # from two of five seeds, and which two depends on the CPU
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=1)
     amp = castwise.Amp("bf16-mixed", device="cpu")
     amp.prepare(model, optimizer)
 
