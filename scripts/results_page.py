@@ -23,6 +23,7 @@ JOBS = {
     "bert": "BERT", "gpt2": "GPT-2", "llama": "Llama", "t5": "T5", "vit": "vision transformer", "resnet": "ResNet",
     "convnext": "ConvNeXt", "mobilenet": "MobileNet", "wav2vec": "wav2vec 2.0", "mlp": "tiny MLP",
 }  # fmt: skip
+OTHER = "tune-cpu-no-amx"
 MARKED = re.compile(r"(<!-- results:(\w+):start -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
 
@@ -86,9 +87,9 @@ def jobs(name: str = "tune-cpu") -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["over_autocast"][0])
 
 
-def backed(name: str) -> str:
-    """The line below a table that names its file."""
-    return f"\nFrom [{name}.json](../bench/results/{name}.json).\n"
+def backed(*names: str) -> str:
+    """The line below a table that names its files."""
+    return f"\nFrom {' and '.join(f'[{name}.json](../bench/results/{name}.json)' for name in names)}.\n"
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -156,27 +157,60 @@ def compiled() -> str:
     )
 
 
-def formats() -> str:
-    """How often which format won, with what gain, and what one line of autocast gains on the same jobs."""
+def machines() -> str:
+    """The same jobs on the other machine: what is chosen there, and what that gains."""
+    here = {row["workload"]: row for row in jobs()}
+    rows = jobs(OTHER)
     lines = [
         [
+            "training job",
+            "chosen without AMX",
+            "against fp32",
+            "against one-line autocast",
+            "the same format with AMX",
+        ]
+    ]
+    for row in rows:
+        one, two = (Plan.parse(found["plan"]) for found in (row, here[row["workload"]]))
+        same = "yes" if form(one) == form(two) else f"no: {form(two)}"
+        lines.append([
+            JOBS[row["workload"].split("?")[0]], chosen(row), told(row["over_fp32"]), told(row["over_autocast"]), same
+        ])  # fmt: skip
+    over, ahead = mean(rows, "over_autocast"), mean(rows, "over_best_of_grid")
+    return (
+        f"{markdown(lines)}\nThere the plans are {over:.2f} times as fast as one-line autocast in the geometric mean, and {ahead:.2f} as the "
+        f"best of the hand grid.\n{backed(OTHER)}"
+    )
+
+
+def form(plan: Plan) -> str:
+    """A plan's format, as the name of the preset that has it."""
+    if plan.compute == "fp32":
+        return "`fp32`" + f" with products in {plan.fp32_matmul}" * (plan.fp32_matmul != "as_is")
+    return f"`{plan.compute}-{'master' if plan.keeps_masters else 'mixed'}`"
+
+
+def formats() -> str:
+    """How often which format won, with what gain, and what one line of autocast gains on the same jobs, on each machine."""
+    lines = [
+        [
+            "machine",
             "what castwise chose",
             "jobs",
             "its speed against fp32",
             "of one-line autocast in bf16, on the same jobs",
         ]
     ]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in jobs():
-        plan = Plan.parse(row["plan"])
-        groups.setdefault(f"`{plan.compute}-master`" if plan.keeps_masters else f"`{plan.compute}-mixed`"
-                          if plan.compute != "fp32" else "`fp32`", []).append(row)  # fmt: skip
-    for name, rows in sorted(groups.items(), key=lambda group: -len(group[1])):
-        said = ", ".join(JOBS[row["workload"].split("?")[0]] for row in rows)
-        tuned = [row["over_fp32"][0] for row in rows]
-        line = [row["over_fp32"][0] / row["over_autocast"][0] for row in rows]
-        lines.append([name, f"{len(rows)}: {said}", between(tuned), between(line)])
-    return markdown(lines) + backed("tune-cpu")
+    for machine, name in (("with AMX", "tune-cpu"), ("without", OTHER)):
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in jobs(name):
+            groups.setdefault(form(Plan.parse(row["plan"])), []).append(row)
+        for words, rows in sorted(groups.items(), key=lambda group: -len(group[1])):
+            said = ", ".join(JOBS[row["workload"].split("?")[0]] for row in rows)
+            tuned = [row["over_fp32"][0] for row in rows]
+            line = [row["over_fp32"][0] / row["over_autocast"][0] for row in rows]
+            lines.append([machine, words, f"{len(rows)}: {said}", between(tuned), between(line)])
+    return markdown(lines) + backed("tune-cpu", OTHER)
 
 
 def between(values: list[float]) -> str:
@@ -330,6 +364,7 @@ TABLES = {
     "peers_memory": peers_memory,
     "short": lambda: table(False),
     "whole": lambda: table(True),
+    "machines": machines,
     "compiled": compiled,
     "formats": formats,
     "gradients": gradients,

@@ -47,3 +47,12 @@ def test_commit_is_that_of_this_checkout() -> None:
 )  # fmt: skip
 def test_command_keeps_names_and_drops_places(argv: list[str], line: str) -> None:
     assert command_line(argv) == line
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends"), [("fpu avx512f amx_tile amx_bf16", " and AMX"), ("fpu avx512f", "")]
+)
+def test_capability_of_a_cpu_names_amx_beside_its_vector_units(monkeypatch, flags: str, ends: str) -> None:
+    said = f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n"
+    monkeypatch.setattr("castwise.measure.environment.cpuinfo", lambda: said)
+    assert environment("cpu").capability == torch.backends.cpu.get_cpu_capability() + ends

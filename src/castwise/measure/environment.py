@@ -94,7 +94,11 @@ def _capability(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{major}.{minor}"
-    return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
+    if device.type != "cpu":
+        return ""
+    # AMX goes beside AVX-512 and decides whether low formats are fast; torch names only the vector units
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{vectors} and AMX" if re.search(r"\bamx_tile\b", cpuinfo()) else vectors
 
 
 def _version() -> str:
