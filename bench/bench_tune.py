@@ -3,7 +3,8 @@
 Grid: {fp32, autocast bf16, bf16 parameters with fp32 masters} x {contiguous, channels_last where there are images} x
 {optimizer as given, fused}; with --compiled, the fastest of these in each format is compiled too (each compiles for up to a
 minute), against ``tune(compile="auto")``. Each workload is searched several times: ``same`` says that all searches chose one
-plan, ``alike`` that format, storage of parameters, memory format and regions are the same. The grid is raced to find its best
+plan, ``alike`` that format, storage of parameters, memory format and regions are the same; ``pairs_alike`` counts the pairs of
+searches of one workload that agree on the first three. The grid is raced to find its best
 plan, and that plan, fp32, one-line torch.autocast (bf16-mixed) and what the searches chose are raced again in further starts,
 from which all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
 ``over_giving_back`` is what
@@ -121,6 +122,14 @@ def of_format(plan: Plan) -> Plan:
     return dataclasses.replace(plan, ops={}, loss_scale=None, provenance=None)
 
 
+def pairs_alike(searches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many pairs of searches agree on format, storage of parameters and memory format, and how many there are."""
+    plans = [Plan.parse(one["plan"]) for one in searches]
+    kinds = [(p.compute, p.fp32_matmul, p.params, p.master, p.memory_format) for p in plans]
+    pairs = list(itertools.combinations(kinds, 2))
+    return sum(one == other for one, other in pairs), len(pairs)
+
+
 def check_losses(name: str, race: Final, tuned: Plan) -> dict[str, float]:
     """Losses of fp32 and of the tuned plan at the same step of the same batches.
 
@@ -197,6 +206,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = [row for row in rows if "over_autocast" in row]
     over = {str(row["workload"]): row["over_autocast"][0] for row in rows}
     searches = [one for row in rows for one in row["searches"]]
+    pairs = [pairs_alike(row["searches"]) for row in rows]
     short = [one for row in rows for one in row["short"]]
     return {
         "workload": "all",
@@ -206,6 +216,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "faster_than_best_of_grid": [row["workload"] for row in rows if row["over_best_of_grid"][1] > 1.0],
         **{key: sum(row[key] for row in rows) for key in ("same", "alike", "agrees")},
         "workloads": len(rows),
+        "pairs_alike": sum(alike for alike, _ in pairs),
+        "pairs": sum(of for _, of in pairs),
         "decided": sum(one["decided"] for one in searches),
         "searches": len(searches),
         "median_tune_s": statistics.median([one["tune_s"] for one in searches] or [math.nan]),

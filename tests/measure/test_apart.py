@@ -21,6 +21,7 @@ from castwise.measure.apart import Apart, _run, race_apart
 from castwise.measure.failures import unfit
 from castwise.measure.processes import Home, portable
 from castwise.measure.steps import TrainingRun
+from castwise.measure.timing import WARMUP
 from castwise.plans.plan import PRESETS
 
 CPU = torch.device("cpu")
@@ -69,6 +70,19 @@ def test_runs_are_timed_in_turns_and_all_have_every_round(home: Home) -> None:
     assert [len(found.times_s) for found in times] == [3, 3]
     assert all(t > 0.0 for found in times for t in found.times_s)
     assert len(times[0].losses) == len(times[1].losses)
+
+
+def test_a_slow_run_takes_fewer_steps_and_losses_are_of_the_steps_that_all_took(home: Home) -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        slow = next(module.parameters()).dtype is torch.bfloat16
+        time.sleep(0.1 if slow else 0.01)
+        return module(batch).float().square().mean()
+
+    plans = [PRESETS["fp32"], PRESETS["bf16-true"]]
+    found = race_apart(home, portable(workload(loss)), plans, CPU, rounds=2)
+    assert [len(timed.losses) for timed in found] == [WARMUP + 2] * 2
+    found = race_apart(home, portable(workload(loss)), plans, CPU, rounds=2, steps=WARMUP + 2)
+    assert [len(timed.losses) for timed in found] == [WARMUP + 2] * 2
 
 
 def test_it_has_the_threads_of_the_process_that_asks(home: Home) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from castwise.measure import timing
-from castwise.measure.timing import Lap, paired, race
+from castwise.measure.timing import Lap, paired, race, turn
 
 CPU = torch.device("cpu")
 
@@ -75,6 +77,22 @@ def test_every_round_holds_every_candidate_and_nobody_always_has_the_same_neighb
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
     assert len(set(rounds)) == 6
     assert {r[0] for r in rounds} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_each_follows_each_other_equally_often(count: int) -> None:
+    follows = [pair for number in range(2 * count) for pair in itertools.pairwise(turn(count, number))]
+    assert all(sorted(turn(count, number)) == list(range(count)) for number in range(2 * count))
+    assert Counter(follows) == dict.fromkeys(itertools.permutations(range(count), 2), 2)
+
+
+def test_a_race_that_goes_on_goes_on_with_the_order(clock: Clock) -> None:
+    names = {name: lambda _: 1.0 for name in "abcd"}
+    _race(clock, names)
+    whole = clock.order[8:]
+    clock.order.clear()
+    _race(clock, names, first=2)
+    assert clock.order[8 : 8 + 4 * 4] == whole[2 * 4 :]
 
 
 def test_long_hopeless_steps_are_stopped_after_two(clock: Clock) -> None:

@@ -113,6 +113,18 @@ def test_what_speeds_are_told_over_is_started_to_the_end() -> None:
     assert len(taken[0]) == FIRST - 1
 
 
+def test_how_far_the_starts_of_what_is_out_differ_says_nothing_of_the_others() -> None:
+    draw = random.Random(0)
+
+    def start(racing: Sequence[int]) -> dict[int, list[float]]:
+        wild = 2.0 * math.exp(draw.gauss(0.0, 0.15))
+        return {one: [(wild, 1.0, 0.96)[one] * (1.0 + 1e-3 * draw.random())] * 3 for one in racing}
+
+    decision, taken = settle([0, 1, 2], start, reference=frozenset({0}))
+    assert (decision.chosen, decision.decided, decision.out) == (2, True, {0, 1})
+    assert [len(starts) for starts in taken] == [FIRST, FIRST, FIRST]
+
+
 def test_the_others_go_on_where_earlier_starts_left_them() -> None:
     """Their starts stay aligned: one that had left has empty ones where it was not in."""
     speeds = [1.0, 0.8, 0.5]
@@ -179,6 +191,13 @@ def test_an_interval_from_one_start_is_as_wide_as_its_rounds() -> None:
         return found.high / found.low
 
     assert width([2.0, 1.0, 2.0, 4.0]) > 2.0 * width([2.0, 2.0, 2.1, 2.0])
+
+
+def test_rounds_that_something_disturbed_count_for_nothing() -> None:
+    quiet, burst = [1.0, 1.01, 1.02, 1.03], [9.0] * 4
+    found = restarts([[quiet + burst, quiet + [1.05] * 4], [[2.0 * t for t in quiet] + [2.1] * 4] * 2])[1, 0]
+    assert found.value == pytest.approx(2.0)
+    assert found.high / found.low < 1.0 + 1e-9
 
 
 def test_an_interval_without_a_start_of_both_reaches_everywhere() -> None:

@@ -21,14 +21,11 @@ import torch
 from castwise.measure.processes import Home, belong_to, page_faults, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import InferenceRun, TrainingRun
-from castwise.measure.timing import WARMUP, synchronize
+from castwise.measure.timing import WARMUP, synchronize, turn
 from castwise.plans.plan import Plan
 
 BLOCK_S = 0.12
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
-
-LONGEST_BLOCK_S = 0.3
-"""Beside a plan so slow that its block would take longer, nobody needs to be timed as well."""
 LEAST_ROUNDS = 3
 COMPILING = 2
 """First steps beside the usual ones, of all, where a plan compiles: the first may be followed by another compilation."""
@@ -138,7 +135,7 @@ class Timed:
 
     Attributes:
         times_s: Seconds per step, by round.
-        losses: Of its steps; every plan of a start has taken as many, but for one that failed.
+        losses: Of its steps, of which each plan of a start has as many as any other, but for one that failed.
         compile_s: Seconds that compiling took, before the first round and in none.
         faults: Page faults per step: how often memory was given back and asked for anew.
         error: What ended it, if something did.
@@ -158,6 +155,7 @@ def race_apart(
     device: torch.device,
     *,
     rounds: int,
+    first: int = 0,
     steps: int | None = None,
     seed: int = 0,
     until: float = math.inf,
@@ -172,8 +170,9 @@ def race_apart(
         workload: As :func:`castwise.measure.processes.portable` returns it.
         plans: What they train by; the same plan may come more than once.
         device: Device that all run on.
-        rounds: In each of which every one runs a block of steps, the order turning from round to round.
-        steps: That each takes at most, if one a round is not more: a workload may have no further batches.
+        rounds: In each of which every one runs a block of steps of some 0.12 s, in an order of the round's own.
+        first: Rounds that there were before, in earlier starts; the order goes on from there.
+        steps: At most so many, the same number for all, if one a round is not more: a workload may have no further batches.
         seed: Of weights and data.
         until: Clock time (``ranks.now()``) after which no further round begins, once there are three.
         kind: What is run.
@@ -202,21 +201,24 @@ def race_apart(
                         out[index].error = error
             return found
 
-        first = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
-        step_s = each("the first steps", lambda run: run.warm_up(first), range(len(runs)))
-        fastest, slowest = min(step_s.values(), default=BLOCK_S), max(step_s.values(), default=BLOCK_S)
-        block = min(64, round(min(BLOCK_S / fastest, LONGEST_BLOCK_S / slowest)))
-        block = max(1, block if steps is None else min(block, (steps - first) // rounds))
+        warmup = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
+        step_s = each("the first steps", lambda run: run.warm_up(warmup), range(len(runs)))
+        blocks = {runs[index]: max(1, min(64, round(BLOCK_S / took_s))) for index, took_s in step_s.items()}
+        if steps is not None:
+            most = max(1, (steps - warmup) // rounds)
+            blocks = dict.fromkeys(blocks, min([most, *blocks.values()]))
         for number in range(rounds):
             if number >= LEAST_ROUNDS and ranks.now() > until:
                 break
-            order = [(number + turn) % len(runs) for turn in range(len(runs))]
-            order = order if number % 2 == 0 else order[::-1]
-            for index, seconds in each("a block", lambda run: run.steps(block), order).items():
-                out[index].times_s.append(seconds / block)
+            order = turn(len(runs), first + number)
+            for index, seconds in each("a block", lambda run: run.steps(blocks[run]), order).items():
+                out[index].times_s.append(seconds / blocks[runs[index]])
             on_round(number + 1)
+    common = min(
+        (len(run.losses) for run, timed in zip(runs, out, strict=True) if timed.error is None), default=0
+    )
     for run, timed in zip(runs, out, strict=True):
-        timed.losses, timed.compile_s, timed.faults = run.losses, run.compile_s, run.faults
+        timed.losses, timed.compile_s, timed.faults = run.losses[:common], run.compile_s, run.faults
     return out
 
 
@@ -258,8 +260,8 @@ def start_apart(
             on_round(before + done)
 
         timed = race_apart(
-            home, workload, [plans[index] for index in racing], device, rounds=rounds, steps=steps, seed=seed, kind=kind,
-            on_round=tell,
+            home, workload, [plans[index] for index in racing], device, rounds=rounds, first=start * rounds, steps=steps, seed=seed,
+            kind=kind, on_round=tell,
         )  # fmt: skip
         for index, one in zip(racing, timed, strict=True):
             out[index].append(one)

@@ -139,6 +139,8 @@ LUCK = 0.02
 """Standard deviation of the logarithm of a start's time that is expected before any is known."""
 _SHARED = 4
 """Degrees of freedom that the spread of all pairs together counts for, in the spread of each."""
+QUIET = 0.5
+"""Share of a start's rounds, the fastest, that its time is the mean of: what disturbs a round makes it longer, never shorter."""
 
 
 def restarts(
@@ -146,13 +148,14 @@ def restarts(
 ) -> dict[tuple[int, int], Ratio]:
     """How many times as long each of several programs takes as each other, from times of several starts of all.
 
-    Per start, the median over its rounds of the logarithm of the ratio; over starts, their mean and Student's interval. The
-    variance of a pair is drawn towards the mean variance of all pairs, as if that were known with four degrees of freedom:
-    with three starts a pair of its own has two, and its interval would be half as long again for nothing. Where nothing was
-    started twice, what ``LUCK`` says of starts in general, and what a pair's rounds differ by, stand in for it.
+    A program's time in a start is the mean of the faster half of its rounds; over starts, the mean of the logarithms
+    of two programs' ratios has Student's interval. The variance of a pair is drawn towards the mean variance of all pairs, as
+    if that were known with four degrees of freedom: with three starts a pair of its own has two, and its interval would be half
+    as long again for nothing. Where nothing was started twice, what ``LUCK`` says of starts in general, and what a pair's
+    rounds differ by, stand in for it.
 
     Args:
-        times_s: Per program, per start, per round seconds > 0. Rounds are shared: those of the shorter of two count.
+        times_s: Per program, per start, per round seconds > 0; no rounds in a start that it was not in.
         level: Coverage, 0.95 or 0.99.
 
     Returns:
@@ -161,20 +164,23 @@ def restarts(
     Raises:
         KeyError: Another level.
     """
-    indices = range(len(times_s))
-    logs = {(i, j): _log_ratios(times_s[i], times_s[j]) for i in indices for j in indices if i < j}
-    medians = {pair: [statistics.median(start) for start in starts] for pair, starts in logs.items()}
-    spread = {pair: statistics.variance(found) for pair, found in medians.items() if len(found) > 1}
+    logs = [[math.log(_quiet(rounds)) if rounds else None for rounds in starts] for starts in times_s]
+    ratios = {
+        (i, j): [a - b for a, b in zip(one, logs[j], strict=False) if a is not None and b is not None]
+        for i, one in enumerate(logs)
+        for j in range(i + 1, len(logs))
+    }
+    spread = {pair: statistics.variance(found) for pair, found in ratios.items() if len(found) > 1}
     shared = statistics.fmean(spread.values()) if spread else 2.0 * LUCK**2
     out: dict[tuple[int, int], Ratio] = {}
-    for (i, j), found in medians.items():
+    for (i, j), found in ratios.items():
         n = len(found)
         mean, half = 0.0, math.inf
         if n:
             mean = statistics.fmean(found)
             freedom = (n - 1) + (_SHARED if len(spread) != 1 else 0)
             own = (n - 1) * spread.get((i, j), 0.0)
-            within = 0.0 if spread else _of_median(logs[i, j][0])
+            within = 0.0 if spread else _within(times_s[i], times_s[j])
             variance = (freedom - (n - 1)) * (shared + within) + own
             half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / freedom / n)
         out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
@@ -186,15 +192,17 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700.0 else math.inf
 
 
-def _of_median(values: Sequence[float]) -> float:
-    """The variance of the median of normal values, by their own; 0 for one."""
-    return math.pi / 2.0 * statistics.variance(values) / len(values) if len(values) > 1 else 0.0
+def _quiet(rounds_s: Sequence[float]) -> float:
+    """The time of a start, by those of its rounds: the mean of the faster half."""
+    return statistics.fmean(sorted(rounds_s)[: max(1, round(QUIET * len(rounds_s)))])
 
 
-def _log_ratios(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Per start, which both had, the logarithms of one / other in the rounds, which both ran."""
-    return [
-        [math.log(a / b) for a, b in zip(mine, others, strict=False)]
-        for mine, others in zip(one, other, strict=False)
-        if mine and others
-    ]
+def _within(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """How far the ratio of two programs may be off in their first start, by what its rounds differ by; 0 for one round.
+
+    It is the variance of the median of so many logarithms, which is at least that of the mean of the faster half.
+    """
+    starts = zip(one, other, strict=False)
+    mine, others = next((both for both in starts if both[0] and both[1]), ((), ()))
+    logs = [math.log(a / b) for a, b in zip(mine, others, strict=False)]
+    return math.pi / 2.0 * statistics.variance(logs) / len(logs) if len(logs) > 1 else 0.0

@@ -95,8 +95,8 @@ def measure_steps(
             for start in range(starts):
                 on_start(start, starts)
                 found = race_apart(
-                    home, payload, [PRESETS[plan] for plan in plans], device, rounds=ROUNDS, seed=seed,
-                    until=end,
+                    home, payload, [PRESETS[plan] for plan in plans], device, rounds=ROUNDS,
+                    first=start * ROUNDS, seed=seed, until=end,
                 )  # fmt: skip
                 plans = _booked(plans, found, times, why)
                 if time.monotonic() > end:

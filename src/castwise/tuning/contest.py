@@ -213,14 +213,12 @@ class Contest:
             self._say(f"{len(racing)} plans, {block} steps each", number, rounds)
             laps = race(
                 [(str(i), self._runs[plan]) for i, plan in enumerate(racing)],
-                rounds=1, steps=block, device=self._device, warmup=0, hopeless=math.inf, ranks=self._ranks,
+                rounds=1, first=len(self.entries[BASELINE].times_s), steps=block, device=self._device, warmup=0,
+                hopeless=math.inf, ranks=self._ranks,
             )  # fmt: skip
             self._book({plan: laps[str(i)] for i, plan in enumerate(racing)})
             self.steps += block * len(racing)
             racing = [plan for plan in racing if not self.entries[plan].reason]
-            racing = [*racing[1:], racing[0]]  # nobody always follows the same one
-            if number % 2:
-                racing.reverse()
         self._say(f"{len(racing)} plans", rounds, rounds)
 
     def updates(self, one: Plan, other: Plan, rounds: int, least: int, until: float) -> tuple[Lap, Lap]:
@@ -253,8 +251,8 @@ class Contest:
                 break
             self._say("the optimizer's part of a step", number, rounds)
             found = race(
-                list(runs.items())[:: 1 if number % 2 else -1], rounds=1, steps=self._block, device=self._device,
-                warmup=0, hopeless=math.inf, ranks=self._ranks,
+                list(runs.items()), rounds=1, first=number, steps=self._block, device=self._device, warmup=0,
+                hopeless=math.inf, ranks=self._ranks,
             )  # fmt: skip
             self.steps += 2 * self._block
             for name, plan, lap in zip(runs, (one, other), laps, strict=True):

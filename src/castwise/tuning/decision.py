@@ -5,9 +5,9 @@ known to be slower than another. As long as a simpler plan is neither, all are s
 that is over it is taken, and the decision says that the machine was too noisy to know.
 
 Times come from plans that were all started anew several times, in processes of their own, and ran in turns
-(:mod:`castwise.measure.apart`). What two plans differ by is taken per start, as the median over its rounds of the ratio of
-their times: the drift of the machine falls on both, and a process that is lucky for its whole life is one draw of as many
-as there are starts. ``bench/bench_decision.py`` simulates how often the rule is wrong.
+(:mod:`castwise.measure.apart`). What two plans differ by is taken per start (:func:`castwise.measure.stats.restarts`): the
+drift of the machine falls on both, and a process that is lucky for its whole life is one draw of as many as there are
+starts. ``bench/bench_decision.py`` simulates how often the rule is wrong.
 """
 
 from __future__ import annotations
@@ -87,17 +87,19 @@ def settle(
     """
     taken = [list(starts) for starts in times] or [[] for _ in complexity]
     racing = [one for one in range(len(complexity)) if one not in without]
+    gone: frozenset[int] = frozenset()
     while True:
         starts = max(map(len, taken))
         if starts:
-            left = [one for one in racing if one not in beside] or racing
+            could = [one for one in racing if one not in beside] or racing
+            left = [one for one in could if one not in gone] or could
             decision = decide([complexity[one] for one in left], [taken[one] for one in left])
-            decided = decision.decided and starts >= (FIRST if len(left) > 1 else LEAST)
+            decided = decision.decided and starts >= (FIRST if len(could) > 1 else LEAST)
+            out = gone.union(left[one] for one in decision.out)
             if decided or starts >= MOST or is_over():
-                out = frozenset(left[one] for one in decision.out)
                 return Decision(left[decision.chosen], decided, out), taken
-            if starts > 1:
-                gone = {left[one] for one in decision.out}
+            if starts > 1:  # how much the starts of what is out differ says nothing of the others
+                gone = out
                 racing = [one for one in racing if one not in gone or one in reference]
         found = start(racing)
         racing = [one for one in racing if one in found]

@@ -208,7 +208,7 @@ def race_final(
         search.say(search.now, what, 0, ROUNDS)
         found = race_apart(
             search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
-            seed=search.settings.seed, until=begin + (until - begin) / share,
+            first=starts * ROUNDS, seed=search.settings.seed, until=begin + (until - begin) / share,
             on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
         )  # fmt: skip
         starts += 1
