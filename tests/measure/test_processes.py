@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from tests.measure.test_apart import CPU, workload
+from tests.measure.there import has
 from tests.soak import some
 from torch import Tensor, nn
 
 from castwise import Workload
 from castwise.errors import CastwiseError
 from castwise.measure import processes
+from castwise.measure.apart import Apart
 from castwise.measure.memory import measure_memory
 from castwise.measure.processes import Home, NotThereError, delivered
 from castwise.measure.step_rates import measure_steps
@@ -213,3 +215,68 @@ def test_a_process_that_cannot_be_started_is_a_failure_in_words(monkeypatch: pyt
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with Home() as home, pytest.raises(CastwiseError, match="no process to measure in could be started"):
         home.start(there)
+
+
+def started_with(home: Home, name: str) -> bool:
+    process = home.start(has, name)
+    found = bool(process.answer(60.0))
+    process.close()
+    return found
+
+
+def test_what_the_first_process_imported_is_there_when_the_next_starts() -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        import sklearn.manifold  # noqa: F401
+
+        return module(batch).square().mean()
+
+    with Home() as home:
+        assert not started_with(home, "sklearn.manifold")
+        apart = Apart(home, processes.portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+        apart.warm_up()
+        apart.close()
+        assert started_with(home, "sklearn.manifold")
+        assert not started_with(home, __name__)
+
+
+def test_modules_of_the_users_own_and_of_torch_are_no_libraries() -> None:
+    before = {
+        name for name in sys.modules if name.partition(".")[0] not in ("torch", "castwise", "pytest", "tests")
+    }
+    found = processes.libraries(before)
+    assert "pytest" in found
+    assert {name.partition(".")[0] for name in found}.isdisjoint({"torch", "castwise", "tests"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "import os\nos._exit(3)",
+    ],
+)
+def test_a_library_that_a_fork_would_not_survive_is_left_to_each_process(
+    source: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("strange", "harmless"):
+        (tmp_path / f"{name}.py").write_text(source if name == "strange" else "", encoding="utf-8")
+    with Home() as home:
+        home.start(has, "strange").close()
+        home.import_once(["strange"])
+        assert not started_with(home, "strange")
+        home.import_once(["harmless"])
+        assert not started_with(home, "harmless")
+
+
+def test_a_library_that_cannot_be_imported_alone_disturbs_no_other(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken.py").write_text("raise SystemExit", encoding="utf-8")
+    (tmp_path / "harmless.py").write_text("", encoding="utf-8")
+    with Home() as home:
+        home.start(has, "harmless").close()
+        home.import_once(["broken", "nowhere", "harmless"])
+        assert started_with(home, "harmless")
+        assert not started_with(home, "broken")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure.processes import Home, belong_to, page_faults, received
+from castwise.measure.processes import Home, belong_to, libraries, page_faults, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import WARMUP, synchronize, turn
@@ -61,6 +62,7 @@ class Apart:
     ) -> None:
         self.losses: list[float] = []
         self.compile_s = self.faults = 0.0
+        self._home = home
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
 
     def warm_up(self, steps: int = WARMUP) -> float:
@@ -96,13 +98,15 @@ class Apart:
         """End the process; does nothing to one that has ended."""
         with contextlib.suppress(Exception):  # one that failed has no losses to tell
             self._process.send(0)
-            self.losses, self.compile_s, self.faults = self._process.answer()
+            self.losses, self.compile_s, self.faults, imported = self._process.answer()
+            self._home.import_once(imported)
         self._process.close()
 
 
 def _run(
     pipe: Connection, workload: bytes, plan: str, device: str, seed: int, kind: Kind = TrainingRun
-) -> tuple[list[float], float, float]:
+) -> tuple[list[float], float, float, list[str]]:
+    before = set(sys.modules)
     where = torch.device(device)
     made = Plan.from_json(plan)
     belong_to(made)
@@ -114,7 +118,7 @@ def _run(
         taken += count
         if taken <= WARMUP:
             first, since = taken, page_faults()
-    return run.losses, run.compile_s, (page_faults() - since) / max(1, taken - first)
+    return run.losses, run.compile_s, (page_faults() - since) / max(1, taken - first), libraries(before)
 
 
 def _seconds(run: TrainingRun | InferenceRun, steps: int, device: torch.device) -> float:

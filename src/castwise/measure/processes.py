@@ -2,7 +2,8 @@
 
 Starting one is cheap where the system forks safely: one process imports castwise, touches no device and starts no thread, and
 is forked for each that is asked for. Elsewhere each is an interpreter of its own. What it is told and answers goes over a
-pipe; it ends when its pipe closes, so none outlives the process that asked.
+pipe; it ends when its pipe closes, so none outlives the process that asked. The libraries that the first of them imported
+for a workload are imported once for all that follow (:meth:`Home.import_once`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Self
 
@@ -53,6 +55,8 @@ _LAUNCHED = re.compile(
 )
 """What torchrun says to its processes: one that measures is none of the ranks."""
 
+_FORK, _IMPORT = b".", b"i"
+"""What the process that is forked is asked for."""
 _BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 300, 64, 1500
 """How many blocks lie on a heap at random, the bytes of the least, and how many times as large the largest is."""
 _scattered: list[torch.Tensor] = []
@@ -81,6 +85,21 @@ def page_faults() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def libraries(before: Collection[str]) -> list[str]:
+    """Modules of installed libraries that were imported since there were those ``before``, in that order.
+
+    None of torch, which starts no faster for it, and none of the user's own, which may hold what each process has to make anew.
+    """
+    places = tuple(os.path.join(sysconfig.get_path(where), "") for where in ("purelib", "platlib"))
+    new = [(name, module) for name, module in list(sys.modules.items()) if name not in before]
+    return [
+        name
+        for name, module in new
+        if name.partition(".")[0] not in ("torch", "castwise")
+        and (getattr(module, "__file__", None) or "").startswith(places)
+    ]
 
 
 class NotThereError(WorkloadError):
@@ -204,6 +223,7 @@ class Home:
 
     def __init__(self) -> None:
         self.delivered: set[bytes] = set()
+        self._imported: set[str] | None = set()
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._copies: list[int] = []
         self._line: socket.socket | None = None
@@ -241,15 +261,40 @@ class Home:
                 if FORKS:
                     if self._line is None:
                         self._line = self.line()
-                    socket.send_fds(self._line, [b"."], [there.fileno()])
+                    socket.send_fds(self._line, [_FORK], [there.fileno()])
                 else:
                     self._interpreter("run", there.fileno())
         except OSError as error:
             raise CastwiseError(f"no process to measure in could be started ({sentence(error)})") from error
-        environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
         process = Process(here)
-        process.send((os.getcwd(), _path(), environment, settings(), work, args))
+        process.send((os.getcwd(), _path(), _environment(), settings(), work, args))
         return process
+
+    def import_once(self, modules: Sequence[str]) -> None:
+        """Have processes that start from now on begin with modules of libraries.
+
+        They are imported in a fork, from which all others are forked then. Where a fork would not be safe with them (one has
+        started a thread), or the import ends it, all start as before, and no other call changes that.
+        """
+        if self._line is None or self._imported is None or self._imported.issuperset(modules):
+            return
+        self._imported.update(modules)
+        line, there = socket.socketpair()
+        try:
+            here, answers = Pipe()
+            with here:
+                with answers, there:
+                    socket.send_fds(self._line, [_IMPORT], [answers.fileno(), there.fileno()])
+                here.send((os.getcwd(), _path(), _environment(), list(modules)))
+                safe = here.poll(_RECEIVED_S) and here.recv()
+        except (EOFError, OSError):
+            safe = False
+        if safe:
+            self._line.close()
+            self._line = line
+        else:
+            line.close()
+            self._imported = None
 
     def line(self) -> socket.socket:
         """A line to a new process that forks one for each pipe that is sent there."""
@@ -291,6 +336,11 @@ class Home:
         )  # fmt: skip
 
 
+def _environment() -> dict[str, str]:
+    """The environment without what torchrun says to its processes."""
+    return {name: value for name, value in os.environ.items() if not _LAUNCHED.match(name)}
+
+
 def _path() -> list[str]:
     """Where modules are looked for; import passes over entries that are no strings."""
     return [entry for entry in sys.path if isinstance(entry, str)]
@@ -307,20 +357,55 @@ def serve(what: str, fd: int) -> None:
     gc.collect()
     gc.freeze()  # a fork then copies none of it where its collector looks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away what has ended
+    _fork_each(fd)
+
+
+def _fork_each(fd: int) -> None:
+    """Fork a process for each pipe that comes over a line, or one to fork the next from, until it closes."""
     with socket.socket(fileno=fd) as line:
         while True:
-            message, fds, _, _ = socket.recv_fds(line, 1, 1)
+            message, fds, _, _ = socket.recv_fds(line, 1, 2)
             if not message:
                 return
             if os.fork() == 0:
                 line.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 try:
-                    scatter()
-                    _run(fds[0])
+                    if message == _IMPORT:
+                        _import(*fds)
+                    else:
+                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                        scatter()
+                        _run(*fds)
                 finally:
                     os._exit(0)
-            os.close(fds[0])
+            for each in fds:
+                os.close(each)
+
+
+def _import(fd: int, line: int) -> None:
+    """Import what is asked for, then fork what comes over a line, if that is as safe as it was."""
+    with Connection(fd) as pipe:
+        folder, path, environment, modules = pipe.recv()
+        _go_to(folder, path, environment)
+        strange = _strange_threads()
+        for module in modules:
+            with contextlib.suppress(
+                BaseException
+            ):  # each process meets it where it is imported for a purpose
+                importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
+        safe = _strange_threads() <= strange
+        pipe.send(safe)
+    if safe:
+        _fork_each(line)
+
+
+def _strange_threads() -> int:
+    """Threads of this process that a fork may not survive: but for its own, and those of copies of OpenBLAS, which look after it."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        pools = {line.split()[-1] for line in lines if "openblas" in line}
+    return len(os.listdir("/proc/self/task")) - 1 - len(pools) * (len(os.sched_getaffinity(0)) - 1)
 
 
 def scatter() -> None:
@@ -348,12 +433,16 @@ def _as_asked(
     work: Callable[..., Any], args: Sequence[Any],
 ) -> Any:  # fmt: skip
     """What was asked for, in the surroundings of the process that asked."""
+    _go_to(folder, path, environment)
+    put_settings(values)
+    return work(pipe, *args)
+
+
+def _go_to(folder: str, path: list[str], environment: Mapping[str, str]) -> None:
     os.chdir(folder)
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
-    put_settings(values)
-    return work(pipe, *args)
 
 
 def _tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
