@@ -613,11 +613,11 @@ def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: p
 def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search: Search) -> None:
     search.trials[BF16] = Trial("", 54.0, 0.170, 0.150)
     assert pays_after(search, BF16) == 2700
-    times = [[[0.169] * 3], [[0.145] * 3]]
+    times = [[[0.1695] * 3], [[0.145] * 3]]
     search.final = Final([AUTOCAST, BF16], times_s=times)  # type: ignore[arg-type]
-    assert pays_after(search, BF16) == 2250
+    assert pays_after(search, BF16) == 2205
     assert said(search, BF16) == (
-        "Compiling takes 54 s at the start of a first training, less where its code is on disk, and pays after 2,250 steps."
+        "Compiling takes 54 s at the start of a first training, less where its code is on disk, and pays after 2,205 steps."
     )
     search.final = Final([AUTOCAST, BF16], times_s=times[::-1])  # type: ignore[arg-type]
     assert pays_after(search, BF16) is None

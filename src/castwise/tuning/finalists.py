@@ -64,8 +64,9 @@ def likeliest(
 ) -> list[Plan]:
     """As many as a final has time for: the simplest of those as fast as the first, the fastest, and who else is near.
 
-    Of these the fastest of each simpler numerics goes before what else is near: the luck of the race alone would decide
-    whether the final can fall back on it. The fastest that computes in fp32 comes in any case.
+    Of these one of each numerics goes before what else is near, of simpler ones first: the luck of the race alone would decide
+    whether the final can fall back on it, and in which memory format, so that it is the simplest of those as fast as the fastest
+    of its numerics. The fastest that computes in fp32 comes in any case.
     """
     over = _slowness(contest, sound)
     if not over:
@@ -74,12 +75,16 @@ def likeliest(
     known = {plan: ratio for plan in order if (ratio := contest.ratio(order[0], plan)) is not None}
     slow = [plan for plan in order if over[plan] > FAR and (plan not in known or known[plan].low > 1.0)]
     near = [plan for plan in order if plan not in slow]
-    kinds: dict[Plan, Plan] = {}
+    kinds: dict[Plan, list[Plan]] = {}
     for plan in near:
-        kinds.setdefault(numerics_of(plan), plan)
-    simpler = [plan for kind, plan in kinds.items() if complexity(kind) < complexity(numerics_of(near[0]))]
+        kinds.setdefault(numerics_of(plan), []).append(plan)
+    one_each = [
+        min((plan for plan in alike if over[plan] <= MARGIN * over[alike[0]]), key=complexity)
+        for alike in kinds.values()
+    ]
+    simpler = [plan for plan in one_each if complexity(numerics_of(plan)) < complexity(numerics_of(near[0]))]
     lossless = [plan for plan in order if numerics_of(plan) == FP32][:1]
-    left = {FP32, *lossless, *list(dict.fromkeys([first, near[0], *simpler, *near]))[:most]}
+    left = {FP32, *lossless, *list(dict.fromkeys([first, near[0], *simpler, *one_each, *near]))[:most]}
     many = f"{most} that were faster or simpler filled it"
     for plan in order:
         if plan not in left:
