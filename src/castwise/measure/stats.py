@@ -142,6 +142,14 @@ _SHARED = 4
 QUIET = 0.5
 """Share of a start's rounds, the fastest, that its time is the mean of: what disturbs a round makes it longer, never shorter."""
 
+ELSEWHEN = 0.05
+"""Standard deviation from one time of day to another of the logarithm of a ratio, as a share of it: what other users of a machine
+take of its memory and clock rate costs one format more than another, and no start of one search shows it.
+
+Source: searches of one job that chose one plan, and a race made afterwards, in bench/results: 0.042 in tune-cpu-no-amx.json and
+0.050 in that of the day before, 0.024 in tune-cpu.json. Where two plans are about as fast it adds nothing.
+"""
+
 
 def restarts(
     times_s: Sequence[Sequence[Sequence[float]]], level: float = LEVEL
@@ -152,7 +160,7 @@ def restarts(
     of two programs' ratios has Student's interval. The variance of a pair is drawn towards the mean variance of all pairs, as
     if that were known with four degrees of freedom: with three starts a pair of its own has two, and its interval would be half
     as long again for nothing. Where nothing was started twice, what ``LUCK`` says of starts in general, and what a pair's
-    rounds differ by, stand in for it.
+    rounds differ by, stand in for it. What another time of day would add (``ELSEWHEN``) is part of each interval.
 
     Args:
         times_s: Per program, per start, per round seconds > 0; no rounds in a start that it was not in.
@@ -183,6 +191,7 @@ def restarts(
             within = 0.0 if spread else _within(times_s[i], times_s[j])
             variance = (freedom - (n - 1)) * (shared + within) + own
             half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / freedom / n)
+            half = math.hypot(half, _T[level][-1] * ELSEWHEN * mean)
         out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
         out[j, i] = Ratio(math.exp(-mean), math.exp(-mean - half), _exp(half - mean), level, n)
     return out

@@ -2,7 +2,7 @@
 
 Every candidate runs a block of steps in every round, so that a slow spell of the machine falls on all of them,
 and ratios are formed within rounds (see :mod:`castwise.measure.stats`). Each round has an order of its own
-(:func:`turn`): a block begins with the caches that the one before it left, which is worth a hundredth of its time.
+(:func:`turn`): a block begins with the caches that the one before it left.
 """
 
 from __future__ import annotations

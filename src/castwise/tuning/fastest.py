@@ -28,6 +28,7 @@ from castwise.tuning.finalists import (
     FINALISTS,
     SHOWN_ROUNDS,
     favourite,
+    in_order_of_promise,
     likeliest,
     race_repaired,
     room_in_final,
@@ -84,7 +85,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         if search.as_given is not None:
             contest.run([search.as_given], SHOWN_ROUNDS)
     with search.stage("parity"):
-        sound, doubtful = find_sound(search, left)
+        sound, doubtful = find_sound(search, in_order_of_promise(contest, left))
         race_repaired(contest, sound)
     sound = with_lossless(contest, sound)
     sound += cleared(search, contest, sound, doubtful)

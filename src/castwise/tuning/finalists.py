@@ -59,22 +59,16 @@ def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
     return min(alike, key=complexity, default=FP32)
 
 
-def likeliest(
-    search: SearchState, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS
-) -> list[Plan]:
-    """As many as a final has time for: the simplest of those as fast as the first, the fastest, and who else is near.
+def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
+    """Plans but for fp32, those first that the final wants first: the simplest of those as fast as the fastest, and that one.
 
-    Of these one of each numerics goes before what else is near, of simpler ones first: the luck of the race alone would decide
-    whether the final can fall back on it, and in which memory format, so that it is the simplest of those as fast as the fastest
-    of its numerics. The fastest that computes in fp32 comes in any case.
+    Of those that are near one of each numerics comes next, simpler ones first: the luck of the race alone would decide whether
+    the final can fall back on it, and in which memory format, so that it is the simplest of those as fast as the fastest of its
+    numerics. Then who else is near; then the others by their speed.
     """
-    over = _slowness(contest, sound)
-    if not over:
-        return list(sound)
-    order, first = list(over), favourite(contest, sound)
-    known = {plan: ratio for plan in order if (ratio := contest.ratio(order[0], plan)) is not None}
-    slow = [plan for plan in order if over[plan] > FAR and (plan not in known or known[plan].low > 1.0)]
-    near = [plan for plan in order if plan not in slow]
+    over = _slowness(contest, plans)
+    order = list(over)
+    near = [plan for plan in order if not _is_far(contest, order[0], plan, over[plan])]
     kinds: dict[Plan, list[Plan]] = {}
     for plan in near:
         kinds.setdefault(numerics_of(plan), []).append(plan)
@@ -83,8 +77,39 @@ def likeliest(
         for alike in kinds.values()
     ]
     simpler = [plan for plan in one_each if complexity(numerics_of(plan)) < complexity(numerics_of(near[0]))]
+    first = [favourite(contest, plans)] if order else []
+    return list(dict.fromkeys([*first, *near[:1], *simpler, *one_each, *near, *order]))
+
+
+def _is_far(contest: Contest, fastest: Plan, plan: Plan, slower: float) -> bool:
+    """Whether a plan is too far behind for a final: by a tenth, and not by what may be the luck of their rounds."""
+    ratio = contest.ratio(fastest, plan)
+    return slower > FAR and (ratio is None or ratio.low > 1.0)
+
+
+def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
+    """What the race has left, the fastest first, as it is worth testing: promising plans, and fp32 before those it beats."""
+    ahead = set(left[: left.index(FP32)]) if FP32 in left else set(left)
+    order = promising(contest, left)
+    return [
+        *(p for p in order if p in ahead),
+        *([FP32] if FP32 in left else []),
+        *(p for p in order if p not in ahead),
+    ]
+
+
+def likeliest(
+    search: SearchState, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS
+) -> list[Plan]:
+    """As many of the promising that are near as a final has time for; the fastest that computes in fp32 comes in any case."""
+    over = _slowness(contest, sound)
+    if not over:
+        return list(sound)
+    order = list(over)
+    slow = {plan for plan in order if _is_far(contest, order[0], plan, over[plan])}
     lossless = [plan for plan in order if numerics_of(plan) == FP32][:1]
-    left = {FP32, *lossless, *list(dict.fromkeys([first, near[0], *simpler, *one_each, *near]))[:most]}
+    near = [plan for plan in promising(contest, sound) if plan not in slow]
+    left = {FP32, *lossless, *near[:most]}
     many = f"{most} that were faster or simpler filled it"
     for plan in order:
         if plan not in left:

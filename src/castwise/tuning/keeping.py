@@ -21,9 +21,9 @@ from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of
 from castwise.tuning.state import SearchState
 
-STEPS, DRAWS = 6, 3
+STEPS, LEAST_DRAWS, DRAWS = 6, 2, 3
 SHARE = 0.05
-"""Share of the budget after which no further process is drawn."""
+"""Share of the budget after which no further process is drawn than the least, since one alone may be lucky."""
 FAULT_S = 2.5e-7
 """Seconds that a page fault takes, and rather less than it does."""
 WORTH = 0.01
@@ -61,10 +61,10 @@ def _met(search: SearchState, payload: bytes, plan: Plan) -> tuple[float, float,
     try:
         kept, _ = _faults(search, payload, dataclasses.replace(plan, host_memory="keep"))
         most = 0.0, 0.0, kept
-        for _ in range(DRAWS):
+        for draw in range(DRAWS):
             given, step_s = _faults(search, payload, plan)
             most = max(most, ((given - kept) * FAULT_S / step_s, given, kept))
-            if most[0] > WORTH or time.monotonic() > until:
+            if most[0] > WORTH or (draw + 1 >= LEAST_DRAWS and time.monotonic() > until):
                 break
     except Exception:  # the final says what it raises
         return 0.0, 0.0, 0.0

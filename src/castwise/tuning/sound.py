@@ -51,7 +51,7 @@ def low_share(search: SearchState, plan: Plan) -> float:
 
 
 def find_sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt."""
+    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt; tested in this order."""
     assert search.numerics is not None
     sound: list[Plan] = []
     doubtful: list[Plan] = []
@@ -61,7 +61,9 @@ def find_sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], 
             continue
         left = search.numerics.left()
         if left < VERIFYING + MICROBATCHES and numerics_of(plan) not in search.findings:
-            search.passed_over[plan] = "not tested: the passes for numerics were spent on faster plans"
+            search.passed_over[plan] = (
+                "not tested: the passes for numerics were spent on plans that are faster or simpler"
+            )
             continue
         found = search.find(plan)
         if found is not None and found.verdict == "pass":
@@ -71,7 +73,7 @@ def find_sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], 
         if may_train(search, found):
             doubtful.append(plan)
         if plan.params != "fp32" or left < VERIFYING + FLOOR or sound:
-            continue  # a sound plan that is faster is there already, or its like with fp32 parameters is repaired
+            continue  # a sound plan that promises more is there already, or its like with fp32 parameters is repaired
         repaired = search.repaired(plan, found)
         kept = sum(part.pattern in search.kept for part in search.parts)
         if 2 * kept > len(search.parts):
