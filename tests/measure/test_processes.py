@@ -248,35 +248,45 @@ def test_modules_of_the_users_own_and_of_torch_are_no_libraries() -> None:
     assert {name.partition(".")[0] for name in found}.isdisjoint({"torch", "castwise", "tests"})
 
 
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+
+
 @pytest.mark.parametrize(
-    "source",
+    ("source", "threads"),
     [
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-        "import os\nos._exit(3)",
+        (THREAD, "2"),
+        (f"import scipy.linalg\n{THREAD}", "1"),
+        ("import os\nos._exit(3)", "2"),
+        ("raise SystemExit", "2"),
+        ("while True: pass", "2"),
     ],
+    ids=["thread", "thread beside a pool that has none", "dies", "raises", "hangs"],
 )
 def test_a_library_that_a_fork_would_not_survive_is_left_to_each_process(
-    source: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    source: str, threads: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(processes, "_IMPORT_S", 2.0 if "while" in source else 20.0)
     for name in ("strange", "harmless"):
         (tmp_path / f"{name}.py").write_text(source if name == "strange" else "", encoding="utf-8")
     with Home() as home:
         home.start(has, "strange").close()
-        home.import_once(["strange"])
+        home.import_once(["harmless", "strange"])
         assert not started_with(home, "strange")
         home.import_once(["harmless"])
         assert not started_with(home, "harmless")
 
 
-def test_a_library_that_cannot_be_imported_alone_disturbs_no_other(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_imported_once_meets_what_it_would_meet_in_a_process_of_its_own(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, own_settings: dict[str, Any]
 ) -> None:
+    """Children that it starts tell how they end, and torch's settings are those of the process that asks."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "broken.py").write_text("raise SystemExit", encoding="utf-8")
-    (tmp_path / "harmless.py").write_text("", encoding="utf-8")
+    asks = "import subprocess, torch\nassert subprocess.call(['false']) == 1\nassert torch.get_default_dtype() is torch.float64\n"
+    (tmp_path / "asks.py").write_text(asks, encoding="utf-8")
+    torch.set_default_dtype(torch.float64)
     with Home() as home:
-        home.start(has, "harmless").close()
-        home.import_once(["broken", "nowhere", "harmless"])
-        assert started_with(home, "harmless")
-        assert not started_with(home, "broken")
+        home.start(has, "asks").close()
+        home.import_once(["asks"])
+        assert started_with(home, "asks")

@@ -62,7 +62,7 @@ class Apart:
     ) -> None:
         self.losses: list[float] = []
         self.compile_s = self.faults = 0.0
-        self._home = home
+        self._home, self._device = home, device
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
 
     def warm_up(self, steps: int = WARMUP) -> float:
@@ -99,7 +99,8 @@ class Apart:
         with contextlib.suppress(Exception):  # one that failed has no losses to tell
             self._process.send(0)
             self.losses, self.compile_s, self.faults, imported = self._process.answer()
-            self._home.import_once(imported)
+            if self._device.type == "cpu":  # what only asks for an accelerator makes it unusable in forks
+                self._home.import_once(imported)
         self._process.close()
 
 
@@ -218,9 +219,8 @@ def race_apart(
             for index, seconds in each("a block", lambda run: run.steps(blocks[run]), order).items():
                 out[index].times_s.append(seconds / blocks[runs[index]])
             on_round(number + 1)
-    common = min(
-        (len(run.losses) for run, timed in zip(runs, out, strict=True) if timed.error is None), default=0
-    )
+    told = (run.losses for run, timed in zip(runs, out, strict=True) if timed.error is None)
+    common = min((len(losses) for losses in told if losses), default=0)
     for run, timed in zip(runs, out, strict=True):
         timed.losses, timed.compile_s, timed.faults = run.losses[:common], run.compile_s, run.faults
     return out

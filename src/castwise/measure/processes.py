@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -57,6 +58,8 @@ _LAUNCHED = re.compile(
 
 _FORK, _IMPORT = b".", b"i"
 """What the process that is forked is asked for."""
+_IMPORT_S = 10.0
+"""What takes longer to import is left to each process."""
 _BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 300, 64, 1500
 """How many blocks lie on a heap at random, the bytes of the least, and how many times as large the largest is."""
 _scattered: list[torch.Tensor] = []
@@ -273,8 +276,9 @@ class Home:
     def import_once(self, modules: Sequence[str]) -> None:
         """Have processes that start from now on begin with modules of libraries.
 
-        They are imported in a fork, from which all others are forked then. Where a fork would not be safe with them (one has
-        started a thread), or the import ends it, all start as before, and no other call changes that.
+        They are imported in a fork, from which all others are forked then: what they draw at random as they are imported is one
+        draw for all. Where a fork would not be safe with them (one has started a thread), or an import fails, ends the process
+        or takes too long, all start as before, and no other call changes that.
         """
         if self._line is None or self._imported is None or self._imported.issuperset(modules):
             return
@@ -285,8 +289,11 @@ class Home:
             with here:
                 with answers, there:
                     socket.send_fds(self._line, [_IMPORT], [answers.fileno(), there.fileno()])
-                here.send((os.getcwd(), _path(), _environment(), list(modules)))
-                safe = here.poll(_RECEIVED_S) and here.recv()
+                here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
+                pid = here.recv()
+                if not (answered := here.poll(_IMPORT_S)):
+                    os.kill(pid, signal.SIGKILL)
+                safe = answered and here.recv()
         except (EOFError, OSError):
             safe = False
         if safe:
@@ -370,10 +377,10 @@ def _fork_each(fd: int) -> None:
             if os.fork() == 0:
                 line.close()
                 try:
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     if message == _IMPORT:
                         _import(*fds)
                     else:
-                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                         scatter()
                         _run(*fds)
                 finally:
@@ -383,29 +390,34 @@ def _fork_each(fd: int) -> None:
 
 
 def _import(fd: int, line: int) -> None:
-    """Import what is asked for, then fork what comes over a line, if that is as safe as it was."""
+    """Import what is asked for as a process that needs it would, then fork what comes over a line, if that is as safe as it was."""
+    safe = False
     with Connection(fd) as pipe:
-        folder, path, environment, modules = pipe.recv()
-        _go_to(folder, path, environment)
-        strange = _strange_threads()
-        for module in modules:
-            with contextlib.suppress(
-                BaseException
-            ):  # each process meets it where it is imported for a purpose
+        pipe.send(os.getpid())
+        folder, path, environment, values, modules = pipe.recv()
+        _go_to(folder, path, environment, values)
+        before = _strange_threads()
+        with contextlib.suppress(
+            BaseException
+        ):  # half an import is worse than none; each process meets it for itself
+            for module in modules:
                 importlib.import_module(module)
-        gc.collect()
-        gc.freeze()
-        safe = _strange_threads() <= strange
+            gc.collect()
+            gc.freeze()
+            safe = all(now <= then for now, then in zip(_strange_threads(), before, strict=True))
         pipe.send(safe)
     if safe:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         _fork_each(line)
 
 
-def _strange_threads() -> int:
-    """Threads of this process that a fork may not survive: but for its own, and those of copies of OpenBLAS, which look after it."""
+def _strange_threads() -> tuple[int, int]:
+    """Threads that a fork may not survive: Python's, and all but those of copies of OpenBLAS, which look after it themselves."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         pools = {line.split()[-1] for line in lines if "openblas" in line}
-    return len(os.listdir("/proc/self/task")) - 1 - len(pools) * (len(os.sched_getaffinity(0)) - 1)
+    limits = (os.environ.get(f"{name}_NUM_THREADS", "") for name in ("OPENBLAS", "OMP"))
+    each = min([len(os.sched_getaffinity(0)), *(int(limit) for limit in limits if limit.isdecimal())])
+    return threading.active_count(), len(os.listdir("/proc/self/task")) - len(pools) * max(0, each - 1)
 
 
 def scatter() -> None:
@@ -433,16 +445,16 @@ def _as_asked(
     work: Callable[..., Any], args: Sequence[Any],
 ) -> Any:  # fmt: skip
     """What was asked for, in the surroundings of the process that asked."""
-    _go_to(folder, path, environment)
-    put_settings(values)
+    _go_to(folder, path, environment, values)
     return work(pipe, *args)
 
 
-def _go_to(folder: str, path: list[str], environment: Mapping[str, str]) -> None:
+def _go_to(folder: str, path: list[str], environment: Mapping[str, str], values: Mapping[str, Any]) -> None:
     os.chdir(folder)
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
+    put_settings(values)
 
 
 def _tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
