@@ -27,9 +27,9 @@ from common import Results, arguments
 STARTS, ROUNDS = 8, 8
 KEPT = "+optimizer=fused+host_memory=keep"
 JOBS = {
-    "bert": "+ops.scaled_dot_product_attention=unfused", "gpt": "+ops.scaled_dot_product_attention=unfused",
-    "digits": "+memory_format=channels_last",
-}  # fmt: skip
+    "bert": "+ops.scaled_dot_product_attention=unfused",
+    "gpt": "+ops.scaled_dot_product_attention=unfused",
+}
 Order = Callable[[int, int], list[int]]
 
 
