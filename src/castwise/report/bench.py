@@ -115,7 +115,7 @@ def interval_note(record: Record) -> str:
     times = f"Times are medians ± half the interquartile range of {record['rounds']} interleaved rounds"
     if record["starts"]:
         times += f" over {record['starts']} starts of every plan in a process of its own"
-        of = "over starts (Student's t)"
+        of = "over starts (Student's t) and times of day"
     else:
         times += " of all plans in one process"
         of = "from paired rounds"
