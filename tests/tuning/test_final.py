@@ -28,7 +28,6 @@ from castwise.tuning.contest import LATE, Entry
 from castwise.tuning.decision import Decision
 from castwise.tuning.fastest import each_numerics_first, formats_not_reached
 from castwise.tuning.final import Final, race_final
-from castwise.tuning.finalists import FINALISTS, in_order_of_promise, likeliest, room_in_final
 from castwise.tuning.part_costs import Cost
 from castwise.tuning.parts import find_parts
 from castwise.tuning.search import Settings
@@ -337,93 +336,6 @@ def test_the_finalists_are_started_twice_whatever_the_time(
     final = race_final(searching(workload()), [AUTOCAST], time.monotonic())
     assert final.starts == 2
     assert final.decision is not None
-
-
-def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_final(
-    searching: Callable[[Workload], SearchState],
-) -> None:
-    others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
-    search = searching(workload(SlowWhenLow))
-    places = {plan: 1.0 + 0.001 * place for place, plan in enumerate([*others, AUTOCAST])}
-    contest = raced(search, {FP32: 2.0, **places})
-    assert likeliest(search, contest, [FP32, *others, AUTOCAST]) == [FP32, *others[: FINALISTS - 1], AUTOCAST]
-    why = f"not in the final: {FINALISTS} that were faster or simpler filled it"
-    assert search.passed_over == dict.fromkeys(others[FINALISTS - 1 :], why)
-    assert likeliest(search, contest, [FP32, AUTOCAST]) == [FP32, AUTOCAST]
-    assert likeliest(search, contest, [FP32]) == [FP32]
-
-
-def test_the_final_can_fall_back_on_simpler_numerics_that_luck_put_behind(
-    searching: Callable[[Workload], SearchState],
-) -> None:
-    """Else two searches of one job store parameters in two formats, by the luck of their races."""
-    masters = [
-        Plan.parse(f"bf16-master{more}")
-        for more in ("+optimizer=fused", "", "+memory_format=channels_last", "+regions.0=fp32")
-    ]
-    search = searching(workload(SlowWhenLow))
-    places = {plan: 1.0 + 0.01 * place for place, plan in enumerate([*masters, FUSED, AUTOCAST])}
-    contest = raced(search, {FP32: 2.0, **places})
-    assert likeliest(search, contest, [*masters, FUSED, AUTOCAST], most=3) == [*masters[:2], AUTOCAST]
-
-
-def test_of_one_numerics_the_simplest_of_those_as_fast_comes_and_others_after_all_numerics(
-    searching: Callable[[Workload], SearchState],
-) -> None:
-    """Else the memory format of one convolution in a transformer is that which the race's luck put in front."""
-    layout, twin = (
-        Plan.parse(f"{name}+memory_format=channels_last") for name in ("bf16-mixed", "bf16-master")
-    )
-    master, other = Plan.preset("bf16-master"), Plan.parse("bf16-mixed+ops.exp=fp32")
-    places = {master: 1.0, twin: 1.01, layout: 1.04, AUTOCAST: 1.06, other: 1.08}
-    contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, **places})
-    search = searching(workload(SlowWhenLow))
-    assert likeliest(search, contest, list(places), most=3) == [master, AUTOCAST, other]
-    assert likeliest(search, contest, list(places), most=4) == [master, twin, AUTOCAST, other]
-
-
-def test_what_the_final_wants_is_tested_before_what_is_a_little_faster_and_fp32_before_what_it_beats(
-    searching: Callable[[Workload], SearchState],
-) -> None:
-    """Passes are few: three searches of Llama found three plans, since the simplest was not tested in two."""
-    faster = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, 5)]
-    slow = Plan.parse("bf16-master+ops.exp=fp32")
-    places = {**{plan: 1.0 + 0.002 * place for place, plan in enumerate(faster)}, AUTOCAST: 1.04}
-    contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, **places, slow: 2.2})
-    order = in_order_of_promise(contest, contest.order([*places, slow, FP32]))
-    assert order == [faster[0], AUTOCAST, *faster[1:], FP32, slow]
-
-
-def test_what_is_far_behind_stays_out(searching: Callable[[Workload], SearchState]) -> None:
-    search = searching(workload(SlowWhenLow))
-    contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2})
-    assert likeliest(search, contest, [FP32, AUTOCAST, REGION]) == [FP32, AUTOCAST]
-    assert search.passed_over == {
-        REGION: "not in the final: takes 1.20 times as long as bf16-mixed in the race"
-    }
-
-
-def test_the_fastest_lossless_plan_comes_to_the_final_though_it_is_far_behind(
-    searching: Callable[[Workload], SearchState],
-) -> None:
-    """Else nothing but fp32 as it is would be left where a plan is refused on fresh batches."""
-    lossless = Plan.parse("fp32+memory_format=channels_last")
-    search = searching(workload(SlowWhenLow))
-    contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2, lossless: 1.5})
-    assert likeliest(search, contest, [AUTOCAST, REGION, lossless]) == [AUTOCAST, lossless]
-
-
-def test_as_many_come_to_the_final_as_there_is_time_to_start(
-    searching: Callable[[Workload], SearchState],
-) -> None:
-    others = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, FINALISTS + 2)]
-    search = searching(workload(SlowWhenLow))
-    contest = raced(search, {FP32: 2.0, **dict.fromkeys([AUTOCAST, *others], 1.0)})
-    assert room_in_final(search, contest) == 2  # a step takes two of sixty seconds
-    assert likeliest(search, contest, [FP32, AUTOCAST, *others], most=2) == [FP32, AUTOCAST, others[0]]
-    assert search.passed_over[others[1]] == "not in the final: 2 that were faster or simpler filled it"
-    contest.entries[FP32].times_s = [0.12] * 4
-    assert room_in_final(search, contest) == FINALISTS
 
 
 def test_a_race_that_ends_early_has_seen_something_of_all_numerics() -> None:

@@ -142,16 +142,19 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
 def complexity(plan: Plan) -> float:
     """How much a person has to understand, 0 for fp32: of plans equally good the least complex is taken.
 
-    Regions most of all, and overrides of operators; a low format and its storage less, and so does compiling, which changes no
+    Regions beside the preset's most of all, and overrides of operators; a low format and its storage less, and so does compiling, which changes no
     numerics and takes its time at each start; the memory format, the fused optimizer and kept memory are nearly free.
     """
-    usual = any(numerics_of(preset) == numerics_of(plan) for preset in PRESETS.values())
+    usual = next(
+        (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()
+    )
+    apart = set(plan.regions).difference(usual)
     out = 2.0 * (plan.compute != "fp32") + (plan.compute == "fp16")
     out += 2.0 * (plan.params != "fp32") + (plan.master == "none" and plan.params != "fp32")
     out += plan.rules not in ("native", "none")
     out += (plan.fp32_matmul != "as_is") + (plan.fp32_conv not in ("as_is", plan.fp32_matmul))
     out += 2.0 * len(plan.ops)
-    out += 0.0 if usual or not plan.regions else 4.0 + len(plan.regions)
+    out += 4.0 + len(apart) if apart else 0.0
     out += plan.compile != "as_given"
     free = (plan.memory_format != "as_is", plan.optimizer != "as_given", plan.host_memory != "as_given")
     return out + 0.25 * sum(free)

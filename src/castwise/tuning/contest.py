@@ -34,8 +34,12 @@ BLOCK_S = 0.06
 TOGETHER_BYTES = 4 << 30
 """Weights, gradients and optimizer state that may lie in memory at once."""
 LEAVES, LEAVES_EARLY = 1.04, 1.2
-"""A candidate whose best round is this many times the leader's median leaves; the second before it had so many rounds:"""
+"""A candidate whose best round is this many times the leader's median leaves; the second before it had so many rounds, and of
+one that stores its parameters in another format: processes of their own, which have caches and heap for themselves, move two
+storages by some percent against each other."""
 EARLY = 6
+HEATS = 2
+"""Rounds of further heats tell hardly anybody apart: who is left differs by a few percent, and the final decides on that."""
 LATE = "not tried: the time was spent"
 
 
@@ -132,11 +136,11 @@ class Contest:
 
     # --- racing -------------------------------------------------------------------------------------------
 
-    def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3) -> list[Plan]:
+    def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3, heats: int = HEATS) -> list[Plan]:
         """Race plans in heats, fp32 with them, and let go of those that are clearly behind.
 
-        Heats go on until no more than ``keep`` plans are left, or no more can be told apart; the first has so many
-        interleaved ``rounds``, each later one two more.
+        There are so many heats at most, none after no more than ``keep`` plans are left; the first has so many interleaved
+        ``rounds``, each later one two more.
 
         Returns:
             Those left, the fastest first, fp32 among them if it is.
@@ -145,14 +149,13 @@ class Contest:
             Exception: As :meth:`run`.
         """
         field_ = [BASELINE, *(p for p in plans if p != BASELINE)]
-        for heat in range(4):
+        for heat in range(heats):
             for together in self._heats(field_):
                 self.run(together, rounds + 2 * heat, admit_late=False)
             field_ = [BASELINE, *(p for p in field_ if p != BASELINE and not self.entries[p].reason)]
             left = self._survivors(field_)
-            gone = len(field_) - len(left)
             field_ = left
-            if len(field_) <= keep or (heat and not gone) or self._ranks.now() > self._deadline:
+            if len(field_) <= keep or self._ranks.now() > self._deadline:
                 break
             for plan in list(self._runs):
                 if plan not in field_ and plan != BASELINE:
@@ -160,14 +163,17 @@ class Contest:
         return self.order(field_)
 
     def _survivors(self, plans: Sequence[Plan]) -> list[Plan]:
-        leader = self.order(plans)[0]
+        order = self.order(plans)
         left = []
         for plan in plans:
-            behind = LEAVES if self.entries[plan].rounds >= EARLY else LEAVES_EARLY
-            if plan in (leader, BASELINE) or self._best(plan, leader) * behind > 1.0:
+            rivals = {order[0]: LEAVES_EARLY}
+            if self.entries[plan].rounds >= EARLY:
+                rivals[next(other for other in order if other.params == plan.params)] = LEAVES
+            behind = [rival for rival, by in rivals.items() if self._best(plan, rival) * by <= 1.0]
+            if plan == BASELINE or not behind:
                 left.append(plan)
             else:
-                self.entries[plan].reason, self.entries[plan].behind = self._not_faster(plan, leader), True
+                self.entries[plan].reason, self.entries[plan].behind = self._not_faster(plan, behind[0]), True
         return left
 
     def _best(self, plan: Plan, leader: Plan) -> float:

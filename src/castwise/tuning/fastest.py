@@ -85,7 +85,7 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         if search.as_given is not None:
             contest.run([search.as_given], SHOWN_ROUNDS)
     with search.stage("parity"):
-        sound, doubtful = find_sound(search, in_order_of_promise(contest, left))
+        sound, doubtful = find_sound(search, contest, in_order_of_promise(contest, left))
         race_repaired(contest, sound)
     sound = with_lossless(contest, sound)
     sound += cleared(search, contest, sound, doubtful)
@@ -149,7 +149,7 @@ def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> N
 
     left = sorted((p for p in plans if p in search.peaks), key=lightness) or [FP32]
     with search.stage("parity"):
-        sound, _ = find_sound(search, left)
+        sound, _ = find_sound(search, contest, left)
     if repaired := [plan for plan in sound if plan not in search.peaks]:
         with search.stage("memory"):
             search.measure_peaks(repaired)
@@ -237,7 +237,7 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
     """Race the leaders with norms, softmax and losses that follow their inputs."""
     variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in left[:2]]
     new = [plan for plan in variants if plan is not None and plan not in left]
-    return contest.halve([*left, *new], keep=FINALISTS + 1, rounds=4) if new else left
+    return contest.halve([*left, *new], rounds=4, heats=1) if new else left
 
 
 def formats_not_reached(search: SearchState) -> list[str]:

@@ -24,6 +24,9 @@ from castwise.tuning.state import FP32, SearchState
 FINALISTS = 5
 FAR = 1.1
 """What takes this many times as long as the fastest in the race does not come to the final."""
+WORTH = 1.01
+"""So many times as fast in the race as a simpler plan has another to be, to be tested and to come to the final."""
+AS_GOOD = "is no more complicated, and about as fast in the race"
 FINAL_SHARE = 0.85
 """Share of the budget after which no further start of the final begins."""
 START_S = 0.5
@@ -64,7 +67,7 @@ def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
 
     Of those that are near one of each numerics comes next, simpler ones first: the luck of the race alone would decide whether
     the final can fall back on it, and in which memory format, so that it is the simplest of those as fast as the fastest of its
-    numerics. Then who else is near; then the others by their speed.
+    numerics. Then who else is near; then those that a simpler one is as fast as; then the others by their speed.
     """
     over = _slowness(contest, plans)
     order = list(over)
@@ -78,13 +81,35 @@ def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
     ]
     simpler = [plan for plan in one_each if complexity(numerics_of(plan)) < complexity(numerics_of(near[0]))]
     first = [favourite(contest, plans)] if order else []
-    return list(dict.fromkeys([*first, *near[:1], *simpler, *one_each, *near, *order]))
+    wanted = list(dict.fromkeys([*first, *near[:1], *simpler, *one_each, *near]))
+    worth: list[Plan] = []
+    for plan in sorted(near, key=complexity):
+        if not any(_as_good(contest, other, plan) for other in worth):
+            worth.append(plan)
+    wanted.sort(key=lambda plan: plan not in worth)
+    return list(dict.fromkeys([*wanted, *order]))
+
+
+def _as_good(contest: Contest, plan: Plan, other: Plan) -> bool:
+    """Whether a plan is no more complicated than another, and about as fast in the race, which does not tell storages apart."""
+    simple = plan.params == other.params and complexity(plan) <= complexity(other)
+    return simple and contest.times_as_fast(other, over=plan) < WORTH
 
 
 def _is_far(contest: Contest, fastest: Plan, plan: Plan, slower: float) -> bool:
     """Whether a plan is too far behind for a final: by a tenth, and not by what may be the luck of their rounds."""
     ratio = contest.ratio(fastest, plan)
     return slower > FAR and (ratio is None or ratio.low > 1.0)
+
+
+def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
+    """A sound plan for whose sake another need not be looked at: it is no more complicated, and about as fast in the race.
+
+    None where all that are sound may still be refused: there have to be two of other numerics than fp32's for that.
+    """
+    two = len({numerics_of(other) for other in sound} - {FP32}) > 1
+    rivals = (other for other in sound if two or numerics_of(other) == FP32)
+    return next((other for other in rivals if _as_good(contest, other, plan)), None)
 
 
 def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
@@ -108,13 +133,20 @@ def likeliest(
     order = list(over)
     slow = {plan for plan in order if _is_far(contest, order[0], plan, over[plan])}
     lossless = [plan for plan in order if numerics_of(plan) == FP32][:1]
-    near = [plan for plan in promising(contest, sound) if plan not in slow]
-    left = {FP32, *lossless, *near[:most]}
-    many = f"{most} that were faster or simpler filled it"
-    for plan in order:
-        if plan not in left:
+    left = [FP32, *lossless]
+    for plan in promising(contest, sound):
+        if plan in left:
+            continue
+        if plan in slow:
             why = f"takes {over[plan]:.2f} times as long as {name_of(order[0])} in the race"
-            search.passed_over[plan] = f"not in the final: {why if plan in slow else many}"
+        elif (rival := in_vain(contest, plan, left)) is not None:
+            why = f"{name_of(rival)} {AS_GOOD}"
+        elif len({*left} - {FP32, *lossless}) == most:
+            why = f"{most} that were faster or simpler filled it"
+        else:
+            left.append(plan)
+            continue
+        search.passed_over[plan] = f"not in the final: {why}"
     return [plan for plan in sound if plan in left]
 
 

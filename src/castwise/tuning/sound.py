@@ -19,7 +19,7 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.decision import FIRST as STARTS
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
-from castwise.tuning.finalists import FINAL_SHARE, start_s
+from castwise.tuning.finalists import AS_GOOD, FINAL_SHARE, in_vain, start_s
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
 from castwise.tuning.repair import VERIFYING
 from castwise.tuning.state import FP32, MICROBATCHES, SearchState
@@ -50,14 +50,20 @@ def low_share(search: SearchState, plan: Plan) -> float:
     return low_s / whole_s if whole_s else 1.0
 
 
-def find_sound(search: SearchState, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
-    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt; tested in this order."""
+def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """Plans whose gradients pass, as they are or with more regions in fp32, and those that are in doubt; tested in this order.
+
+    None is tested in vain, beside a sound one that is simpler and as fast.
+    """
     assert search.numerics is not None
     sound: list[Plan] = []
     doubtful: list[Plan] = []
     for plan in plans:
         if plan == FP32:
             sound.append(plan)
+            continue
+        if (rival := in_vain(contest, plan, sound)) is not None:
+            search.passed_over[plan] = f"not tested: {name_of(rival)} {AS_GOOD}"
             continue
         left = search.numerics.left()
         if left < VERIFYING + MICROBATCHES and numerics_of(plan) not in search.findings:
