@@ -101,7 +101,7 @@ def test_what_is_far_behind_is_not_started_again_while_others_are() -> None:
 
 def test_what_speeds_are_told_over_is_started_to_the_end() -> None:
     """Three starts know little of a machine that moves: speeds over fp32 and autocast were off by a quarter."""
-    machine = Machine([5.0, 1.02, 1.0], 0.02)
+    machine = Machine([5.0, 1.02, 1.0], 0.03)
     decision, taken = settle([0, 1, 2], machine, beside=frozenset({0}))
     assert decision.chosen != 0
     assert len(taken[0]) == len(taken[1]) > FIRST

@@ -125,6 +125,10 @@ def _order_statistic(n: int, tail: float) -> int:
 
 
 _T = {
+    0.90: (
+        6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740,
+        1.734, 1.729, 1.725,
+    ),
     0.95: (
         12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
         2.101, 2.093, 2.086,
@@ -164,7 +168,7 @@ def restarts(
 
     Args:
         times_s: Per program, per start, per round seconds > 0; no rounds in a start that it was not in.
-        level: Coverage, 0.95 or 0.99.
+        level: Coverage, 0.9, 0.95 or 0.99.
 
     Returns:
         By index of the one and the other; without a start of both from 0 to infinity.

@@ -19,8 +19,9 @@ from castwise.measure import stats
 
 MARGIN = 1.03
 """A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
-SURE = 0.99
-"""Confidence with which a plan is slower: several are looked at, after every start."""
+LIKELY, SURE = 0.90, 0.99
+"""Confidence, two-sided, with which the plan taken is within the margin, so that one in twenty at its edge is not, and with which
+a simpler one is slower: several are looked at, after every start."""
 LEAST, FIRST, MOST = 2, 3, 12
 """Starts that there are of one plan alone, since of one nobody knows what another would have shown; before the first decision
 between several (what is out leaves one sooner); and after which there is no further one."""
@@ -49,7 +50,7 @@ def decide(complexity: Sequence[float], times_s: Sequence[Sequence[Sequence[floa
         times_s: Of each, per start and per round seconds per step, as :func:`castwise.measure.stats.restarts` takes them.
     """
     order = sorted(range(len(complexity)), key=lambda index: (complexity[index], index))
-    likely, sure = stats.restarts(times_s), stats.restarts(times_s, SURE)
+    likely, sure = stats.restarts(times_s, LIKELY), stats.restarts(times_s, SURE)
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
     out = frozenset(one for one in order if lead[one] > MARGIN)
     for one in order:
