@@ -105,11 +105,11 @@ def test_what_speeds_are_told_over_is_started_to_the_end() -> None:
     decision, taken = settle([0, 1, 2], machine, beside=frozenset({0}))
     assert decision.chosen != 0
     assert len(taken[0]) == len(taken[1]) > FIRST
-    decision, taken = settle([0, 1, 2], Machine([5.0, 1.02, 1.0], 0.02), reference=frozenset({0}))
+    decision, taken = settle([0, 1, 2], Machine([5.0, 1.02, 1.0], 0.03), reference=frozenset({0}))
     assert decision.chosen != 0
     assert 0 in decision.out
     assert len(taken[0]) == len(taken[1]) > FIRST
-    _, taken = settle([0, 1, 2], Machine([5.0, 1.02, 1.0], 0.02))
+    _, taken = settle([0, 1, 2], Machine([5.0, 1.02, 1.0], 0.03))
     assert len(taken[0]) == FIRST - 1
 
 
