@@ -11,10 +11,11 @@ from tests.tuning.test_answer import SOUND
 from tests.tuning.test_choices import SlowWhenLow, workload
 
 from castwise import Plan, Workload
-from castwise.tuning.axes import numerics_of
+from castwise.tuning.axes import numerics_of, storage_of
 from castwise.tuning.finalists import (
     AS_GOOD,
     FINALISTS,
+    favourite,
     in_order_of_promise,
     in_vain,
     likeliest,
@@ -77,16 +78,61 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
     search.numerics = NOT_ASKED
     search.findings = dict.fromkeys(map(numerics_of, [master, AUTOCAST]), SOUND)
     sound, _ = find_sound(search, contest, [master, AUTOCAST, FP32, worse, as_is, layout])
-    assert sound == [master, AUTOCAST, FP32]
+    assert sound == [master, AUTOCAST, FP32, layout]  # tested with its like
     assert search.passed_over[as_is] == f"not tested: bf16-master {AS_GOOD}"
 
 
 def test_what_fp32_is_as_fast_as_is_not_worth_a_test(searching: Callable[[Workload], SearchState]) -> None:
     search = searching(workload(SlowWhenLow))
-    contest = raced(search, {FP32: 1.0, AUTOCAST: 1.0, REGION: 1.2})
+    contest = raced(search, {FP32: 1.0, AUTOCAST: 1.0, REGION: 1.0, Plan.preset("bf16-master"): 1.1})
     search.numerics = NOT_ASKED
-    assert find_sound(search, contest, [FP32, AUTOCAST, REGION])[0] == [FP32]
-    assert search.passed_over[AUTOCAST] == f"not tested: fp32 {AS_GOOD}"
+    search.findings = {AUTOCAST: SOUND}  # it is shown, and would seem untested
+    assert find_sound(search, contest, [FP32, REGION, AUTOCAST])[0] == [FP32, AUTOCAST]
+    assert search.passed_over[REGION] == f"not tested: fp32 {AS_GOOD}"
+    assert favourite(contest, [AUTOCAST, REGION]) == FP32
+
+
+def test_few_rounds_or_noisy_ones_leave_nobody_out(searching: Callable[[Workload], SearchState]) -> None:
+    master, as_is = Plan.preset("bf16-master"), Plan.parse("bf16-mixed+ops.exp=fp32")
+    contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, AUTOCAST: 1.0, as_is: 1.0, master: 1.0})
+    sound = [FP32, AUTOCAST, master]
+    assert in_vain(contest, as_is, sound) == AUTOCAST
+    noisy = [1.0, 1.1, 0.9] * 4
+    contest.entries[as_is].times_s[: len(noisy)] = noisy[: len(contest.entries[as_is].times_s)]
+    assert in_vain(contest, as_is, sound) is None
+    for entry in contest.entries.values():
+        entry.times_s = entry.times_s[:1]
+    assert in_vain(contest, as_is, sound) is None
+
+
+def test_what_may_be_refused_together_is_no_reason_to_leave_a_third_out(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    losses, layout, fp16 = (
+        Plan.parse(f"{line}")
+        for line in ("bf16-mixed+ops.exp=fp32", "bf16-mixed+memory_format=channels_last", "fp16-mixed")
+    )
+    contest = raced(
+        searching(workload(SlowWhenLow)), dict.fromkeys([FP32, AUTOCAST, losses, REGION, layout, fp16], 1.0) | {FP32: 2.0}
+    )  # fmt: skip
+    assert in_vain(contest, REGION, [FP32, AUTOCAST, losses]) is None
+    assert in_vain(contest, fp16, [FP32, AUTOCAST, losses]) is None
+    assert in_vain(contest, fp16, [FP32, AUTOCAST, REGION]) == AUTOCAST
+    assert in_vain(contest, layout, [FP32, AUTOCAST]) == AUTOCAST  # refused with it in any case
+
+
+def test_nobody_stores_alike_in_two_formats() -> None:
+    one, two = map(Plan.preset, ("bf16-master", "fp16-master"))
+    assert storage_of(one) != storage_of(two)
+    assert storage_of(FP32) == storage_of(AUTOCAST) != storage_of(one)
+
+
+def test_a_low_plan_that_is_behind_fp32_does_not_come(searching: Callable[[Workload], SearchState]) -> None:
+    search = searching(workload(SlowWhenLow))
+    master = Plan.preset("bf16-master")
+    contest = raced(search, {FP32: 1.0, master: 1.15})
+    assert likeliest(search, contest, [FP32, master]) == [FP32]
+    assert search.passed_over[master] == "not in the final: takes 1.15 times as long as fp32 in the race"
 
 
 def test_the_final_can_fall_back_on_simpler_numerics_that_luck_put_behind(
@@ -161,3 +207,21 @@ def test_as_many_come_to_the_final_as_there_is_time_to_start(
     assert search.passed_over[others[0]] == "not in the final: 2 that were faster or simpler filled it"
     contest.entries[FP32].times_s = [0.12] * 4
     assert room_in_final(search, contest) == FINALISTS
+
+
+def test_the_race_tells_those_of_one_storage_apart_sooner_than_two(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    """Masters and fp32 parameters are moved by some percent where each plan has a process of its own."""
+    master, behind, far = (
+        Plan.preset("bf16-master"),
+        Plan.parse("bf16-mixed+ops.exp=fp32"),
+        Plan.preset("fp16-master"),
+    )
+    places = {master: 1.0, AUTOCAST: 1.06, behind: 1.12, far: 1.09}
+    contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, **places})
+    assert contest._survivors([FP32, *places]) == [FP32, *places]  # four rounds
+    for entry in contest.entries.values():
+        entry.times_s *= 2
+    assert contest._survivors([FP32, *places]) == [FP32, master, AUTOCAST]
+    assert contest.entries[behind].reason == "not faster: takes 1.12 times as long as bf16-master in the race"

@@ -165,6 +165,11 @@ def numerics_of(plan: Plan) -> Plan:
     return dataclasses.replace(as_raced(plan), memory_format="as_is")
 
 
+def storage_of(plan: Plan) -> tuple[str, str]:
+    """The format that a plan stores parameters in, and that of their masters."""
+    return (plan.compute if plan.stores_low else "fp32", plan.master)
+
+
 def uncompiled(plan: Plan) -> Plan:
     """The same plan as it is run without compiling."""
     return dataclasses.replace(plan, compile="as_given")

@@ -9,23 +9,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from castwise.measure.apart import BLOCK_S, LEAST_ROUNDS
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import as_raced, complexity, name_of, numerics_of, run_with
+from castwise.tuning.axes import as_raced, complexity, name_of, numerics_of, run_with, storage_of
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import LEAST as STARTS
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.final import ran_as
-from castwise.tuning.state import FP32, SearchState
+from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 FINALISTS = 5
 FAR = 1.1
 """What takes this many times as long as the fastest in the race does not come to the final."""
-WORTH = 1.01
-"""So many times as fast in the race as a simpler plan has another to be, to be tested and to come to the final."""
+WORTH, AT_MOST = 1.01, 1.05
+"""In vain is what seems, in the race, less than so many times as fast as a simpler plan, and is known to be less than so many."""
 AS_GOOD = "is no more complicated, and about as fast in the race"
 FINAL_SHARE = 0.85
 """Share of the budget after which no further start of the final begins."""
@@ -51,15 +51,14 @@ def start_s(contest: Contest) -> float:
 
 
 def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, float]:
-    """By plan other than fp32, the fastest first, how many times as long as the fastest it takes."""
-    order = contest.order([plan for plan in sound if plan != FP32])
-    return {plan: contest.times_as_fast(order[0], over=plan) for plan in order}
+    """By plan, fp32 among them, the fastest first, how many times as long as the fastest it takes."""
+    order = contest.order([FP32, *(plan for plan in sound if plan != FP32)])
+    return {plan: contest.times_as_fast(order[0], over=plan) if plan != order[0] else 1.0 for plan in order}
 
 
 def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
-    """The simplest of those about as fast as the fastest: what the final is likeliest to choose; fp32 where it is alone."""
-    alike = [plan for plan, slower in _slowness(contest, sound).items() if slower <= MARGIN]
-    return min(alike, key=complexity, default=FP32)
+    """The simplest of those about as fast as the fastest: what the final is likeliest to choose."""
+    return min((p for p, slower in _slowness(contest, sound).items() if slower <= MARGIN), key=complexity)
 
 
 def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
@@ -67,11 +66,11 @@ def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
 
     Of those that are near one of each numerics comes next, simpler ones first: the luck of the race alone would decide whether
     the final can fall back on it, and in which memory format, so that it is the simplest of those as fast as the fastest of its
-    numerics. Then who else is near; then those that a simpler one is as fast as; then the others by their speed.
+    numerics. Then who else is near; then the others by their speed.
     """
     over = _slowness(contest, plans)
-    order = list(over)
-    near = [plan for plan in order if not _is_far(contest, order[0], plan, over[plan])]
+    order = [plan for plan in over if plan != FP32]
+    near = [plan for plan in order if not _is_far(contest, plan, over)]
     kinds: dict[Plan, list[Plan]] = {}
     for plan in near:
         kinds.setdefault(numerics_of(plan), []).append(plan)
@@ -80,36 +79,32 @@ def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
         for alike in kinds.values()
     ]
     simpler = [plan for plan in one_each if complexity(numerics_of(plan)) < complexity(numerics_of(near[0]))]
-    first = [favourite(contest, plans)] if order else []
-    wanted = list(dict.fromkeys([*first, *near[:1], *simpler, *one_each, *near]))
-    worth: list[Plan] = []
-    for plan in sorted(near, key=complexity):
-        if not any(_as_good(contest, other, plan) for other in worth):
-            worth.append(plan)
-    wanted.sort(key=lambda plan: plan not in worth)
-    return list(dict.fromkeys([*wanted, *order]))
+    first = [plan for plan in [favourite(contest, plans)] if plan != FP32]
+    return list(dict.fromkeys([*first, *near[:1], *simpler, *one_each, *near, *order]))
 
 
-def _as_good(contest: Contest, plan: Plan, other: Plan) -> bool:
-    """Whether a plan is no more complicated than another, and about as fast in the race, which does not tell storages apart."""
-    simple = plan.params == other.params and complexity(plan) <= complexity(other)
-    return simple and contest.times_as_fast(other, over=plan) < WORTH
-
-
-def _is_far(contest: Contest, fastest: Plan, plan: Plan, slower: float) -> bool:
+def _is_far(contest: Contest, plan: Plan, over: Mapping[Plan, float]) -> bool:
     """Whether a plan is too far behind for a final: by a tenth, and not by what may be the luck of their rounds."""
-    ratio = contest.ratio(fastest, plan)
-    return slower > FAR and (ratio is None or ratio.low > 1.0)
+    ratio = contest.ratio(next(iter(over)), plan)
+    return over[plan] > FAR and (ratio is None or ratio.low > 1.0)
 
 
 def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
-    """A sound plan for whose sake another need not be looked at: it is no more complicated, and about as fast in the race.
+    """A sound plan for whose sake another need not be looked at: it is no more complicated, and as fast in the race.
 
-    None where all that are sound may still be refused: there have to be two of other numerics than fp32's for that.
+    So is nothing that is not known to be at most ``AT_MOST`` times as fast, nor one-line autocast, which is shown in any case. None
+    where all that are sound may still be refused: for that there have to be two that differ by more than rules of operators,
+    or fp32 or the same numerics are as fast.
     """
-    two = len({numerics_of(other) for other in sound} - {FP32}) > 1
-    rivals = (other for other in sound if two or numerics_of(other) == FP32)
-    return next((other for other in rivals if _as_good(contest, other, plan)), None)
+    kinds = {dataclasses.replace(numerics_of(other), ops=()) for other in sound} - {FP32}
+    for rival in sound:
+        if plan == AUTOCAST or not (len(kinds) > 1 or numerics_of(rival) in (FP32, numerics_of(plan))):
+            continue
+        if storage_of(rival) == storage_of(plan) and complexity(rival) <= complexity(plan):
+            ratio = contest.ratio(plan, over=rival)  # the race does not tell storages apart
+            if rival != plan and ratio is not None and ratio.value < WORTH and ratio.high < AT_MOST:
+                return rival
+    return None
 
 
 def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
@@ -126,22 +121,23 @@ def in_order_of_promise(contest: Contest, left: Sequence[Plan]) -> list[Plan]:
 def likeliest(
     search: SearchState, contest: Contest, sound: Sequence[Plan], most: int = FINALISTS
 ) -> list[Plan]:
-    """As many of the promising that are near as a final has time for; the fastest that computes in fp32 comes in any case."""
+    """As many of the promising that are near as a final has time for, those last that are in vain beside the others.
+
+    The fastest that computes in fp32 comes in any case.
+    """
     over = _slowness(contest, sound)
-    if not over:
-        return list(sound)
-    order = list(over)
-    slow = {plan for plan in order if _is_far(contest, order[0], plan, over[plan])}
-    lossless = [plan for plan in order if numerics_of(plan) == FP32][:1]
+    lossless = [plan for plan in over if numerics_of(plan) == FP32 != plan][:1]
+    rivals = promising(contest, sound)
+    order = sorted(rivals, key=lambda plan: in_vain(contest, plan, rivals) is not None)
     left = [FP32, *lossless]
-    for plan in promising(contest, sound):
-        if plan in left:
+    for plan in order:
+        if plan in lossless:
             continue
-        if plan in slow:
-            why = f"takes {over[plan]:.2f} times as long as {name_of(order[0])} in the race"
+        if _is_far(contest, plan, over):
+            why = f"takes {over[plan]:.2f} times as long as {name_of(next(iter(over)))} in the race"
         elif (rival := in_vain(contest, plan, left)) is not None:
             why = f"{name_of(rival)} {AS_GOOD}"
-        elif len({*left} - {FP32, *lossless}) == most:
+        elif sum(not _is_far(contest, one, over) for one in left if one != FP32) >= most:
             why = f"{most} that were faster or simpler filled it"
         else:
             left.append(plan)

@@ -62,11 +62,12 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
         if plan == FP32:
             sound.append(plan)
             continue
-        if (rival := in_vain(contest, plan, sound)) is not None:
+        known = numerics_of(plan) in search.findings
+        if not known and (rival := in_vain(contest, plan, sound)) is not None:
             search.passed_over[plan] = f"not tested: {name_of(rival)} {AS_GOOD}"
             continue
         left = search.numerics.left()
-        if left < VERIFYING + MICROBATCHES and numerics_of(plan) not in search.findings:
+        if left < VERIFYING + MICROBATCHES and not known:
             search.passed_over[plan] = (
                 "not tested: the passes for numerics were spent on plans that are faster or simpler"
             )
