@@ -43,7 +43,7 @@ from castwise.tuning.pairs import (
     train_pairs,
 )
 from castwise.tuning.part_costs import Cost, _slowdown_on_a_piece, losing_parts, measure_costs, not_faster
-from castwise.tuning.parts import find_parts
+from castwise.tuning.parts import Part, find_parts
 
 CPU = torch.device("cpu")
 
@@ -180,7 +180,9 @@ def test_a_part_that_is_slower_low_is_found() -> None:
     parts = find_parts(model, lambda: loss(model, batch))
     costs = measure_costs(model, loss, batch, parts, ["bf16"], CPU)
     assert set(costs) == {"0", "1", "2"}
-    assert losing_parts("bf16", costs)[0] == "1"  # it sleeps 20 ms; what else is slow is the machine's mood
+    assert losing_parts("bf16", costs)[0] == (
+        "1",
+    )  # it sleeps 20 ms; what else is slow is the machine's mood
     assert costs["1"].times_s["bf16"] > 0.02
 
 
@@ -191,7 +193,33 @@ def test_a_part_that_cannot_run_low_says_why() -> None:
     parts = find_parts(model, lambda: loss(model, batch))
     costs = measure_costs(model, loss, batch, parts, ["bf16"], CPU)
     assert costs["1"].reasons == {"bf16": "not supported by this device: no kernel for bf16"}
-    assert losing_parts("bf16", costs)[0] == "1"
+    assert losing_parts("bf16", costs)[0] == ("1",)
+
+
+def test_parts_of_one_region_lose_together() -> None:
+    """Three searches of ConvNeXt put three sets of its depthwise convolutions into fp32, by the luck of their times."""
+    parts = [
+        Part(f"stages.{stage}.*.{name}", "Conv2d", (), 0, like=f"stages.*.*.{name}")
+        for stage in range(3)
+        for name in ("depthwise", "wide")
+    ]
+
+    def costs(*low_s: float) -> dict[str, Cost]:
+        by_part = zip(parts, low_s, strict=True)
+        return {part.pattern: Cost({"fp32": 1.0, "bf16": s}, {"bf16": 1.01}) for part, s in by_part}
+
+    depthwise = ("stages.0.*.depthwise", "stages.1.*.depthwise", "stages.2.*.depthwise")
+    assert losing_parts("bf16", costs(1.02, 0.5, 1.5, 0.5, 1.6, 0.5), parts) == [depthwise]
+    assert losing_parts("bf16", costs(1.7, 0.5, 0.9, 0.5, 1.6, 0.5), parts) == [depthwise]
+    assert losing_parts("bf16", costs(0.4, 0.5, 0.4, 0.5, 1.6, 0.5), parts) == [
+        depthwise[2:]
+    ]  # the sum gains
+    assert losing_parts("bf16", costs(1.5, 0.5, 1.5, 0.5, 1.6, 0.5)) == [(p,) for p in reversed(depthwise)][
+        :1
+    ] + [(p,) for p in depthwise[:2]]
+    found = costs(1.5, 0.5, 1.5, 0.5, 0.5, 0.5)
+    found[depthwise[2]] = Cost({"fp32": 1.0}, reasons={"bf16": "no kernel"})
+    assert losing_parts("bf16", found, parts) == [(depthwise[2],), (depthwise[0],), (depthwise[1],)]
 
 
 class Faulty(nn.Module):

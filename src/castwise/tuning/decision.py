@@ -20,8 +20,8 @@ from castwise.measure import stats
 MARGIN = 1.03
 """A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
 LIKELY, SURE = 0.90, 0.99
-"""Confidence, two-sided, with which the plan taken is within the margin, so that one in twenty at its edge is not, and with which
-a simpler one is slower: several are looked at, after every start."""
+"""Confidence, two-sided, with which the plan taken is within the margin, and with which a simpler one is slower. Several are
+looked at, after every start: how often one of the two is wrong is simulated."""
 LEAST, FIRST, MOST = 2, 3, 12
 """Starts that there are of one plan alone, since of one nobody knows what another would have shown; before the first decision
 between several (what is out leaves one sooner); and after which there is no further one."""
@@ -63,7 +63,7 @@ def decide(complexity: Sequence[float], times_s: Sequence[Sequence[Sequence[floa
 
 def settle(
     complexity: Sequence[float],
-    start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
+    start: Callable[[Sequence[int], frozenset[int]], Mapping[int, Sequence[float]]],
     beside: frozenset[int] = frozenset(),
     is_over: Callable[[], bool] = lambda: False,
     reference: frozenset[int] = frozenset(),
@@ -74,8 +74,9 @@ def settle(
 
     Args:
         complexity: Of each plan.
-        start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. A plan
-            that is missing in what it returns has failed and is out.
+        start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. Those of them
+            that are given once more are shown alone, and may have fewer rounds. A plan that is missing in what it returns has
+            failed and is out.
         beside: Plans that are timed to be shown, and cannot be chosen unless all others fail.
         is_over: Whether no further start fits into the time.
         reference: Plans that are started to the end though they are out, since others' speeds are told over theirs. Those
@@ -102,7 +103,7 @@ def settle(
             if starts > 1:  # how much the starts of what is out differ says nothing of the others
                 gone = out
                 racing = [one for one in racing if one not in gone or one in reference]
-        found = start(racing)
+        found = start(racing, frozenset(one for one in racing if one in beside or one in gone))
         racing = [one for one in racing if one in found]
         for one in racing:
             taken[one] += [()] * (starts - len(taken[one]))

@@ -184,10 +184,11 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
             continue
         if settings.goal == "memory":
             continue
-        losers = losing_parts(name, search.costs)
+        losers = losing_parts(name, search.costs, search.parts)
         if hopeless:  # no whole step of it is ever run
             out = _without(search, out, name, f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}")
-        sets = {tuple(losers), tuple(losers[: max(len(hopeless), len(losers) // 2)])} - {()}
+        least = sum(not set(hopeless).isdisjoint(group) for group in losers)
+        sets = {sum(losers[:count], ()) for count in (len(losers), max(least, len(losers) // 2))} - {()}
         new = [
             exempt(plan, search.parts, patterns)
             for patterns in sorted(sets)

@@ -137,16 +137,36 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
     )
 
 
-def losing_parts(low: str, costs: dict[str, Cost]) -> list[str]:
-    """Patterns of parts that take less time in fp32, casts included, than in a low format; the largest gain first."""
+def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -> list[tuple[str, ...]]:
+    """Patterns of parts that take less time in fp32, casts included, than in a low format; the largest gain first.
+
+    Parts of one kind that are written as one region (``Part.like``) come together where their sum loses: which of them do by themselves is
+    the luck of their times, and one region is simpler than some of them.
+    """
     whole = sum(cost.times_s.get(low, cost.times_s["fp32"]) for cost in costs.values())
-    gains = {}
-    for pattern, cost in costs.items():
-        taken = cost.times_s.get(low, math.inf)
-        kept = cost.bordered_s.get(low, cost.times_s["fp32"])
-        if kept < GAIN * taken and (taken == math.inf or taken - kept > WORTH * whole):
-            gains[pattern] = taken - kept
-    return sorted(gains, key=lambda pattern: -gains[pattern])
+    kinds = {(part.like, part.kind) for part in parts}
+    one_kind = {like for like, count in Counter(like for like, _ in kinds).items() if like and count == 1}
+    like = {part.pattern: part.like for part in parts if part.like in one_kind}
+    groups: dict[str, list[str]] = {}
+    for pattern in costs:
+        groups.setdefault(like.get(pattern, pattern), []).append(pattern)
+    gains: dict[tuple[str, ...], float] = {}
+    for patterns in groups.values():
+        able = all(low in costs[pattern].times_s for pattern in patterns)
+        together = _saved(low, [costs[pattern] for pattern in patterns], whole) if able else 0.0
+        if together:
+            gains[tuple(patterns)] = together
+        else:
+            gains |= {(pattern,): _saved(low, [costs[pattern]], whole) for pattern in patterns}
+    return sorted((group for group in gains if gains[group]), key=lambda group: -gains[group])
+
+
+def _saved(low: str, costs: Sequence[Cost], whole: float) -> float:
+    """Seconds that some parts together are faster by in fp32; 0 where that is not worth a candidate."""
+    taken = sum(cost.times_s.get(low, math.inf) for cost in costs)
+    kept = sum(cost.bordered_s.get(low, cost.times_s["fp32"]) for cost in costs)
+    worth = kept < GAIN * taken and (taken == math.inf or taken - kept > WORTH * whole)
+    return taken - kept if worth else 0.0
 
 
 def _calls(
