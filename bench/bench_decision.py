@@ -70,7 +70,7 @@ def measure(workload: str, memory: str, device: torch.device) -> list[list[list[
 def search(generator: random.Random, speeds: Sequence[float], noise: Noise) -> tuple[int, bool, int]:
     """One search among plans that take so many times as long as one another: which it chooses, whether decided, starts."""
 
-    def start(racing: Sequence[int], _shown: frozenset[int]) -> Mapping[int, Sequence[float]]:
+    def start(racing: Sequence[int]) -> Mapping[int, Sequence[float]]:
         logs = noise(generator, len(speeds))
         return {one: [speeds[one] * math.exp(log) for log in logs[one]] for one in racing}
 

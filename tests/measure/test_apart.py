@@ -72,12 +72,6 @@ def test_runs_are_timed_in_turns_and_all_have_every_round(home: Home) -> None:
     assert len(times[0].losses) == len(times[1].losses)
 
 
-def test_what_is_only_shown_is_in_every_second_round(home: Home) -> None:
-    plans = [PRESETS["fp32"], PRESETS["bf16-mixed"], PRESETS["bf16-master"]]
-    found = race_apart(home, portable("sine?size=16"), plans, CPU, rounds=5, seldom=[0, 2])
-    assert [len(timed.times_s) for timed in found] == [3, 5, 3]
-
-
 def test_a_slow_run_takes_fewer_steps_and_losses_are_of_the_steps_that_all_took(home: Home) -> None:
     def loss(module: nn.Module, batch: Tensor) -> Tensor:
         slow = next(module.parameters()).dtype is torch.bfloat16

@@ -208,18 +208,38 @@ def test_parts_of_one_region_lose_together() -> None:
         by_part = zip(parts, low_s, strict=True)
         return {part.pattern: Cost({"fp32": 1.0, "bf16": s}, {"bf16": 1.01}) for part, s in by_part}
 
-    depthwise = ("stages.0.*.depthwise", "stages.1.*.depthwise", "stages.2.*.depthwise")
-    assert losing_parts("bf16", costs(1.02, 0.5, 1.5, 0.5, 1.6, 0.5), parts) == [depthwise]
+    first, second, third = depthwise = tuple(f"stages.{stage}.*.depthwise" for stage in range(3))
+    together = costs(1.02, 0.5, 1.5, 0.5, 1.6, 0.5)
+    assert losing_parts("bf16", together, parts) == [depthwise]
     assert losing_parts("bf16", costs(1.7, 0.5, 0.9, 0.5, 1.6, 0.5), parts) == [depthwise]
-    assert losing_parts("bf16", costs(0.4, 0.5, 0.4, 0.5, 1.6, 0.5), parts) == [
-        depthwise[2:]
-    ]  # the sum gains
-    assert losing_parts("bf16", costs(1.5, 0.5, 1.5, 0.5, 1.6, 0.5)) == [(p,) for p in reversed(depthwise)][
-        :1
-    ] + [(p,) for p in depthwise[:2]]
-    found = costs(1.5, 0.5, 1.5, 0.5, 0.5, 0.5)
-    found[depthwise[2]] = Cost({"fp32": 1.0}, reasons={"bf16": "no kernel"})
-    assert losing_parts("bf16", found, parts) == [(depthwise[2],), (depthwise[0],), (depthwise[1],)]
+    assert losing_parts("bf16", together) == [(third,), (second,)]
+    # one that gains much, or was not timed, or cannot run low, or is of another kind: each by itself
+    assert losing_parts("bf16", costs(0.5, 0.5, 1.5, 0.5, 1.6, 0.5), parts) == [(third,), (second,)]
+    untimed = {pattern: cost for pattern, cost in together.items() if pattern != first}
+    assert losing_parts("bf16", untimed, parts) == [(third,), (second,)]
+    unable = together | {first: Cost({"fp32": 1.0}, reasons={"bf16": "no kernel"})}
+    assert losing_parts("bf16", unable, parts) == [(first,), (third,), (second,)]
+    linear = [dataclasses.replace(parts[0], kind="Linear"), *parts[1:]]
+    assert losing_parts("bf16", together, linear) == [(third,), (second,)]
+
+
+def test_candidates_keep_all_losing_parts_in_fp32_or_the_larger_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataclasses.replace(
+        workload(),
+        model=lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)),
+    )
+    found = search.Search(made, CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    found._refer()
+    low_s = {"0": 0.5, "1": 1.2, "2": 1.6, "3": 0.5}
+    known = {p: Cost({"fp32": 1.0, "bf16": s}, {"bf16": 1.01}) for p, s in low_s.items()}
+    monkeypatch.setattr(fastest, "measure_costs", lambda *_args, **_options: known)
+    out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
+    kept = [[region.pattern for region in plan.regions] for plan in out if plan.regions]
+    assert sorted(kept) == [["1", "2"], ["2"]]
+    known["1"] = Cost({"fp32": 1.0}, reasons={"bf16": "no kernel"})  # none is without what cannot run
+    out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
+    kept = [[region.pattern for region in plan.regions] for plan in out if plan.regions]
+    assert sorted(kept) == [["1"], ["1", "2"]]
 
 
 class Faulty(nn.Module):

@@ -63,11 +63,9 @@ class Machine:
     def __init__(self, speeds: Sequence[float], noise: float, fails: Mapping[int, int] | None = None) -> None:
         self.speeds, self.noise, self.fails = speeds, noise, fails or {}
         self.started: list[list[int]] = []
-        self.shown: list[frozenset[int]] = []
 
-    def __call__(self, racing: Sequence[int], shown: frozenset[int]) -> dict[int, list[float]]:
+    def __call__(self, racing: Sequence[int]) -> dict[int, list[float]]:
         self.started.append(list(racing))
-        self.shown.append(shown)
         drawn = times(self.speeds, 1, self.noise, seed=len(self.started))
         return {one: drawn[one][0] for one in racing if self.fails.get(one, MOST + 1) > len(self.started)}
 
@@ -107,12 +105,9 @@ def test_what_speeds_are_told_over_is_started_to_the_end() -> None:
     decision, taken = settle([0, 1, 2], machine, beside=frozenset({0}))
     assert decision.chosen != 0
     assert len(taken[0]) == len(taken[1]) > FIRST
-    assert set(machine.shown) == {frozenset({0})}
-    fixed = Machine([5.0, 1.02, 1.0], 0.03)
-    decision, taken = settle([0, 1, 2], fixed, reference=frozenset({0}))
+    decision, taken = settle([0, 1, 2], Machine([5.0, 1.02, 1.0], 0.03), reference=frozenset({0}))
     assert decision.chosen != 0
     assert 0 in decision.out
-    assert fixed.shown[:FIRST] == [frozenset(), frozenset(), {0}]  # it could still be chosen in the first two
     assert len(taken[0]) == len(taken[1]) > FIRST
     _, taken = settle([0, 1, 2], Machine([5.0, 1.02, 1.0], 0.03))
     assert len(taken[0]) == FIRST - 1
@@ -121,7 +116,7 @@ def test_what_speeds_are_told_over_is_started_to_the_end() -> None:
 def test_how_far_the_starts_of_what_is_out_differ_says_nothing_of_the_others() -> None:
     draw = random.Random(0)
 
-    def start(racing: Sequence[int], _shown: frozenset[int]) -> dict[int, list[float]]:
+    def start(racing: Sequence[int]) -> dict[int, list[float]]:
         wild = 2.0 * math.exp(draw.gauss(0.0, 0.15))
         return {one: [(wild, 1.0, 0.96)[one] * (1.0 + 1e-3 * draw.random())] * 3 for one in racing}
 
@@ -172,7 +167,7 @@ def test_no_start_begins_after_the_time_is_over() -> None:
 
 
 @each_value()
-@pytest.mark.parametrize(("level", "least"), [(0.95, 0.93), (0.99, 0.975)])
+@pytest.mark.parametrize(("level", "least"), [(0.9, 0.88), (0.95, 0.93), (0.99, 0.975)])
 @pytest.mark.parametrize("starts", [3, 5, 8])
 def test_intervals_over_starts_cover(starts: int, level: float, least: float) -> None:
     truth, hit, tried = 1.1, 0, 0

@@ -12,7 +12,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -161,7 +161,6 @@ def race_apart(
     *,
     rounds: int,
     first: int = 0,
-    seldom: Collection[int] = (),
     steps: int | None = None,
     seed: int = 0,
     until: float = math.inf,
@@ -178,7 +177,6 @@ def race_apart(
         device: Device that all run on.
         rounds: In each of which every one runs a block of steps of some 0.12 s, in an order of the round's own.
         first: Rounds that there were before, in earlier starts; the order goes on from there.
-        seldom: Places of plans that are in every second round alone, from the first on.
         steps: At most so many, the same number for all, if one a round is not more: a workload may have no further batches.
         seed: Of weights and data.
         until: Clock time (``ranks.now()``) after which no further round begins, once there are three.
@@ -217,7 +215,7 @@ def race_apart(
         for number in range(rounds):
             if number >= LEAST_ROUNDS and ranks.now() > until:
                 break
-            order = [i for i in turn(len(runs), first + number) if number % 2 == 0 or i not in seldom]
+            order = turn(len(runs), first + number)
             for index, seconds in each("a block", lambda run: run.steps(blocks[run]), order).items():
                 out[index].times_s.append(seconds / blocks[runs[index]])
             on_round(number + 1)

@@ -63,7 +63,7 @@ def decide(complexity: Sequence[float], times_s: Sequence[Sequence[Sequence[floa
 
 def settle(
     complexity: Sequence[float],
-    start: Callable[[Sequence[int], frozenset[int]], Mapping[int, Sequence[float]]],
+    start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
     beside: frozenset[int] = frozenset(),
     is_over: Callable[[], bool] = lambda: False,
     reference: frozenset[int] = frozenset(),
@@ -74,9 +74,8 @@ def settle(
 
     Args:
         complexity: Of each plan.
-        start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. Those of them
-            that are given once more are shown alone, and may have fewer rounds. A plan that is missing in what it returns has
-            failed and is out.
+        start: Starts plans of these indices, all of them anew, and times them in turns: seconds per step by round. A plan
+            that is missing in what it returns has failed and is out.
         beside: Plans that are timed to be shown, and cannot be chosen unless all others fail.
         is_over: Whether no further start fits into the time.
         reference: Plans that are started to the end though they are out, since others' speeds are told over theirs. Those
@@ -103,7 +102,7 @@ def settle(
             if starts > 1:  # how much the starts of what is out differ says nothing of the others
                 gone = out
                 racing = [one for one in racing if one not in gone or one in reference]
-        found = start(racing, frozenset(one for one in racing if one in beside or one in gone))
+        found = start(racing)
         racing = [one for one in racing if one in found]
         for one in racing:
             taken[one] += [()] * (starts - len(taken[one]))

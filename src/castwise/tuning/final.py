@@ -200,18 +200,15 @@ def race_final(
 
     starts = 0
 
-    def apart(payload: bytes, racing: Sequence[int], shown: frozenset[int]) -> dict[int, Sequence[float]]:
+    def apart(payload: bytes, racing: Sequence[int]) -> dict[int, Sequence[float]]:
         nonlocal starts, taken_s
         begin = ranks.now()
         share = max(1, FIRST - starts)
         what = f"start {starts + 1}: {len(racing)} plans, each in a process of its own"
-        seldom = [
-            place for place, index in enumerate(racing) if starts and index in shown
-        ]  # losses are of the first
         search.say(search.now, what, 0, ROUNDS)
         found = race_apart(
             search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,
-            first=starts * ROUNDS, seldom=seldom, seed=search.settings.seed, until=begin + (until - begin) / share,
+            first=starts * ROUNDS, seed=search.settings.seed, until=begin + (until - begin) / share,
             on_round=lambda done: search.say(search.now, what, done, ROUNDS), ranks=ranks,
         )  # fmt: skip
         starts += 1
@@ -220,7 +217,7 @@ def race_final(
         return note(dict(zip(racing, found, strict=True)))
 
     def decide_by(
-        start: Callable[[Sequence[int], frozenset[int]], Mapping[int, Sequence[float]]],
+        start: Callable[[Sequence[int]], Mapping[int, Sequence[float]]],
         is_over: Callable[[], bool],
         left: Collection[Plan] = choice,
         refused: Collection[Plan] = (),
@@ -251,9 +248,7 @@ def race_final(
     except NotThereError as error:
         search.notes.append(f"The finalists were timed once, in one process: {error}.")
         final.apart = False
-        decide_by(
-            lambda racing, _shown: _here(contest, [plans[i] for i in racing], racing, until), lambda: True
-        )
+        decide_by(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
     return final
 
 

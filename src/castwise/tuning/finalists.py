@@ -137,7 +137,7 @@ def likeliest(
             why = f"takes {over[plan]:.2f} times as long as {name_of(next(iter(over)))} in the race"
         elif (rival := in_vain(contest, plan, left)) is not None:
             why = f"{name_of(rival)} {AS_GOOD}"
-        elif sum(not _is_far(contest, one, over) for one in left if one != FP32) >= most:
+        elif len(left) - len([FP32, *lossless]) == most:
             why = f"{most} that were faster or simpler filled it"
         else:
             left.append(plan)

@@ -40,6 +40,9 @@ nothing where its regions, the losing ones in fp32, take more than this share of
 SLOWER = 1.15
 """A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
 can still make up for less."""
+MINOR = 0.25
+"""Parts that one region names are kept in fp32 together if those of them that gain by the low format give up less than this share
+of what the region saves."""
 WORTH = 0.004
 """A region whose gain is below this share of all regions' time is not worth a candidate."""
 
@@ -140,33 +143,38 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
 def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -> list[tuple[str, ...]]:
     """Patterns of parts that take less time in fp32, casts included, than in a low format; the largest gain first.
 
-    Parts of one kind that are written as one region (``Part.like``) come together where their sum loses: which of them do by themselves is
-    the luck of their times, and one region is simpler than some of them.
+    Parts of one kind that are written as one region (``Part.like``) come together where that saves much more than it takes from
+    those of them that gain by the low format: which of them lose by themselves is then the luck of their times, and one region is
+    simpler than some. They do not where one was not timed, or cannot run low.
     """
     whole = sum(cost.times_s.get(low, cost.times_s["fp32"]) for cost in costs.values())
-    kinds = {(part.like, part.kind) for part in parts}
-    one_kind = {like for like, count in Counter(like for like, _ in kinds).items() if like and count == 1}
-    like = {part.pattern: part.like for part in parts if part.like in one_kind}
-    groups: dict[str, list[str]] = {}
-    for pattern in costs:
-        groups.setdefault(like.get(pattern, pattern), []).append(pattern)
+    groups: dict[str, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(part.like or part.pattern, []).append(part)
     gains: dict[tuple[str, ...], float] = {}
-    for patterns in groups.values():
-        able = all(low in costs[pattern].times_s for pattern in patterns)
-        together = _saved(low, [costs[pattern] for pattern in patterns], whole) if able else 0.0
-        if together:
-            gains[tuple(patterns)] = together
-        else:
-            gains |= {(pattern,): _saved(low, [costs[pattern]], whole) for pattern in patterns}
+    for members in groups.values():
+        each = [costs[part.pattern] for part in members if low in costs.get(part.pattern, Cost({})).times_s]
+        if len(each) == len(members) and len({part.kind for part in members}) == 1:
+            lost = sum(max(0.0, -_difference(low, cost)) for cost in each)
+            saved = _saved(low, each, whole)
+            if lost < MINOR * saved:
+                gains[tuple(part.pattern for part in members)] = saved
+    grouped = {pattern for group in gains for pattern in group}
+    gains |= {(p,): _saved(low, [cost], whole) for p, cost in costs.items() if p not in grouped}
     return sorted((group for group in gains if gains[group]), key=lambda group: -gains[group])
 
 
+def _difference(low: str, cost: Cost) -> float:
+    """Seconds by which fp32 among a low format is faster than that format."""
+    return cost.times_s.get(low, math.inf) - cost.bordered_s.get(low, cost.times_s["fp32"])
+
+
 def _saved(low: str, costs: Sequence[Cost], whole: float) -> float:
-    """Seconds that some parts together are faster by in fp32; 0 where that is not worth a candidate."""
+    """The same of some parts together; 0 where that is not worth a candidate."""
+    saved = sum(_difference(low, cost) for cost in costs)
     taken = sum(cost.times_s.get(low, math.inf) for cost in costs)
-    kept = sum(cost.bordered_s.get(low, cost.times_s["fp32"]) for cost in costs)
-    worth = kept < GAIN * taken and (taken == math.inf or taken - kept > WORTH * whole)
-    return taken - kept if worth else 0.0
+    worth = taken == math.inf or (taken - saved < GAIN * taken and saved > WORTH * whole)
+    return saved if worth else 0.0
 
 
 def _calls(

@@ -219,6 +219,8 @@ def _slower(search: Search, pattern: str, region: str, low: str) -> str:
         return ""
     if low in cost.reasons:
         return f"in {low} it {cost.reasons[low]}"
+    if low in cost.times_s and cost.bordered_s.get(low, 0.0) > cost.times_s[low]:
+        return f"those that its region names are together faster in fp32 than in {low}"
     return f"faster in fp32, casts included, than in {low}"
 
 
