@@ -56,7 +56,8 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
 ) -> None:
     """It could win by luck alone; two low numerics come all the same, since one may be refused on fresh batches.
 
-    Nothing is said so of two storages: bench/bench_race.py has them trade places between the race and the final.
+    Nothing is said so of two storages: bench/bench_race.py has the race off by up to
+    4 %.
     """
     master, worse, as_is, layout = (
         Plan.parse(line)

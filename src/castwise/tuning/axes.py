@@ -142,8 +142,9 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
 def complexity(plan: Plan) -> float:
     """How much a person has to understand, 0 for fp32: of plans equally good the least complex is taken.
 
-    Regions beside the preset's most of all, and overrides of operators; a low format and its storage less, and so does compiling, which changes no
-    numerics and takes its time at each start; the memory format, the fused optimizer and kept memory are nearly free.
+    Regions beside the preset's most of all, and overrides of operators; a low format and its storage less, and so does compiling,
+    which changes no numerics and takes its time at each start; the memory format, the fused optimizer and kept memory are nearly
+    free.
     """
     usual = next(
         (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()

@@ -154,8 +154,7 @@ class Contest:
             for together in self._heats(field_):
                 self.run(together, rounds + 2 * heat, admit_late=False)
             field_ = [BASELINE, *(p for p in field_ if p != BASELINE and not self.entries[p].reason)]
-            left = self._survivors(field_)
-            field_ = left
+            field_ = self._survivors(field_)
             if len(field_) <= keep or self._ranks.now() > self._deadline:
                 break
             for plan in list(self._runs):

@@ -90,19 +90,21 @@ def _is_far(contest: Contest, plan: Plan, over: Mapping[Plan, float]) -> bool:
 
 
 def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
-    """A sound plan for whose sake another need not be looked at: it is no more complicated, and as fast in the race.
+    """A sound plan for whose sake another need not be looked at: it is no more complicated, and about as fast in the race.
 
-    So is nothing that is not known to be at most ``AT_MOST`` times as fast, nor one-line autocast, which is shown in any case. None
-    where all that are sound may still be refused: for that there have to be two that differ by more than rules of operators,
-    or fp32 or the same numerics are as fast.
+    There is none for one-line autocast, which is shown in any case, nor of another storage of parameters, which the race does not
+    tell apart. Since it may be refused later, it has to be one of two that differ by more than rules of operators, or to be
+    fp32, or of the same numerics.
     """
+    if plan == AUTOCAST:
+        return None
     kinds = {dataclasses.replace(numerics_of(other), ops=()) for other in sound} - {FP32}
     for rival in sound:
-        if plan == AUTOCAST or not (len(kinds) > 1 or numerics_of(rival) in (FP32, numerics_of(plan))):
-            continue
-        if storage_of(rival) == storage_of(plan) and complexity(rival) <= complexity(plan):
-            ratio = contest.ratio(plan, over=rival)  # the race does not tell storages apart
-            if rival != plan and ratio is not None and ratio.value < WORTH and ratio.high < AT_MOST:
+        safe = len(kinds) > 1 or numerics_of(rival) in (FP32, numerics_of(plan))
+        simple = storage_of(rival) == storage_of(plan) and complexity(rival) <= complexity(plan)
+        if safe and simple and rival != plan:
+            ratio = contest.ratio(plan, over=rival)
+            if ratio is not None and ratio.value < WORTH and ratio.high < AT_MOST:
                 return rival
     return None
 

@@ -141,11 +141,19 @@ def _sum(costs: list[tuple[int, Cost]]) -> Cost:
 
 
 def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -> list[tuple[str, ...]]:
-    """Patterns of parts that take less time in fp32, casts included, than in a low format; the largest gain first.
+    """Parts that take less time in fp32, casts included, than in a low format.
 
     Parts of one kind that are written as one region (``Part.like``) come together where that saves much more than it takes from
     those of them that gain by the low format: which of them lose by themselves is then the luck of their times, and one region is
     simpler than some. They do not where one was not timed, or cannot run low.
+
+    Args:
+        low: The format.
+        costs: By pattern.
+        parts: Those that may come together; without them each comes by itself.
+
+    Returns:
+        Groups of patterns, what saves most seconds first, and before all what cannot run low.
     """
     whole = sum(cost.times_s.get(low, cost.times_s["fp32"]) for cost in costs.values())
     groups: dict[str, list[Part]] = {}
