@@ -1,8 +1,8 @@
 """How often the rule that chooses a plan is wrong: simulated searches among plans of known speed.
 
-Five plans, the simplest first, race by the rule of ``castwise.tuning.decision``: ``slow`` counts choices that are more than
+Five plans, the simplest first, race once as in one process, which tells who is far behind, and then by the rule of ``castwise.tuning.decision``: ``slow`` counts choices that are more than
 3 % slower than the best, ``sure_slow`` those of them that were called decided and not "too noisy to decide", ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
-``decided`` searches that did not run out of starts. The noise is of three kinds drawn from formulas (a process is lucky for
+``decided`` searches that did not run out of starts, of which there are 12, or two where a row says so: a short budget. The noise is of three kinds drawn from formulas (a process is lucky for
 its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
 in a process of its own, started anew and run in turns, whose times differ by nothing but noise; as they are, and keeping memory.
 """
@@ -19,10 +19,11 @@ from functools import partial
 
 import torch
 
+from castwise.measure import stats
 from castwise.measure.apart import race_apart
 from castwise.measure.processes import Home, portable
 from castwise.plans.plan import PRESETS
-from castwise.tuning.decision import MARGIN, settle
+from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, settle
 from castwise.tuning.final import ROUNDS
 from common import Results, arguments
 
@@ -67,15 +68,27 @@ def measure(workload: str, memory: str, device: torch.device) -> list[list[list[
         return starts
 
 
-def search(generator: random.Random, speeds: Sequence[float], noise: Noise) -> tuple[int, bool, int]:
+def search(
+    generator: random.Random, speeds: Sequence[float], noise: Noise, most: int = MOST
+) -> tuple[int, bool, int]:
     """One search among plans that take so many times as long as one another: which it chooses, whether decided, starts."""
+    starts = 0
 
     def start(racing: Sequence[int]) -> Mapping[int, Sequence[float]]:
+        nonlocal starts
+        starts += 1
         logs = noise(generator, len(speeds))
         return {one: [speeds[one] * math.exp(log) for log in logs[one]] for one in racing}
 
-    decision, times = settle(range(len(speeds)), start)
+    race = start(range(len(speeds)))
+    behind = [(i, j) for i, j in itertools.permutations(race, 2) if lead(race[i], race[j]) > BEHIND]
+    decision, times = settle(range(len(speeds)), start, is_over=lambda: starts > most, behind=behind)
     return decision.chosen, decision.decided, max(map(len, times))
+
+
+def lead(one: Sequence[float], other: Sequence[float]) -> float:
+    """How many times as fast the other is at the least: of so few rounds no resample is beyond the order statistics."""
+    return stats.paired_speedup(one, other, resamples=1).low
 
 
 def equal(_: random.Random) -> list[float]:
@@ -98,13 +111,15 @@ def spread(generator: random.Random) -> list[float]:
     return [math.exp(generator.gauss(0.0, 0.15)) for _ in range(PLANS)]
 
 
-def simulate(noise: Noise, speeds: Callable[[random.Random], list[float]]) -> dict[str, float]:
+def simulate(
+    noise: Noise, speeds: Callable[[random.Random], list[float]], most: int = MOST
+) -> dict[str, float]:
     """Pairs of searches; shares of all searches, and of all pairs for ``alike``."""
     generator = random.Random(0)
     slow, sure_slow, complicated, decided, alike, starts = 0, 0, 0, 0, 0, []
     for _ in range(SEARCHES):
         known = speeds(generator)
-        found = [search(generator, known, noise) for _ in range(2)]
+        found = [search(generator, known, noise, most) for _ in range(2)]
         alike += found[0][0] == found[1][0]
         for chosen, sure, taken in found:
             slow += known[chosen] > MARGIN * min(known)
@@ -138,6 +153,9 @@ def main() -> None:
             kinds.items(), (equal, simple_slower, one_faster, spread)
         ):
             results.add({"part": f"{name}: {speeds.__name__}", **simulate(noise, speeds)})
+        for name, noise in kinds.items():
+            row = simulate(noise, spread, LEAST)
+            results.add({"part": f"{name}: {spread.__name__}, {LEAST} starts", **row})
 
 
 def noise_of(measured: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:

@@ -81,6 +81,18 @@ def test_an_interval_that_contains_1_has_no_direction(ratio: float) -> None:
                 assert "times as fast" not in said
 
 
+def test_what_the_race_decided_is_said_in_a_sentence_of_its_own() -> None:
+    said = "In the race, where all trained in one process, it was 1.63 times as fast as fp32."
+    known, search = (searched(AUTOCAST, {FP32: 0.16, AUTOCAST: 0.1}) for _ in range(2))
+    assert known.final is not None
+    assert search.final is not None
+    known.final.behind = search.final.behind = {(FP32, AUTOCAST): 1.63}
+    assert said not in why(known)
+    search.final.times_s[1][0] = [0.2] * 4
+    assert re.search(r"as far as can be told \(0\.\d+-[\d.]+\)\.", answer(search))
+    assert why(search)[0] == said
+
+
 def test_fp32_is_not_called_the_fastest_of_one() -> None:
     record = evidence(searched(FP32, {FP32: 0.1}))
     assert record.answer == "Stay in fp32 as it is: no other plan was timed to the end."

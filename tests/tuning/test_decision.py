@@ -10,7 +10,7 @@ import pytest
 from tests.soak import each_value
 
 from castwise.measure.stats import ELSEWHEN, LUCK, restarts
-from castwise.tuning.decision import FIRST, LEAST, MOST, decide, settle
+from castwise.tuning.decision import FIRST, LEAST, MOST, among, decide, settle
 
 
 def times(speeds: Sequence[float], starts: int, noise: float = 0.0, seed: int = 0) -> list[list[list[float]]]:
@@ -45,6 +45,35 @@ def test_noise_leaves_it_undecided_and_takes_the_simpler() -> None:
     decision = decide([0, 1], times([1.02, 1.0], 3, noise=0.1))
     assert not decision.decided
     assert decision.chosen == 0
+
+
+def test_what_the_race_knows_to_be_slower_is_passed_over_where_the_times_do_not_contradict() -> None:
+    """One of two starts was disturbed: fp32 was taken though its race had bf16 1.6 times as fast."""
+    disturbed = [[[1.6] * 3, [1.6] * 3], [[1.0] * 3, [1.55] * 3]]
+    assert decide([0, 1], disturbed).chosen == 0
+    decision = decide([0, 1], disturbed, behind={(0, 1)})
+    assert (decision.chosen, decision.decided, decision.out) == (1, False, frozenset())
+    assert decide([0, 1], [disturbed[0], [[1.6] * 3] * 2], behind={(0, 1)}).chosen == 0  # they contradict
+    assert decide([0, 1, 2], [*disturbed, disturbed[1]], behind={(0, 2)}).chosen == 1
+    assert decide([0, 1], times([1.3, 1.0], 3), behind={(0, 1)}).decided
+
+
+def test_a_race_that_leaves_nobody_is_not_believed() -> None:
+    """Starts that not all were in need not be transitive."""
+    starts: list[list[list[float]]] = [[[1.0], [], [1.1]], [[1.1], [1.0], []], [[], [1.1], [1.0]]]
+    ratios = restarts(starts)
+    assert min(ratios[1, 0].value, ratios[2, 1].value, ratios[0, 2].value) > 1.03
+    assert decide([0, 1, 2], starts, behind={(1, 0), (2, 1), (0, 2)}).chosen == 0
+
+
+def test_pairs_are_told_by_their_places_among_those_left() -> None:
+    assert among({("a", "b"), ("c", "a"), ("b", "c")}, ["c", "a"]) == {(0, 1)}
+    machine = Machine([1.6, 5.0, 1.0], 0.2)
+    _, taken = settle([0, 1, 2], machine, is_over=lambda: len(machine.started) >= LEAST)
+    decision, _ = settle(
+        [0, 1, 2], machine, is_over=lambda: True, times=taken, without=frozenset({1}), behind={(0, 2)}
+    )
+    assert (decision.chosen, decision.decided) == (2, False)
 
 
 def test_one_start_tells_what_is_far_apart_alone() -> None:

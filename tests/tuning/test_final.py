@@ -330,6 +330,29 @@ def test_a_simpler_plan_that_is_known_to_be_slower_than_another_says_so() -> Non
     assert final.reason(FP32, FUSED).startswith(f"not faster: {name_of(REGION)} is 1.2")
 
 
+def test_what_is_passed_over_by_the_race_says_so_and_the_answer_has_no_direction() -> None:
+    speeds = {FP32: [1.6, 1.6], AUTOCAST: [1.0, 1.55]}
+    times = [[[time] * 3 for time in starts] for starts in speeds.values()]
+    behind = {(FP32, AUTOCAST): 1.63}
+    final = Final([*speeds], times_s=times, behind=behind, decision=Decision(1, decided=False))
+    assert next(final.in_turn([*speeds])) == AUTOCAST
+    assert final.reason(FP32, AUTOCAST) == "not faster: bf16-mixed was 1.63 times as fast in the race"
+    assert "not known to be slower, here or in the race" in final.doubt(AUTOCAST)
+    assert next(Final([*speeds], times_s=times).in_turn([*speeds])) == FP32
+
+
+def test_who_was_behind_in_the_race_is_known_of_plans_as_they_raced(
+    searching: Callable[[Workload], SearchState],
+) -> None:
+    search = searching(workload())
+    assert search.contest is not None
+    compiled = Plan.parse("bf16-mixed+compile=default")
+    for plan, seconds in {FP32: 1.0, AUTOCAST: 0.8, REGION: 0.97}.items():
+        search.contest.entries[plan] = Entry(plan, times_s=[seconds] * 8)
+    found = final_._behind_in_race(search.contest, [FP32, FUSED, REGION, compiled, Plan.parse("bf16-true")])
+    assert found == {(FP32, FUSED): pytest.approx(1.25), (REGION, FUSED): pytest.approx(0.97 / 0.8)}
+
+
 def test_the_finalists_are_started_twice_whatever_the_time(
     searching: Callable[[Workload], SearchState],
 ) -> None:

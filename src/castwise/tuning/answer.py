@@ -38,7 +38,7 @@ def why(search: Search) -> tuple[str, ...]:
     if goal == "numerics":
         return ()
     return tuple(
-        said for said in (_against_autocast(search), _soundness(search), _ties(search), _why_not_low(search)) if said
+        said for said in (_by_race(search), _against_autocast(search), _soundness(search), _ties(search), _why_not_low(search)) if said
     ) if plan != FP32 or search.complete else ()  # fmt: skip
 
 
@@ -175,6 +175,15 @@ def why_chosen(search: Search) -> str:
     return (
         "the simplest of those that are as fast as can be told" if tied(search) else "the fastest sound plan"
     )
+
+
+def _by_race(search: Search) -> str:
+    """What the race said of the chosen plan, where it decided since the final could not."""
+    ratio = speed(search, search.chosen, FP32)
+    raced = search.final.behind.get((FP32, search.chosen)) if search.final is not None else None
+    if raced is None or ratio is None or round(ratio.low, 2) > 1.0:
+        return ""
+    return f"In the race, where all trained in one process, it was {raced:.2f} times as fast as fp32."
 
 
 def _against_autocast(search: Search) -> str:

@@ -1,8 +1,9 @@
 """Which of several plans to take, by the times that they were raced with: pure functions, and the loop around them.
 
 The plan taken is the simplest that is known to be within 3 % of every other. A simpler one is passed over only when it is
-known to be slower than another. As long as a simpler plan is neither, all are started and timed again; where the time for
-that is over it is taken, and the decision says that the machine was too noisy to know.
+known to be slower than another: by these times, or by a race before them that these do not contradict. As long as a simpler
+plan is neither, all are started and timed again; where the time for that is over it is taken, and the decision says that the
+machine was too noisy to know.
 
 Times come from plans that were all started anew several times, in processes of their own, and ran in turns
 (:mod:`castwise.measure.apart`). What two plans differ by is taken per start (:func:`castwise.measure.stats.restarts`): the
@@ -12,13 +13,17 @@ starts. ``bench/bench_decision.py`` simulates how often the rule is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from castwise.measure import stats
 
 MARGIN = 1.03
 """A plan may take this many times as long as the best: nobody would trade a simpler plan for less."""
+BEHIND = 1.05
+"""What takes more than this many times as long as another in the race, at the least, is behind it: a race in one process is off by
+up to 4 % (bench/results/race-cpu.json)."""
 LIKELY, SURE = 0.90, 0.99
 """Confidence, two-sided, with which the plan taken is within the margin, and with which a simpler one is slower. Several are
 looked at, after every start: how often one of the two is wrong is simulated."""
@@ -42,23 +47,40 @@ class Decision:
     out: frozenset[int] = frozenset()
 
 
-def decide(complexity: Sequence[float], times_s: Sequence[Sequence[Sequence[float]]]) -> Decision:
+One = TypeVar("One")
+
+
+def among(pairs: Collection[tuple[One, One]], left: Sequence[One]) -> frozenset[tuple[int, int]]:
+    """Pairs of which both are left, by their places there."""
+    return frozenset((left.index(one), left.index(two)) for one, two in pairs if {one, two}.issubset(left))
+
+
+def decide(
+    complexity: Sequence[float],
+    times_s: Sequence[Sequence[Sequence[float]]],
+    behind: Collection[tuple[int, int]] = (),
+) -> Decision:
     """Choose among plans.
 
     Args:
         complexity: Of each plan, at least one; of equals the earlier counts as the simpler.
         times_s: Of each, per start and per round seconds per step, as :func:`castwise.measure.stats.restarts` takes them.
+        behind: The one and the other where a race knew the one to be slower (``BEHIND``). It is believed where the estimate of
+            these times is beyond the margin too.
     """
     order = sorted(range(len(complexity)), key=lambda index: (complexity[index], index))
     likely, sure = stats.restarts(times_s, LIKELY), stats.restarts(times_s, SURE)
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
+    raced = {one for one, two in behind if sure[one, two].value > MARGIN}
     out = frozenset(one for one in order if lead[one] > MARGIN)
-    for one in order:
+    could = [one for one in order if lead[one] <= 1.0]
+    if not could:
+        raise ValueError("decide: every plan is slower than another; the times are not of the same rounds")
+    simplest = next((one for one in could if one not in raced), could[0])
+    for one in order[: order.index(simplest) + 1]:
         if all(likely[one, two].high < MARGIN for two in order if two != one):
             return Decision(one, True, out)
-        if lead[one] <= 1.0:
-            return Decision(one, False, out)
-    raise ValueError("decide: every plan is slower than another; the times are not of the same rounds")
+    return Decision(simplest, False, out)
 
 
 def settle(
@@ -69,6 +91,7 @@ def settle(
     reference: frozenset[int] = frozenset(),
     without: frozenset[int] = frozenset(),
     times: Sequence[Sequence[Sequence[float]]] = (),
+    behind: Collection[tuple[int, int]] = (),
 ) -> tuple[Decision, list[list[Sequence[float]]]]:
     """Start plans again and again until the times decide.
 
@@ -82,6 +105,7 @@ def settle(
             ``beside`` are, too: the machine moves, and a speed over a plan has to have seen as much of it as the plan.
         without: Plans that are no longer in it.
         times: What earlier starts took, as it is returned.
+        behind: As of :func:`decide`.
 
     Returns:
         The decision, and each plan's times by start, empty for those that it was not in.
@@ -94,7 +118,8 @@ def settle(
         if starts:
             could = [one for one in racing if one not in beside] or racing
             left = [one for one in could if one not in gone] or could
-            decision = decide([complexity[one] for one in left], [taken[one] for one in left])
+            weights = [complexity[one] for one in left]
+            decision = decide(weights, [taken[one] for one in left], among(behind, left))
             decided = decision.decided and starts >= (FIRST if len(could) > 1 else LEAST)
             out = gone.union(left[one] for one in decision.out)
             if decided or starts >= MOST or is_over():

@@ -5,6 +5,7 @@ fp32 and one-line autocast run beside them, so that every speed that is shown co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +15,9 @@ from castwise.measure.apart import Timed, race_apart
 from castwise.measure.failures import cannot_run, unfit
 from castwise.measure.processes import NotThereError, not_there
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity, name_of, numerics_of, run_with
+from castwise.tuning.axes import as_raced, complexity, name_of, numerics_of, run_with
 from castwise.tuning.contest import Contest
-from castwise.tuning.decision import FIRST, LEAST, MARGIN, MOST, Decision, decide, settle
+from castwise.tuning.decision import BEHIND, FIRST, LEAST, MARGIN, MOST, Decision, among, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, PEAKS_S, SearchState
 
 ROUNDS = 8
@@ -35,6 +36,7 @@ class Final:
         choice: Those that may be chosen; empty: all.
         decision: Between those.
         apart: Whether each had a process of its own.
+        behind: How many times as fast as the one the other was in the race, where it was known to be ahead and both run uncompiled.
         go_on: Starts some plans, and what is shown beside them, until the choice between them is decided as well, as long as
             there is time; others are refused.
     """
@@ -46,6 +48,7 @@ class Final:
     choice: Collection[Plan] = ()
     decision: Decision | None = None
     apart: bool = True
+    behind: Mapping[tuple[Plan, Plan], float] = field(default_factory=dict)
     go_on: Callable[[Collection[Plan], Collection[Plan]], None] = lambda _left, _refused: None
 
     def __post_init__(self) -> None:
@@ -85,8 +88,8 @@ class Final:
         left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
         running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
         while left:
-            weights = [complexity(plan) for plan in running]
-            plan = running[decide(weights, [self._times(plan) for plan in running]).chosen]
+            weights, times_s = [complexity(plan) for plan in running], [self._times(plan) for plan in running]
+            plan = running[decide(weights, times_s, among(self.behind, running)).chosen]
             yield plan
             left = [one for one in left if one != plan and one not in refused]
             if len(left) > 1:
@@ -119,11 +122,14 @@ class Final:
 
     def _ahead(self, plan: Plan) -> str:
         """A plan that this one is known to be slower than, and by how much; empty if there is none."""
+        raced = ""
         for other in self.plans:
             ratio = self.ratio(other, plan)
             if ratio is not None and round(ratio.low, 2) > 1.0:
                 return f"{name_of(other)} is {_interval(ratio)} times as fast"
-        return ""
+            if ratio is not None and ratio.value > MARGIN and (plan, other) in self.behind:
+                raced = f"{name_of(other)} was {self.behind[plan, other]:.2f} times as fast in the race"
+        return raced
 
     def doubt(self, chosen: Plan, refused: Collection[Plan] = ()) -> str:
         """What to tell where it was not decided whether another plan that could be chosen is faster; empty where it was."""
@@ -143,7 +149,7 @@ class Final:
         )
         return (
             f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
-            f"those that are not known to be slower. {longer} would tell."
+            f"those that are not known to be slower{', here or in the race' * bool(self.behind)}. {longer} would tell."
         )
 
 
@@ -180,7 +186,7 @@ def race_final(
     shows = [plan for plan in beside_all if runs[plan].behind or not runs[plan].reason]
     plans = list(dict.fromkeys([FP32, *eligible, *shows]))
     choice = {FP32, *eligible}.difference(beside)
-    final = Final(plans, choice=choice)
+    final = Final(plans, choice=choice, behind=_behind_in_race(contest, choice))
     taken_s = 0.0
 
     def over() -> bool:
@@ -229,6 +235,7 @@ def race_final(
             [complexity(plan) for plan in plans], start, is_over=is_over, reference=places(lambda plan: plan == FP32),
             beside=places(lambda plan: plan not in left), times=final.times_s,
             without=places(lambda plan: (plan in choice and plan in refused) or plan in final.failed),
+            behind=among(final.behind, plans),
         )  # fmt: skip
 
     def go_on(left: Collection[Plan], refused: Collection[Plan]) -> None:
@@ -250,6 +257,16 @@ def race_final(
         final.apart = False
         decide_by(lambda racing: _here(contest, [plans[i] for i in racing], racing, until), lambda: True)
     return final
+
+
+def _behind_in_race(contest: Contest, plans: Collection[Plan]) -> dict[tuple[Plan, Plan], float]:
+    """By a plan and another, how many times as fast the other was in the race, where it is known to be ahead."""
+    ratios = {
+        (one, two): contest.ratio(as_raced(two), over=as_raced(one))
+        for one, two in itertools.permutations(plans, 2)
+        if one.compile == two.compile == "as_given"
+    }
+    return {pair: ratio.value for pair, ratio in ratios.items() if ratio is not None and ratio.low > BEHIND}
 
 
 def _here(
