@@ -27,7 +27,7 @@ from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, settle
 from castwise.tuning.final import ROUNDS
 from common import Results, arguments
 
-PLANS, SEARCHES = 5, 300
+PLANS, SEARCHES = 5, 600
 COPIES, STARTS = 5, 12
 WORKLOADS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32")
 

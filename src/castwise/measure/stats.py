@@ -125,17 +125,13 @@ def _order_statistic(n: int, tail: float) -> int:
 
 
 _T = {
-    0.90: (
-        6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740,
-        1.734, 1.729, 1.725,
-    ),
     0.95: (
         12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
         2.101, 2.093, 2.086,
     ),
-    0.99: (
-        63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898,
-        2.878, 2.861, 2.845,
+    0.97: (
+        21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415, 2.397, 2.382, 2.368,
+        2.356, 2.346, 2.336,
     ),
 }  # fmt: skip
 """Two-sided points of Student's t for 1, 2, ... degrees of freedom; beyond the last the last, which is a little wider."""
@@ -168,7 +164,7 @@ def restarts(
 
     Args:
         times_s: Per program, per start, per round seconds > 0; no rounds in a start that it was not in.
-        level: Coverage, 0.9, 0.95 or 0.99.
+        level: Coverage, 0.95 or 0.97.
 
     Returns:
         By index of the one and the other; without a start of both from 0 to infinity.

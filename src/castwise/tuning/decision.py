@@ -24,7 +24,9 @@ MARGIN = 1.03
 BEHIND = 1.05
 """What takes more than this many times as long as another in the race, at the least, is behind it: a race in one process is off by
 up to 4 % (bench/results/race-cpu.json)."""
-LIKELY, SURE = 0.90, 0.99
+SLOWER = 1.005
+"""A simpler plan is passed over where it is known to take at least so many times as long: a plan that is as fast is seldom so unlucky."""
+LIKELY, SURE = 0.95, 0.97
 """Confidence, two-sided, with which the plan taken is within the margin, and with which a simpler one is slower. Several are
 looked at, after every start: how often one of the two is wrong is simulated."""
 LEAST, FIRST, MOST = 2, 3, 12
@@ -73,7 +75,7 @@ def decide(
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
     raced = {one for one, two in behind if sure[one, two].value > MARGIN}
     out = frozenset(one for one in order if lead[one] > MARGIN)
-    could = [one for one in order if lead[one] <= 1.0]
+    could = [one for one in order if lead[one] <= SLOWER]
     if not could:
         raise ValueError("decide: every plan is slower than another; the times are not of the same rounds")
     simplest = next((one for one in could if one not in raced), could[0])
