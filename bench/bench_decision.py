@@ -62,8 +62,10 @@ def measure(workload: str, memory: str, device: torch.device) -> list[list[list[
     plan = dataclasses.replace(PRESETS["fp32"], host_memory=memory)
     with Home() as home:
         starts = []
-        for _ in range(STARTS):
-            times = race_apart(home, portable(workload), [plan] * COPIES, device, rounds=ROUNDS)
+        for start in range(STARTS):
+            times = race_apart(
+                home, portable(workload), [plan] * COPIES, device, rounds=ROUNDS, first=start * ROUNDS
+            )
             starts.append([[math.log(t) for t in copy.times_s] for copy in times])
         return starts
 

@@ -210,3 +210,36 @@ def test_no_process_outlives_a_pipe_that_closes(home: Home) -> None:
             return
         time.sleep(0.01)
     pytest.fail("it still runs")
+
+
+def test_the_first_steps_of_a_block_are_trained_and_not_timed(home: Home) -> None:
+    """They find the caches that others filled."""
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        module.calls = getattr(module, "calls", 0) + 1
+        time.sleep(0.2 if module.calls in {1, 3, 4} else 0.001)
+        return module(batch).square().mean()
+
+    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart.warm_up()
+    assert apart.steps(8) < 0.02
+    assert apart.steps(1) < 0.02
+    apart.close()
+    assert len(apart.losses) == WARMUP + 8 + 1
+
+
+def test_nobody_takes_a_step_while_others_build(home: Home) -> None:
+    """The size of a block would be told by a step that they slowed."""
+    begin = time.monotonic()
+
+    def model() -> nn.Module:
+        time.sleep(0.3)
+        return nn.Linear(4, 1)
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch).square().mean() * 0.0 + (time.monotonic() - begin)
+
+    found = race_apart(home, portable(workload(loss, model)), [PRESETS["fp32"]] * 3, CPU, rounds=1)
+    first, second = found[0].losses[0], found[1].losses[0]
+    assert 0.3 < first < second
+    assert second - first < 0.3  # both had been built

@@ -28,6 +28,9 @@ from castwise.plans.plan import Plan
 BLOCK_S = 0.12
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
 LEAST_ROUNDS = 3
+LEAD = 3
+"""First steps of a block that are not timed, a quarter of it at most: they find the caches that others filled, which costs some
+milliseconds that a training alone does not pay (bench/results/lead-cpu.json)."""
 COMPILING = 2
 """First steps beside the usual ones, of all, where a plan compiles: the first may be followed by another compilation."""
 
@@ -62,7 +65,7 @@ class Apart:
     ) -> None:
         self.losses: list[float] = []
         self.compile_s = self.faults = 0.0
-        self._home, self._device = home, device
+        self._home, self._device, self._built = home, device, False
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
 
     def warm_up(self, steps: int = WARMUP) -> float:
@@ -83,10 +86,12 @@ class Apart:
         Raises:
             Exception: What was raised there; CastwiseError where the process died.
         """
-        self._process.answer()
+        if not self._built:
+            self._process.answer()
+            self._built = True
 
     def steps(self, count: int) -> float:
-        """Run some steps; seconds that they took, by its own clock, waiting for the device included.
+        """Run some steps; seconds per step but for the lead (``LEAD``), by its own clock, waiting for the device included.
 
         Raises:
             Exception: What a step raised there; CastwiseError where the process died.
@@ -123,13 +128,17 @@ def _run(
 
 
 def _seconds(run: TrainingRun | InferenceRun, steps: int, device: torch.device) -> float:
+    lead = min(LEAD, steps // 4)
+    if lead:
+        run.block(lead)
+    timed = steps - lead
     try:
-        run.before(steps)
+        run.before(timed)
         synchronize(device)
         start = time.perf_counter()
-        run.run(steps)
+        run.run(timed)
         synchronize(device)
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / timed
     finally:
         run.after()
 
@@ -196,6 +205,10 @@ def race_apart(
         def one(work: Callable[[Apart], float], run: Apart) -> list[float]:
             return [work(run)]
 
+        def built(run: Apart) -> float:
+            run.wait()
+            return 0.0
+
         def each(what: str, work: Callable[[Apart], float], order: Iterable[int]) -> dict[int, float]:
             found = {}
             for index in order:
@@ -207,6 +220,9 @@ def race_apart(
             return found
 
         warmup = WARMUP + COMPILING * any(plan.compile != "as_given" for plan in plans)
+        each(
+            "building the models", built, range(len(runs))
+        )  # the steps of one would be slow while others build
         step_s = each("the first steps", lambda run: run.warm_up(warmup), range(len(runs)))
         blocks = {runs[index]: max(1, min(64, round(BLOCK_S / took_s))) for index, took_s in step_s.items()}
         if steps is not None:
@@ -216,8 +232,8 @@ def race_apart(
             if number >= LEAST_ROUNDS and ranks.now() > until:
                 break
             order = turn(len(runs), first + number)
-            for index, seconds in each("a block", lambda run: run.steps(blocks[run]), order).items():
-                out[index].times_s.append(seconds / blocks[runs[index]])
+            for index, step in each("a block", lambda run: run.steps(blocks[run]), order).items():
+                out[index].times_s.append(step)
             on_round(number + 1)
     told = (run.losses for run, timed in zip(runs, out, strict=True) if timed.error is None)
     common = min((len(losses) for losses in told if losses), default=0)
