@@ -58,6 +58,27 @@ def test_what_the_race_knows_to_be_slower_is_passed_over_where_the_times_do_not_
     assert decide([0, 1], times([1.3, 1.0], 3), behind={(0, 1)}).decided
 
 
+def test_the_race_decides_nothing() -> None:
+    """The times alone would not have it that fp32 is slower, so that there are more starts while there is time."""
+    starts = [[[1.03] * 3, [1.05] * 3, [1.02] * 3], [[1.0] * 3] * 3]
+    assert decide([0, 1], starts).chosen == 0
+    decision = decide([0, 1], starts, behind={(0, 1)})
+    assert (decision.chosen, decision.decided) == (1, False)
+
+
+def test_what_is_no_faster_than_what_the_race_passes_over_is_passed_over_too() -> None:
+    fp32, other, fast = [1.10, 1.02, 1.10], [1.11, 1.04, 1.10], [1.0, 1.02, 1.03]
+    starts = [[[time] * 3 for time in times] for times in (fp32, other, fast)]
+    assert decide([0, 1, 2], starts).chosen == 0
+    assert decide([0, 1, 2], starts, behind={(0, 2)}).chosen == 2
+
+
+def test_a_cycle_of_what_is_surely_slower_still_gives_an_answer() -> None:
+    starts: list[list[list[float]]] = [[[1.0], [], [1.5]], [[1.5], [1.0], []], [[], [1.5], [1.0]]]
+    assert min(restarts(starts)[pair].low for pair in ((1, 0), (2, 1), (0, 2))) > 1.2
+    assert not decide([0, 1, 2], starts).decided
+
+
 def test_a_race_that_leaves_nobody_is_not_believed() -> None:
     """Starts that not all were in need not be transitive."""
     starts: list[list[list[float]]] = [[[1.0], [], [1.1]], [[1.1], [1.0], []], [[], [1.1], [1.0]]]

@@ -341,6 +341,26 @@ def test_what_is_passed_over_by_the_race_says_so_and_the_answer_has_no_direction
     assert next(Final([*speeds], times_s=times).in_turn([*speeds])) == FP32
 
 
+def test_a_race_that_the_final_contradicts_is_not_spoken_of() -> None:
+    times = [[[1.6] * 3] * 2, [[1.2] * 3, [2.1] * 3], [[1.0] * 3, [2.0] * 3]]
+    final = Final([FP32, AUTOCAST, REGION], times_s=times, decision=Decision(0, decided=False))
+    final.behind = {(FP32, AUTOCAST): 1.3}
+    assert next(final.in_turn(final.plans)) == FP32
+    assert "may still be" in final.doubt(FP32)
+    assert "in the race" not in final.doubt(FP32)
+
+
+def test_what_failed_is_not_named_as_ahead_in_the_race_and_the_chosen_plan_first() -> None:
+    times = [[[1.6] * 3] * 2, [[1.0] * 3, [1.55] * 3], [[1.0] * 3, [1.55] * 3]]
+    final = Final(
+        [FP32, AUTOCAST, REGION], times_s=times, behind={(FP32, REGION): 1.7, (FP32, AUTOCAST): 1.6}
+    )
+    assert final.reason(FP32, AUTOCAST) == "not faster: bf16-mixed was 1.60 times as fast in the race"
+    final.failed[REGION] = "out of memory"
+    del final.behind[FP32, AUTOCAST]
+    assert "race" not in final.reason(FP32, AUTOCAST)
+
+
 def test_who_was_behind_in_the_race_is_known_of_plans_as_they_raced(
     searching: Callable[[Workload], SearchState],
 ) -> None:

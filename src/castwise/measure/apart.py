@@ -28,9 +28,8 @@ from castwise.plans.plan import Plan
 BLOCK_S = 0.12
 """A block of steps lasts at least about this long, so that timers and the scheduler do not show."""
 LEAST_ROUNDS = 3
-LEAD = 3
-"""First steps of a block that are not timed, a quarter of it at most: they find the caches that others filled, which costs some
-milliseconds that a training alone does not pay (bench/results/lead-cpu.json)."""
+REST_S = 0.01
+"""Pause before a block: threads of the one before spin on for some milliseconds (bench/results/rest-cpu.json)."""
 COMPILING = 2
 """First steps beside the usual ones, of all, where a plan compiles: the first may be followed by another compilation."""
 
@@ -91,7 +90,7 @@ class Apart:
             self._built = True
 
     def steps(self, count: int) -> float:
-        """Run some steps; seconds per step but for the lead (``LEAD``), by its own clock, waiting for the device included.
+        """Run some steps; seconds per step, by its own clock, waiting for the device included.
 
         Raises:
             Exception: What a step raised there; CastwiseError where the process died.
@@ -128,17 +127,14 @@ def _run(
 
 
 def _seconds(run: TrainingRun | InferenceRun, steps: int, device: torch.device) -> float:
-    lead = min(LEAD, steps // 4)
-    if lead:
-        run.block(lead)
-    timed = steps - lead
     try:
-        run.before(timed)
+        run.before(steps)
         synchronize(device)
+        time.sleep(REST_S)
         start = time.perf_counter()
-        run.run(timed)
+        run.run(steps)
         synchronize(device)
-        return (time.perf_counter() - start) / timed
+        return (time.perf_counter() - start) / steps
     finally:
         run.after()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from castwise.measure import stats
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, numerics_of
+from castwise.tuning.decision import MARGIN
 from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
@@ -172,6 +173,8 @@ def why_chosen(search: Search) -> str:
         return "as few regions in fp32 as pass"
     if not _timed(search):
         return "nothing else was timed to the end"
+    if _by_race(search):
+        return "ahead in the race, and as fast as can be told in the final"
     return (
         "the simplest of those that are as fast as can be told" if tied(search) else "the fastest sound plan"
     )
@@ -181,7 +184,7 @@ def _by_race(search: Search) -> str:
     """What the race said of the chosen plan, where it decided since the final could not."""
     ratio = speed(search, search.chosen, FP32)
     raced = search.final.behind.get((FP32, search.chosen)) if search.final is not None else None
-    if raced is None or ratio is None or round(ratio.low, 2) > 1.0:
+    if raced is None or ratio is None or round(ratio.low, 2) > 1.0 or ratio.value <= MARGIN:
         return ""
     return f"In the race, where all trained in one process, it was {raced:.2f} times as fast as fp32."
 

@@ -68,20 +68,21 @@ def decide(
         complexity: Of each plan, at least one; of equals the earlier counts as the simpler.
         times_s: Of each, per start and per round seconds per step, as :func:`castwise.measure.stats.restarts` takes them.
         behind: The one and the other where a race knew the one to be slower (``BEHIND``). It is believed where the estimate of
-            these times is beyond the margin too.
+            these times is beyond the margin too, and decides nothing: that takes these times.
     """
     order = sorted(range(len(complexity)), key=lambda index: (complexity[index], index))
     likely, sure = stats.restarts(times_s, LIKELY), stats.restarts(times_s, SURE)
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
-    raced = {one for one, two in behind if sure[one, two].value > MARGIN}
     out = frozenset(one for one in order if lead[one] > MARGIN)
-    could = [one for one in order if lead[one] <= SLOWER]
-    if not could:
-        raise ValueError("decide: every plan is slower than another; the times are not of the same rounds")
+    could = [one for one in order if lead[one] <= SLOWER] or [min(order, key=lead.__getitem__)]
+    raced = {one for one, two in behind if sure[one, two].value > MARGIN}
+    for one in order:  # what is no faster than a simpler plan that is passed over is no reason to
+        if any(two in raced and sure[one, two].value >= 1.0 for two in order[: order.index(one)]):
+            raced.add(one)
     simplest = next((one for one in could if one not in raced), could[0])
     for one in order[: order.index(simplest) + 1]:
         if all(likely[one, two].high < MARGIN for two in order if two != one):
-            return Decision(one, True, out)
+            return Decision(one, order.index(one) <= order.index(could[0]), out)
     return Decision(simplest, False, out)
 
 

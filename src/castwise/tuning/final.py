@@ -106,7 +106,7 @@ class Final:
             return self.failed.get(plan, "")
         if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
-        if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan)):
+        if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan, chosen)):
             return f"not faster: {ahead}"
         if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
             return ran_as(twin)
@@ -120,16 +120,28 @@ class Final:
         """The same plan with another optimizer's kernel or other memory, which may be chosen."""
         return next((one for one in self.choice if run_with(one, plan) == plan), None)
 
-    def _ahead(self, plan: Plan) -> str:
+    def _ahead(self, plan: Plan, chosen: Plan) -> str:
         """A plan that this one is known to be slower than, and by how much; empty if there is none."""
-        raced = ""
         for other in self.plans:
             ratio = self.ratio(other, plan)
             if ratio is not None and round(ratio.low, 2) > 1.0:
                 return f"{name_of(other)} is {_interval(ratio)} times as fast"
-            if ratio is not None and ratio.value > MARGIN and (plan, other) in self.behind:
-                raced = f"{name_of(other)} was {self.behind[plan, other]:.2f} times as fast in the race"
-        return raced
+        ahead = self._ahead_in_race(plan)
+        other = chosen if chosen in ahead else next(iter(ahead), None)
+        return (
+            f"{name_of(other)} was {ahead[other]:.2f} times as fast in the race" if other is not None else ""
+        )
+
+    def _ahead_in_race(self, plan: Plan) -> dict[Plan, float]:
+        """What was how many times as fast as a plan in the race, where that is believed."""
+        return {
+            two: ahead
+            for (one, two), ahead in self.behind.items()
+            if one == plan
+            and two not in self.failed
+            and (now := self.ratio(two, plan)) is not None
+            and now.value > MARGIN
+        }
 
     def doubt(self, chosen: Plan, refused: Collection[Plan] = ()) -> str:
         """What to tell where it was not decided whether another plan that could be chosen is faster; empty where it was."""
@@ -144,12 +156,13 @@ class Final:
         faster = f"up to {100.0 * more:.0f} % faster" if more < 1.0 else "much faster"
         idle = "a machine with nothing else to do"
         longer = f"A longer --budget, and {idle}," if self.apart and self.starts < MOST else idle.capitalize()
+        raced = any(self._ahead_in_race(one) for one in could if complexity(one) < complexity(chosen))
         why = (
             "The machine is too noisy" if self.starts >= FIRST or not self.apart else "The time was too short"
         )
         return (
             f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
-            f"those that are not known to be slower{', here or in the race' * bool(self.behind)}. {longer} would tell."
+            f"those that are not known to be slower{', here or in the race' * raced}. {longer} would tell."
         )
 
 
@@ -186,7 +199,7 @@ def race_final(
     shows = [plan for plan in beside_all if runs[plan].behind or not runs[plan].reason]
     plans = list(dict.fromkeys([FP32, *eligible, *shows]))
     choice = {FP32, *eligible}.difference(beside)
-    final = Final(plans, choice=choice, behind=_behind_in_race(contest, choice))
+    final = Final(plans, choice=choice, behind=_behind_in_race(contest, plans))
     taken_s = 0.0
 
     def over() -> bool:
@@ -261,12 +274,15 @@ def race_final(
 
 def _behind_in_race(contest: Contest, plans: Collection[Plan]) -> dict[tuple[Plan, Plan], float]:
     """By a plan and another, how many times as fast the other was in the race, where it is known to be ahead."""
-    ratios = {
-        (one, two): contest.ratio(as_raced(two), over=as_raced(one))
-        for one, two in itertools.permutations(plans, 2)
-        if one.compile == two.compile == "as_given"
-    }
-    return {pair: ratio.value for pair, ratio in ratios.items() if ratio is not None and ratio.low > BEHIND}
+    eager = [plan for plan in plans if plan.compile == "as_given"]
+    out = {}
+    for one, two in itertools.permutations(eager, 2):
+        fast, slow = as_raced(two), as_raced(one)
+        if contest.times_as_fast(fast, slow) > BEHIND:
+            ratio = contest.ratio(fast, slow)
+            if ratio is not None and ratio.low > BEHIND:
+                out[one, two] = ratio.value
+    return out
 
 
 def _here(

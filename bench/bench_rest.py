@@ -1,0 +1,67 @@
+"""What the first steps of a block take beside the later ones, where other plans ran just before, with and without a pause.
+
+fp32 and bf16, twice each, train in processes of their own and take ``STEPS`` steps in turns, each block after a pause of 0 or
+10 ms. ``steady_ms`` is the median of the later half of steps, ``extra_ms`` by how much the median of each earlier one is longer:
+what a training alone would not pay, and why the final rests before each block (``castwise.measure.apart.REST_S``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+
+import torch
+
+from architectures import ARCHITECTURES
+from blocks import steps_in_turn
+from castwise.measure.apart import REST_S
+from castwise.measure.processes import Home, Process, portable
+from common import Results, arguments
+
+STEPS, ROUNDS = 8, 16
+JOBS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32", "bert", "vit", "resnet")
+PLANS = ("fp32+host_memory=keep", "bf16-mixed+host_memory=keep")
+RESTS = (0.0, REST_S)
+KINDS = [(line, rest_s) for line in PLANS for rest_s in RESTS]
+
+
+def block(process: Process, steps: int) -> list[float]:
+    """Seconds of each of some steps."""
+    process.send(steps)
+    return list(process.answer())
+
+
+def measure(job: str) -> list[dict[str, object]]:
+    """A row per plan and pause."""
+    made = ARCHITECTURES[job]() if job in ARCHITECTURES else job
+    with Home() as home, contextlib.ExitStack() as stack:
+        runs = [home.start(steps_in_turn, portable(made), *kind) for kind in KINDS]
+        for run in runs:
+            stack.callback(run.close)
+        for run in runs:
+            run.answer()
+        for run in runs:
+            block(run, STEPS)
+        taken = [[block(run, STEPS) for run in runs] for _ in range(ROUNDS)]
+    rows = []
+    for place, (line, rest_s) in enumerate(KINDS):
+        mine = [turn[place] for turn in taken]
+        steady = statistics.median(step for steps in mine for step in steps[STEPS // 2 :])
+        extra = [1e3 * (statistics.median(column) - steady) for column in zip(*mine, strict=True)]
+        rows.append(
+            {"job": job, "plan": line, "rest_ms": 1e3 * rest_s, "steady_ms": 1e3 * steady, "extra_ms": extra[: STEPS // 2]}
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Write ``results/rest-cpu.json``."""
+    given = arguments(__doc__).parse_args()
+    with Results("rest", torch.device("cpu"), __doc__, given.budget) as results:
+        for job in JOBS:
+            for row in measure(job):
+                results.add(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""A training in a process of its own that tells the seconds of each step of a block, for ``bench_rest``."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from castwise import Plan
+from castwise.measure.processes import belong_to, received
+from castwise.measure.steps import TrainingRun
+
+
+def steps_in_turn(pipe: Connection, workload: bytes, line: str, rest_s: float) -> None:
+    """Answer each number of steps with the seconds of each, after a pause."""
+    plan = Plan.parse(line)
+    belong_to(plan)
+    run = TrainingRun(received(workload), plan, torch.device("cpu"))
+    pipe.send((False, None))
+    while count := pipe.recv():
+        time.sleep(rest_s)
+        taken = []
+        for _ in range(count):
+            run.before(1)
+            start = time.perf_counter()
+            run.run(1)
+            taken.append(time.perf_counter() - start)
+            run.after()
+        pipe.send((False, taken))
