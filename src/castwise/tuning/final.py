@@ -127,10 +127,8 @@ class Final:
             if ratio is not None and round(ratio.low, 2) > 1.0:
                 return f"{name_of(other)} is {_interval(ratio)} times as fast"
         ahead = self._ahead_in_race(plan)
-        other = chosen if chosen in ahead else next(iter(ahead), None)
-        return (
-            f"{name_of(other)} was {ahead[other]:.2f} times as fast in the race" if other is not None else ""
-        )
+        best = chosen if chosen in ahead else next(iter(ahead), None)
+        return f"{name_of(best)} was {ahead[best]:.2f} times as fast in the race" if best is not None else ""
 
     def _ahead_in_race(self, plan: Plan) -> dict[Plan, float]:
         """What was how many times as fast as a plan in the race, where that is believed."""
