@@ -15,6 +15,7 @@ from castwise.tuning.answer import why
 from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import Final, ran_as
+from castwise.tuning.finalists import AS_GOOD
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.workload import find_workload
@@ -97,17 +98,18 @@ def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
     assert mine.time.q1_s / mine.time.median_s == pytest.approx(0.51 / 0.52)
 
 
-def test_a_plan_that_runs_in_the_final_as_it_keeps_memory_is_not_rejected() -> None:
+@pytest.mark.parametrize("why", [ran_as(FUSED), f"not in the final: bf16-mixed {AS_GOOD}"])
+def test_a_sound_plan_that_did_not_come_to_the_final_for_another_as_good_is_not_rejected(why: str) -> None:
     search = searched()
     search.findings[PLAN] = finding(0.001, "pass")
     search.contest = Contest(search.workload, search.device)
     for plan in (PLAN, FUSED):
         search.contest.entries[plan] = Entry(plan, [1.0])
-        search.passed_over[plan] = ran_as(FUSED)
+        search.passed_over[plan] = why
     search.findings[FUSED] = finding(0.3, "fail")
     search.reasons[FUSED] = "damage 0.3"
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
-    assert rows[str(PLAN)] == ("sound", ran_as(FUSED))
+    assert rows[str(PLAN)] == ("sound", why)
     assert rows[str(FUSED)] == ("rejected", "damage 0.3")
 
 

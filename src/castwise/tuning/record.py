@@ -18,6 +18,7 @@ from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
 from castwise.tuning.final import RAN_AS
+from castwise.tuning.finalists import AS_GOOD
 from castwise.tuning.pairs import in_training
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
@@ -134,7 +135,8 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
     if not unsound and why.startswith(("not tried", "not tested")):
         return "not tried", why
     ran = bool(entry.rounds or entry.reason or in_final) or plan.compile != "as_given"
-    if unsound or (why and ran and not why.startswith(RAN_AS)):
+    spared = why.startswith(RAN_AS) or why.endswith(AS_GOOD)  # nothing speaks against it
+    if unsound or (why and ran and not spared):
         return "rejected", why
     if found is not None:
         return ("sound" if found.verdict == "pass" else "rejected"), why
