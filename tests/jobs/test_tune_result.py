@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from tests.report.evidence import CHOSEN, make_bare, make_candidate, make_damage, make_evidence
 
+from castwise.jobs.tune import _written
 from castwise.jobs.tune_result import TuneResult
 from castwise.plans.plan import Plan
+from castwise.report import plots
 
 
 @pytest.fixture
@@ -52,6 +56,23 @@ def test_an_interrupted_search_saves_too(tmp_path: Path) -> None:
     paths = TuneResult(Plan.preset("fp32"), make_bare()).save(tmp_path)
     assert [path.name for path in paths] == ["report.html", "plan.json", "evidence.json"]
     assert json.loads(paths[2].read_text(encoding="utf-8"))["complete"] is False
+
+
+def test_a_search_that_is_interrupted_as_it_is_written_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, draw = itertools.count(), plots.draw
+
+    def interrupted(*args: Any) -> Any:
+        if next(times) == 0:
+            raise KeyboardInterrupt
+        return draw(*args)
+
+    monkeypatch.setattr(plots, "draw", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        _written(TuneResult(Plan.preset("fp32"), make_bare()), tmp_path)
+    assert caught.value.__notes__[0].startswith("What was known by then was written to")
+    assert {"report.html", "plan.json", "evidence.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -97,7 +97,13 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     record = evidence(searched(FP32, {FP32: 0.1}))
     assert record.answer == "Stay in fp32 as it is: no other plan was timed to the end."
     assert record.candidates[0].reason == "nothing else was timed to the end"
+    unknown = searched(FP32, {FP32: 0.1, AUTOCAST: 0.1})
+    assert unknown.final is not None
+    unknown.findings[AUTOCAST] = SOUND
+    unknown.final.times_s = [[[0.1] * 3, [0.3] * 3], [[0.3] * 3, [0.1] * 3]]
+    assert evidence(unknown).candidates[0].reason != "the fastest sound plan"
     slower = searched(FP32, {FP32: 0.1, AUTOCAST: 0.2})
+    assert evidence(slower).candidates[0].reason == "the fastest sound plan"
     assert answer(slower) == "Stay in fp32 as it is: no sound plan is known to be faster."
     slower.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
     assert answer(slower) == "Stay in fp32 as it is: nothing else that was timed keeps the gradients."

@@ -546,6 +546,17 @@ def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_r
     assert not not_faster("fp16", ("bf16", "fp16"), costs)
 
 
+def test_a_format_that_is_dropped_names_the_part_that_loses_most() -> None:
+    """It named the largest, which took 0.9 times as long."""
+    costs = {
+        "large": Cost({"fp32": 10.0, "bf16": 9.9}, {"bf16": 11.0}),
+        "small": Cost({"fp32": 1.0, "bf16": 3.0}, {"bf16": 3.0}),
+    }
+    assert not_faster("bf16", ("bf16",), costs) == (
+        "it is no faster than fp32, by regions alone; small takes 3.0 times as long as fp32"
+    )
+
+
 def test_training_runs_are_as_long_as_time_allows() -> None:
     assert affordable_steps(80.0, 0.1, 8) == 80
     assert affordable_steps(1e6, 0.1, 8) == 100

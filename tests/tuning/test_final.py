@@ -229,6 +229,8 @@ def test_reasons_name_what_the_interval_knows() -> None:
     assert final.reason(FUSED, AUTOCAST) == "at most 3 % faster than the chosen plan, which is simpler"
     assert final.reason(REGION, AUTOCAST) == "as fast as the chosen plan, which is simpler"
     assert final.reason(Plan.preset("bf16-true"), AUTOCAST) == ""
+    noisy = Final([AUTOCAST, REGION], times_s=[[[1.0] * 3, [1.3] * 3], [[1.2] * 3, [1.1] * 3]])
+    assert noisy.reason(REGION, AUTOCAST) == "not known to be slower than the chosen plan, which is simpler"
 
 
 def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:

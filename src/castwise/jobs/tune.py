@@ -150,10 +150,7 @@ def tune(
         except BaseException as error:
             if folder is not None and (search.numerics is not None or isinstance(error, KeyboardInterrupt)):
                 with contextlib.suppress(Exception):  # what ended the search is told, and not what came of it
-                    paths = _result(search).save(folder)
-                    error.add_note(
-                        "What was known by then was written to " + ", ".join(str(p) for p in paths[:3])
-                    )
+                    _note_files(error, _result(search).save(folder))
             raise
         ranks.alike("tune", plan=str(search.chosen), digest=search.chosen.digest)
         result = _result(search)
@@ -198,7 +195,18 @@ def _itself(batches: Any) -> Any:
 
 
 def _written(result: TuneResult, folder: Path | None) -> TuneResult:
-    return result if folder is None else dataclasses.replace(result, files=result.save(folder))
+    if folder is None:
+        return result
+    try:
+        return dataclasses.replace(result, files=result.save(folder))
+    except KeyboardInterrupt as error:  # an ended search has more to lose than one that is interrupted
+        with contextlib.suppress(Exception):
+            _note_files(error, result.save(folder))
+        raise
+
+
+def _note_files(error: BaseException, paths: Sequence[Path]) -> None:
+    error.add_note("What was known by then was written to " + ", ".join(str(path) for path in paths[:3]))
 
 
 def _teller(search: Search, tell: Progress) -> Say:

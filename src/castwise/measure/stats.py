@@ -207,11 +207,11 @@ def _quiet(rounds_s: Sequence[float]) -> float:
 
 
 def _within(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """How far the ratio of two programs may be off in their first start, by what its rounds differ by; 0 for one round.
+    """How far the ratio of two programs may be off in their first start, by what its rounds differ by: one says nothing.
 
     It is the variance of the median of so many logarithms, which is at least that of the mean of the faster half.
     """
     starts = zip(one, other, strict=False)
     mine, others = next((both for both in starts if both[0] and both[1]), ((), ()))
     logs = [math.log(a / b) for a, b in zip(mine, others, strict=False)]
-    return math.pi / 2.0 * statistics.variance(logs) / len(logs) if len(logs) > 1 else 0.0
+    return math.pi / 2.0 * statistics.variance(logs) / len(logs) if len(logs) > 1 else math.inf

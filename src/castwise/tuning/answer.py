@@ -175,9 +175,11 @@ def why_chosen(search: Search) -> str:
         return "nothing else was timed to the end"
     if _by_race(search):
         return "ahead in the race, and as fast as can be told in the final"
-    return (
-        "the simplest of those that are as fast as can be told" if tied(search) else "the fastest sound plan"
-    )
+    if tied(search):
+        return "the simplest of those that are as fast as can be told"
+    ratios = [speed(search, search.chosen, plan) for plan in _timed(search) if _is_sound(search, plan)]
+    slower = all(ratio is not None and ratio.low > 1.0 for ratio in ratios)
+    return "the fastest sound plan" if slower else "no sound plan is known to be faster"
 
 
 def _by_race(search: Search) -> str:

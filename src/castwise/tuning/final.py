@@ -114,7 +114,8 @@ class Final:
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
             return f"{sure} than the chosen plan, which is simpler"
-        return "as fast as the chosen plan" + (", which is simpler" if simpler else "")
+        same = "as fast as" if ratio.high < MARGIN else "not known to be slower than"
+        return f"{same} the chosen plan{', which is simpler' * simpler}"
 
     def _twin(self, plan: Plan) -> Plan | None:
         """The same plan with another optimizer's kernel or other memory, which may be chosen."""

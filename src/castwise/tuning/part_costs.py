@@ -385,7 +385,12 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
         )
 
     fp32 = sum(cost.times_s["fp32"] for cost in timed.values())
-    pattern, cost = max(timed.items(), key=lambda item: item[1].times_s["fp32"])
+
+    def loses(item: tuple[str, Cost]) -> tuple[bool, float]:
+        low, base = item[1].times_s.get(name), item[1].times_s["fp32"]
+        return name in item[1].reasons, base if low is None else low - base
+
+    pattern, cost = max(timed.items(), key=loses)
     slow = (
         cost.reasons.get(name)
         or f"takes {cost.times_s[name] / cost.times_s['fp32']:.1f} times as long as fp32"
