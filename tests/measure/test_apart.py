@@ -244,3 +244,26 @@ def test_nobody_takes_a_step_while_others_build(home: Home, tmp_path: Path) -> N
 
     found = race_apart(home, portable(workload(loss, model)), [PRESETS["fp32"]] * 3, CPU, rounds=1)
     assert min(timed.losses[0] for timed in found) > 1.2
+
+
+def test_what_an_interrupt_finds_at_work_is_not_waited_for(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that hung as it was built, or in a step, hung the search for ever, the interrupted one too."""
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        time.sleep(5.0)
+        return module(batch).square().mean()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
+    apart.wait()
+    monkeypatch.setattr(apart._process, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        apart.steps(1)
+    monkeypatch.undo()
+    begin = time.monotonic()
+    apart.close()
+    assert time.monotonic() - begin < 2.0

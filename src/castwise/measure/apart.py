@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -66,6 +67,7 @@ class Apart:
         self.compile_s = self.faults = 0.0
         self._home, self._device, self._built = home, device, False
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
+        self._owes = True
 
     def warm_up(self, steps: int = WARMUP) -> float:
         """Wait until the model is built, and take the first steps, which build kernels and optimizer state, and compile.
@@ -86,7 +88,7 @@ class Apart:
             Exception: What was raised there; CastwiseError where the process died.
         """
         if not self._built:
-            self._process.answer()
+            self._answer()
             self._built = True
 
     def steps(self, count: int) -> float:
@@ -96,15 +98,26 @@ class Apart:
             Exception: What a step raised there; CastwiseError where the process died.
         """
         self._process.send(count)
-        return float(self._process.answer())
+        self._owes = True
+        return float(self._answer())
+
+    def _answer(self) -> Any:
+        try:
+            found = self._process.answer()
+        except Exception:
+            self._owes = False
+            raise
+        self._owes = False
+        return found
 
     def close(self) -> None:
-        """End the process; does nothing to one that has ended."""
-        with contextlib.suppress(Exception):  # one that failed has no losses to tell
-            self._process.send(0)
-            self.losses, self.compile_s, self.faults, imported = self._process.answer()
-            if self._device.type == "cpu":  # what only asks for an accelerator makes it unusable in forks
-                self._home.import_once(imported)
+        """End the process; does nothing to one that has ended, and waits for none that an interrupt found at work."""
+        if not self._owes:
+            with contextlib.suppress(Exception):  # one that failed has no losses to tell
+                self._process.send(0)
+                self.losses, self.compile_s, self.faults, imported = self._process.answer()
+                if self._device.type == "cpu":  # what only asks for an accelerator makes it unusable in forks
+                    self._home.import_once(imported)
         self._process.close()
 
 
