@@ -30,7 +30,7 @@ from castwise.tuning import decision, final
 def one_start() -> Iterator[None]:
     """Finalists start once, for a few rounds: when they start again is a matter of tuning/test_decision.py and test_final.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decision, "FIRST", 1)
+        patch.setattr(decision, "LEAST", 1)
         patch.setattr(decision, "MOST", 1)
         patch.setattr(final, "ROUNDS", 3)
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -202,15 +203,7 @@ def test_no_process_outlives_a_pipe_that_closes(home: Home) -> None:
     apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
     apart.warm_up()
     apart.close()
-    (number,) = {int(found) for found in apart.losses}
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        try:
-            os.kill(number, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.01)
-    pytest.fail("it still runs")
+    assert ended({int(found) for found in apart.losses})
 
 
 def test_times_are_seconds_per_step_without_the_pause_before_a_block(home: Home) -> None:
@@ -246,24 +239,126 @@ def test_nobody_takes_a_step_while_others_build(home: Home, tmp_path: Path) -> N
     assert min(timed.losses[0] for timed in found) > 1.2
 
 
-def test_what_an_interrupt_finds_at_work_is_not_waited_for(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+def alive(pid: int) -> bool:
+    """Whether a process runs: neither gone nor a zombie that nobody has asked for."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ended(pids: Iterable[int], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def told(folder: Path) -> list[int]:
+    """Ids of processes, as :class:`Hangs` notes them."""
+    return [int(name) for name in os.listdir(folder)]
+
+
+class Hangs:
+    """A model that hangs under some plans, or all, with a process that it has started, as it is built or in a step."""
+
+    def __init__(self, folder: Path, where: str, low_alone: bool = False) -> None:
+        self.folder, self.where, self.low_alone = str(folder), where, low_alone
+
+    def hang(self) -> None:
+        for pid in (os.getpid(), subprocess.Popen(["sleep", "600"]).pid):
+            Path(self.folder, str(pid)).touch()
+        time.sleep(600.0)
+
+    def __call__(self) -> nn.Module:
+        if self.where == "building":
+            self.hang()
+        return nn.Linear(4, 1)
+
+    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
+        out = module(batch)
+        if self.where == "a step" and not (self.low_alone and module.weight.dtype == torch.float32):
+            self.hang()
+        return out.float().square().mean()
+
+
+needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+HANGS_AT = pytest.mark.parametrize("where", ["building", "a step"])
+
+
+@needs_proc
+@HANGS_AT
+def test_what_an_interrupt_finds_at_work_ends_at_once_with_what_it_started(
+    where: str, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that hung as it was built, or in a step, hung the search for ever, the interrupted one too."""
+    """A model that hung as it was built, or in a step, hung the search for ever, the interrupted one too, or stayed behind."""
+    hangs = Hangs(tmp_path, where)
 
-    def loss(module: nn.Module, batch: Tensor) -> Tensor:
-        time.sleep(5.0)
-        return module(batch).square().mean()
-
-    def interrupted() -> None:
+    def interrupted(_timeout_s: float) -> bool:
+        while len(told(tmp_path)) < 2:
+            time.sleep(0.01)
         raise KeyboardInterrupt
 
-    apart = Apart(home, portable(workload(loss)), PRESETS["fp32"], CPU, 0)
-    apart.wait()
-    monkeypatch.setattr(apart._process, "answer", interrupted)
+    apart = Apart(home, portable(workload(hangs.loss, hangs)), PRESETS["fp32"], CPU, 0)
+    if where == "a step":
+        apart.wait()
+    monkeypatch.setattr(apart._process._pipe, "poll", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        apart.steps(1)
+        apart.warm_up()
     monkeypatch.undo()
     begin = time.monotonic()
     apart.close()
     assert time.monotonic() - begin < 2.0
+    assert ended(told(tmp_path))
+
+
+@needs_proc
+@HANGS_AT
+def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str, tmp_path: Path) -> None:
+    """Of four that hang each had its own wait: how long an answer may take counts from when it was asked for."""
+    hangs = Hangs(tmp_path, where)
+    with Home() as home:
+        other = Apart(home, portable(workload()), PRESETS["fp32"], CPU, 0)
+        other.warm_up()  # the home is up
+        home.patience_s = 2.0
+        begin = time.monotonic()
+        found = race_apart(
+            home,
+            portable(workload(hangs.loss, hangs)),
+            [PRESETS["fp32"]] * (4 if where == "building" else 1),
+            CPU,
+            rounds=1,
+        )
+        assert time.monotonic() - begin < 6.0
+        other.steps(1)
+        other.close()
+    assert {unfit(timed.error) for timed in found if timed.error is not None} == {"no answer after 2 s"}
+    assert told(tmp_path)
+    assert ended(told(tmp_path))
+
+
+@needs_proc
+def test_who_hangs_loses_its_place_and_nobody_elses(tmp_path: Path) -> None:
+    hangs = Hangs(tmp_path, "a step", low_alone=True)
+    with Home() as home:
+        home.patience_s = 5.0
+        low, fine = race_apart(
+            home, portable(workload(hangs.loss)), [PRESETS["bf16-master"], PRESETS["fp32"]], CPU, rounds=2
+        )
+    assert unfit(low.error) == "no answer after 5 s"
+    assert fine.error is None
+    assert len(fine.times_s) == 2
+    assert ended(told(tmp_path))
+
+
+def test_a_home_that_is_left_before_it_is_up_leaves_nothing(tmp_path: Path) -> None:
+    """As an interrupt in the first second of a final leaves it."""
+    hangs = Hangs(tmp_path, "building")
+    begin = time.monotonic()
+    with Home() as home:
+        Apart(home, portable(workload(hangs.loss, hangs)), PRESETS["fp32"], CPU, 0).close()
+    assert time.monotonic() - begin < 20.0
+    assert ended(told(tmp_path))

@@ -648,7 +648,7 @@ def test_true_and_false_mean_always_and_never() -> None:
 
 @needs_backend
 def test_a_search_compiles_its_finalists_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, value in ((decision, "FIRST", 1), (decision, "MOST", 1), (final, "ROUNDS", 3)):
+    for module, name, value in ((decision, "LEAST", 1), (decision, "MOST", 1), (final, "ROUNDS", 3)):
         monkeypatch.setattr(module, name, value)
     result = castwise.tune(
         workload(_traced), formats=("fp32", "bf16"), device="cpu", memory=False, budget_s=45, compile=True

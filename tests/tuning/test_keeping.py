@@ -171,11 +171,23 @@ def test_one_process_whose_heap_has_no_holes_is_no_answer_however_short_the_time
     monkeypatch.setattr(
         keeping,
         "_faults",
-        lambda _search, _sent, plan: (0.0 if plan.host_memory == "keep" else next(given), 0.01),
+        lambda _search, _sent, plans: [
+            (0.0 if plan.host_memory == "keep" else next(given), 0.01) for plan in plans
+        ],
     )
     monkeypatch.setattr(keeping, "SHARE", 0.0)
     assert asked(WIDE, CPU)[0]
     assert next(given, None) is None
+
+
+@needs_glibc
+def test_what_there_is_no_time_for_is_not_tried_and_that_is_said() -> None:
+    search = SearchState(WIDE, CPU, Settings(formats=("fp32", "bf16"), budget_s=60.0))
+    search.start -= 50.0
+    with search.home:
+        assert not gives_back(search, FP32)
+    (note,) = search.notes
+    assert note == "Whether keeping freed memory saves page faults was not tried: the time was spent before."
 
 
 def test_keeping_changes_no_numerics_and_is_nearly_free() -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -67,7 +66,6 @@ class Apart:
         self.compile_s = self.faults = 0.0
         self._home, self._device, self._built = home, device, False
         self._process = home.start(_run, workload, plan.to_json(), str(device), seed, kind)
-        self._owes = True
 
     def warm_up(self, steps: int = WARMUP) -> float:
         """Wait until the model is built, and take the first steps, which build kernels and optimizer state, and compile.
@@ -76,7 +74,7 @@ class Apart:
             Seconds of the last of them.
 
         Raises:
-            Exception: What was raised there; CastwiseError where the process died.
+            Exception: What was raised there; CastwiseError where the process died or hangs.
         """
         self.wait()
         return [self.steps(1) for _ in range(steps)][-1]
@@ -85,34 +83,24 @@ class Apart:
         """Wait until the model is built.
 
         Raises:
-            Exception: What was raised there; CastwiseError where the process died.
+            Exception: What was raised there; CastwiseError where the process died or hangs.
         """
         if not self._built:
-            self._answer()
+            self._process.answer()
             self._built = True
 
     def steps(self, count: int) -> float:
         """Run some steps; seconds per step, by its own clock, waiting for the device included.
 
         Raises:
-            Exception: What a step raised there; CastwiseError where the process died.
+            Exception: What a step raised there; CastwiseError where the process died or hangs.
         """
         self._process.send(count)
-        self._owes = True
-        return float(self._answer())
-
-    def _answer(self) -> Any:
-        try:
-            found = self._process.answer()
-        except Exception:
-            self._owes = False
-            raise
-        self._owes = False
-        return found
+        return float(self._process.answer())
 
     def close(self) -> None:
-        """End the process; does nothing to one that has ended, and waits for none that an interrupt found at work."""
-        if not self._owes:
+        """End the process, at once where it is at work: where it hangs, or an interrupt found it so."""
+        if not self._process.at_work:
             with contextlib.suppress(Exception):  # one that failed has no losses to tell
                 self._process.send(0)
                 self.losses, self.compile_s, self.faults, imported = self._process.answer()

@@ -2,8 +2,9 @@
 
 Starting one is cheap where the system forks safely: one process imports castwise, touches no device and starts no thread, and
 is forked for each that is asked for. Elsewhere each is an interpreter of its own. What it is told and answers goes over a
-pipe; it ends when its pipe closes, so none outlives the process that asked. The libraries that the first of them imported
-for a workload are imported once for all that follow (:meth:`Home.import_once`).
+pipe. What nobody waits for any more is ended, with all that it started: no process outlives the one that asked, and none that
+hangs holds it up for longer than its patience. The libraries that the first of them imported for a workload are imported once
+for all that follow (:meth:`Home.import_once`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -41,8 +43,10 @@ FORKS = sys.platform.startswith("linux")
 """Whether the system forks safely."""
 _RECEIVED_S = 60.0
 """A workload that has not been made again after so long never will be."""
-_PATIENCE_S = 5.0
-"""What is up when its pipe is closed ends after its current block; it is killed after so long."""
+PATIENCE_S = 600.0
+"""What has not answered for so long hangs."""
+_ENDS_S = 5.0
+"""What has been told to end, or to say who it is, has so long for it."""
 _ENTRY = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[3])
@@ -103,6 +107,10 @@ def libraries(before: Collection[str]) -> list[str]:
         if name.partition(".")[0] not in ("torch", "castwise")
         and (getattr(module, "__file__", None) or "").startswith(places)
     ]
+
+
+class SilentError(CastwiseError):
+    """A process that has not answered in time: it hangs, or is far slower than its time allows."""
 
 
 class NotThereError(WorkloadError):
@@ -172,6 +180,8 @@ def _receive(_pipe: Connection, sent: bytes) -> None:
 def not_there(workload: Workload | str, error: Exception) -> NotThereError:
     """What to say of a workload that does not run in another process."""
     name = workload if isinstance(workload, str) else workload.name
+    if isinstance(error, SilentError):
+        return NotThereError(f"workload {name!r} hangs in another process: {error}")
     return NotThereError(
         f"workload {name!r} does not run in another process ({told(error, whole=False)}); put all that it needs into a "
         f"file and name it file.py:attribute{_or_install()}"
@@ -182,39 +192,66 @@ class Process:
     """One process, as the one that asked for it sees it.
 
     Args:
-        pipe: To it.
+        pipe: To it. Where it leads a group of its own, the first that comes over it is the group's id.
+        leads: Whether it does.
+        patience_s: How long an answer may take, from when it was asked for.
+
+    Attributes:
+        at_work: Whether it owes an answer.
     """
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, leads: bool = True, patience_s: float = PATIENCE_S) -> None:
+        self._pipe, self._leads, self._patience_s = pipe, leads, patience_s
+        self._group = 0
+        self._asked = time.monotonic()
+        self.at_work = True
 
     def send(self, message: object) -> None:
-        """Tell it something; to one that has ended, nothing: the answer says so."""
+        """Tell it something, which it owes an answer to; to one that has ended, nothing: the answer says so."""
+        self._asked, self.at_work = time.monotonic(), True
         with contextlib.suppress(BrokenPipeError):
             self._pipe.send(message)
 
     def answer(self, timeout_s: float | None = None) -> Any:
-        """Wait for what it returns.
+        """Wait for what it returns; for ``timeout_s`` seconds after it was asked, or as long as its patience.
 
         Raises:
             Exception: What was raised there, in words where that exception cannot travel; :func:`castwise.errors.place` says
                 where in the user's code.
-            CastwiseError: It ended without a word, or said nothing in time.
+            CastwiseError: It ended without a word, or said nothing in time; the latter is ended when it is closed.
         """
+        patience_s = self._patience_s if timeout_s is None else timeout_s
         try:
-            if not self._pipe.poll(timeout_s):
-                raise CastwiseError(f"no answer after {timeout_s:g} s")
-            failed, value = self._pipe.recv()
+            if self._leads and not self._group:
+                self._group = self._next(patience_s)
+            failed, value = self._next(patience_s)
         except (EOFError, ConnectionError):
+            self.at_work = False
             raise CastwiseError("the process died without a word (out of memory?)") from None
+        self.at_work = False
         if failed:
             error, trace, where = value
             raise pickle.loads(error) from Elsewhere(trace, where)
         return value
 
-    def close(self) -> None:
-        """Let go of it: it ends when it next looks at its pipe."""
+    def _next(self, patience_s: float) -> Any:
+        if not self._pipe.poll(max(0.0, self._asked + patience_s - time.monotonic())):
+            raise SilentError(f"no answer after {patience_s:.0f} s")
+        return self._pipe.recv()
+
+    def close(self, gone_s: float = 0.0) -> None:
+        """Let go of it, and end what is left of it and of what it started; waits at most so long until they have."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            if self._leads and not self._group and self._pipe.poll(_ENDS_S):
+                self._group = self._pipe.recv()
         self._pipe.close()
+        until = time.monotonic() + gone_s
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while self._group:
+                os.killpg(self._group, signal.SIGKILL)
+                if time.monotonic() >= until:
+                    break
+                time.sleep(0.01)
 
 
 class Home:
@@ -222,10 +259,12 @@ class Home:
 
     Attributes:
         delivered: Digests of workloads that a process from here has made again.
+        patience_s: How long an answer of a process that starts from now on may take.
     """
 
     def __init__(self) -> None:
         self.delivered: set[bytes] = set()
+        self.patience_s = PATIENCE_S
         self._imported: set[str] | None = set()
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._copies: list[int] = []
@@ -243,7 +282,7 @@ class Home:
         while self._interpreters:
             process = self._interpreters.pop()
             try:
-                process.wait(timeout=_PATIENCE_S)
+                process.wait(timeout=_ENDS_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -269,7 +308,7 @@ class Home:
                     self._interpreter("run", there.fileno())
         except OSError as error:
             raise CastwiseError(f"no process to measure in could be started ({sentence(error)})") from error
-        process = Process(here)
+        process = Process(here, patience_s=self.patience_s)
         process.send((os.getcwd(), _path(), _environment(), settings(), work, args))
         return process
 
@@ -320,7 +359,7 @@ class Home:
         if pid:
             there.close()
             self._copies.append(pid)
-            return Process(here)
+            return Process(here, leads=False, patience_s=self.patience_s)
         try:
             here.close()
             gc.freeze()  # a process group among what the parent left would wait for threads that stayed there
@@ -436,7 +475,9 @@ def scatter() -> None:
 
 
 def _run(fd: int) -> None:
+    os.setpgid(0, 0)  # what it starts, as to load data or to compile, goes with it
     with Connection(fd) as pipe, contextlib.suppress(EOFError, ConnectionError):  # whoever asked has gone
+        pipe.send(os.getpid())
         pipe.send(_tried(_as_asked, pipe, *pipe.recv()))
 
 

@@ -133,6 +133,10 @@ _T = {
         21.205, 5.643, 3.896, 3.298, 3.003, 2.829, 2.715, 2.634, 2.574, 2.527, 2.491, 2.461, 2.436, 2.415, 2.397, 2.382, 2.368,
         2.356, 2.346, 2.336,
     ),
+    0.99: (
+        63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898,
+        2.878, 2.861, 2.845,
+    ),
 }  # fmt: skip
 """Two-sided points of Student's t for 1, 2, ... degrees of freedom; beyond the last the last, which is a little wider."""
 LUCK = 0.02
@@ -164,7 +168,7 @@ def restarts(
 
     Args:
         times_s: Per program, per start, per round seconds > 0; no rounds in a start that it was not in.
-        level: Coverage, 0.95 or 0.97.
+        level: Coverage, 0.95, 0.97 or 0.99.
 
     Returns:
         By index of the one and the other; without a start of both from 0 to infinity.

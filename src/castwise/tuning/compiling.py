@@ -11,17 +11,15 @@ import contextlib
 import dataclasses
 import math
 import os
-import signal
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from castwise.errors import CastwiseError, WorkloadError
 from castwise.measure.apart import Apart
 from castwise.measure.failures import cannot_run, unfit
-from castwise.measure.processes import COMPILED, NotThereError, not_there
+from castwise.measure.processes import COMPILED, NotThereError, SilentError, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import as_raced, name_of, uncompiled
 from castwise.tuning.decision import LEAST as STARTS
@@ -32,8 +30,6 @@ MODE = "default"
 """torch.compile's mode that a search tries."""
 LEAST_S = 12.0
 """With less time than this no trial begins."""
-START_S = 60.0
-"""A process that has not begun after so long never will."""
 ENDED_S = 2.0
 """What is killed is gone after this, or waits for a device and will be."""
 AGAIN = 0.25
@@ -127,36 +123,23 @@ def _fastest(speeds: Mapping[Plan, float]) -> list[Plan]:
 
 def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) -> Trial:
     process = search.home.start(run_trial, payload, plan.to_json(), str(search.device), search.settings.seed)
-    begin, group = time.monotonic(), 0
     try:
-        group = process.answer(START_S)
         found: Trial = process.answer(timeout_s)
         return found
-    except WorkloadError:
-        raise
-    except CastwiseError as error:
-        if time.monotonic() - begin < timeout_s:
-            return Trial(f"does not compile: {error}")
+    except SilentError:
         return Trial(
             f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; a longer --budget would do"
         )
+    except WorkloadError:
+        raise
+    except CastwiseError as error:
+        return Trial(f"does not compile: {error}")
     except Exception as error:  # raised there before anything was compiled
         if not cannot_run(error):
             raise
         return Trial(unfit(error))
     finally:
-        process.close()
-        if group:
-            _end(group)
-
-
-def _end(group: int) -> None:
-    """End a trial and the processes that compile for it, and wait until they have: they write into a folder that goes."""
-    until = time.monotonic() + ENDED_S
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        while time.monotonic() < until:
-            os.killpg(group, signal.SIGKILL)
-            time.sleep(0.01)
+        process.close(ENDED_S)  # they write into a folder that goes
 
 
 def pays_after(search: SearchState, plan: Plan) -> int | None:

@@ -3,7 +3,8 @@
 The plan taken is the simplest that is known to be within 3 % of every other. A simpler one is passed over only when it is
 known to be slower than another: by these times, or by a race before them that these do not contradict. As long as a simpler
 plan is neither, all are started and timed again; where the time for that is over it is taken, and the decision says that the
-machine was too noisy to know.
+machine was too noisy to know. Two starts decide only what is far clearer than it has to be later: on a quiet machine a third
+would tell nothing new, and on a busy one luck would end a third of the searches there.
 
 Times come from plans that were all started anew several times, in processes of their own, and ran in turns
 (:mod:`castwise.measure.apart`). What two plans differ by is taken per start (:func:`castwise.measure.stats.restarts`): the
@@ -26,12 +27,11 @@ BEHIND = 1.05
 up to 4 % (bench/results/race-cpu.json)."""
 SLOWER = 1.005
 """A simpler plan is passed over where it is known to take at least so many times as long: a plan that is as fast is seldom so unlucky."""
-LIKELY, SURE = 0.95, 0.97
-"""Confidence, two-sided, with which the plan taken is within the margin, and with which a simpler one is slower. Several are
-looked at, after every start: how often one of the two is wrong is simulated."""
-LEAST, FIRST, MOST = 2, 3, 12
-"""Starts that there are of one plan alone, since of one nobody knows what another would have shown; before the first decision
-between several (what is out leaves one sooner); and after which there is no further one."""
+LIKELY, SURE, EARLY = 0.95, 0.97, 0.99
+"""Confidence, two-sided, with which the plan taken is within the margin, with which a simpler one is slower, and of both where
+the fewest starts decide. Several are looked at, after every start: how often one of the two is wrong is simulated."""
+LEAST, MOST = 2, 12
+"""Starts that there are at least, since of one nobody knows what another would have shown, and at most."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def decide(
     complexity: Sequence[float],
     times_s: Sequence[Sequence[Sequence[float]]],
     behind: Collection[tuple[int, int]] = (),
+    levels: tuple[float, float] = (LIKELY, SURE),
 ) -> Decision:
     """Choose among plans.
 
@@ -69,9 +70,10 @@ def decide(
         times_s: Of each, per start and per round seconds per step, as :func:`castwise.measure.stats.restarts` takes them.
         behind: The one and the other where a race knew the one to be slower (``BEHIND``). It is believed where the estimate of
             these times is beyond the margin too, and decides nothing: that takes these times.
+        levels: Confidence with which the plan taken is within the margin, and with which others are slower.
     """
     order = sorted(range(len(complexity)), key=lambda index: (complexity[index], index))
-    likely, sure = stats.restarts(times_s, LIKELY), stats.restarts(times_s, SURE)
+    likely, sure = (stats.restarts(times_s, level) for level in levels)
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
     out = frozenset(one for one in order if lead[one] > MARGIN)
     could = [one for one in order if lead[one] <= SLOWER] or [min(order, key=lead.__getitem__)]
@@ -121,9 +123,13 @@ def settle(
         if starts:
             could = [one for one in racing if one not in beside] or racing
             left = [one for one in could if one not in gone] or could
+            times_s, known = [taken[one] for one in left], among(behind, left)
             weights = [complexity[one] for one in left]
-            decision = decide(weights, [taken[one] for one in left], among(behind, left))
-            decided = decision.decided and starts >= (FIRST if len(could) > 1 else LEAST)
+            decision = decide(weights, times_s, known)
+            decided = decision.decided and starts >= LEAST
+            if decided and starts == LEAST:
+                early = decide(weights, times_s, known, (EARLY, EARLY))
+                decided = early.decided and early.chosen == decision.chosen
             out = gone.union(left[one] for one in decision.out)
             if decided or starts >= MOST or is_over():
                 return Decision(left[decision.chosen], decided, out), taken

@@ -17,10 +17,12 @@ from castwise.measure.processes import NotThereError, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import as_raced, complexity, name_of, numerics_of, run_with
 from castwise.tuning.contest import Contest
-from castwise.tuning.decision import BEHIND, FIRST, LEAST, MARGIN, MOST, Decision, among, decide, settle
+from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, Decision, among, decide, settle
 from castwise.tuning.state import AUTOCAST, FP32, PEAKS_S, SearchState
 
 ROUNDS = 8
+OVERRUN = 1.5
+"""After so many budgets not even the second start begins, without which nobody knows what another would have shown."""
 RAN_AS = "the final ran it as "
 
 
@@ -157,7 +159,7 @@ class Final:
         longer = f"A longer --budget, and {idle}," if self.apart and self.starts < MOST else idle.capitalize()
         raced = any(self._ahead_in_race(one) for one in could if complexity(one) < complexity(chosen))
         why = (
-            "The machine is too noisy" if self.starts >= FIRST or not self.apart else "The time was too short"
+            "The machine is too noisy" if self.starts > LEAST or not self.apart else "The time was too short"
         )
         return (
             f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
@@ -185,7 +187,7 @@ def race_final(
     Args:
         search: Whose workload, device and settings they have.
         eligible: The plans to choose among; fp32 is one too.
-        until: Clock time after which nothing new begins.
+        until: Clock time after which no third start, or further one, is to end; the first begins in any case.
         beside: Of these, and of fp32, those that cannot be chosen.
 
     Raises:
@@ -202,7 +204,8 @@ def race_final(
     taken_s = 0.0
 
     def over() -> bool:
-        return starts >= LEAST and ranks.now() + taken_s > until
+        last = until if starts >= LEAST else search.start + OVERRUN * search.settings.budget_s
+        return starts > 0 and ranks.now() + taken_s > last
 
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():
@@ -221,7 +224,7 @@ def race_final(
     def apart(payload: bytes, racing: Sequence[int]) -> dict[int, Sequence[float]]:
         nonlocal starts, taken_s
         begin = ranks.now()
-        share = max(1, FIRST - starts)
+        share = max(1, LEAST - starts)
         what = f"start {starts + 1}: {len(racing)} plans, each in a process of its own"
         search.say(search.now, what, 0, ROUNDS)
         found = race_apart(

@@ -49,6 +49,8 @@ __all__ = ["Search", "Settings"]
 
 LEAST_S = 5.0
 """A search that has less time than this cannot say anything."""
+PATIENCE_S, SLOWER = 60.0, 3.0
+"""A process hangs that is silent for so long, for the whole budget, and for so many times as long as the reference took here."""
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Search(SearchState):
         ):
             with self.stage("reference"):
                 self._refer()
+            self.home.patience_s = max(PATIENCE_S, settings.budget_s, SLOWER * self.stages[-1].time_s)
             if settings.goal == "numerics":
                 find_exemptions(self)
             else:

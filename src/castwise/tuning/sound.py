@@ -16,7 +16,7 @@ from castwise.plans.plan import Plan
 from castwise.resolve import assign, region_of
 from castwise.tuning.axes import as_raced, name_of, numerics_of
 from castwise.tuning.contest import Contest
-from castwise.tuning.decision import FIRST as STARTS
+from castwise.tuning.decision import LEAST as STARTS
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.finalists import AS_GOOD, FINAL_SHARE, in_vain, start_s
@@ -108,7 +108,9 @@ def cleared(
     each: dict[Plan, list[Plan]] = {}
     for plan in contest.order(doubtful):
         each.setdefault(numerics_of(plan), []).append(plan)
-    after_s = (1.0 - FINAL_SHARE) * search.settings.budget_s + STARTS * (len(sound) + 3) * start_s(contest)
+    after_s = (1.0 - FINAL_SHARE) * search.settings.budget_s + (1 + STARTS) * (len(sound) + 3) * start_s(
+        contest
+    )
     out: list[Plan] = []
     for plans in each.values():
         rival = contest.order([*sound, *out])[0]

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,10 +88,8 @@ class Trial:
     difference: float = 0.0
 
 
-def run_trial(pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> Trial:
-    """Try a plan that compiles; what :class:`castwise.measure.processes.Home` starts. Tells its process id first."""
-    os.setpgid(0, 0)  # compiling starts further processes, which go with this one
-    pipe.send((False, os.getpid()))
+def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> Trial:
+    """Try a plan that compiles; what :class:`castwise.measure.processes.Home` starts."""
     plan = Plan.from_json(line)
     belong_to(plan)
     return try_compiled(received(workload), plan, torch.device(device), seed)
