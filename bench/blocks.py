@@ -8,7 +8,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from castwise import Plan
-from castwise.measure.processes import belong_to, received
+from castwise.measure.processes import received
+from castwise.measure.served import belong_to
 from castwise.measure.steps import TrainingRun
 
 

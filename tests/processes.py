@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from castwise.measure.processes import Home, serve
+from castwise.measure.processes import Home
+from castwise.measure.served import serve
 
 
 def forks() -> ForkServerContext:

@@ -666,3 +666,20 @@ def test_formats_that_operators_around_refuse_leave_in_fp32(inside: str) -> None
         model.head.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
         model(X).sum().backward()
     assert dtypes == [torch.float32]
+
+
+@pytest.mark.parametrize("line", ["bf16-mixed", "fp16-mixed"])
+def test_an_lstm_that_onednn_lacks_runs_low_by_torchs_own_kernels(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.autocast asks for a primitive that a CPU without AVX-512 has not in bf16, and none so far in fp16."""
+    monkeypatch.setattr(castwise._torch, "cpu_has_bf16", lambda: False)
+    torch.manual_seed(0)
+    model, x = nn.LSTM(6, 4, batch_first=True), torch.randn(3, 5, 6)
+    exact = model(x)[0]
+    castwise.Amp(line, device="cpu").prepare(model)
+    out = model(x)[0]
+    out.float().sum().backward()
+    off = (out.float() - exact).abs().max()
+    assert 0.0 < off < {"bf16": 2e-2, "fp16": 2e-3}[Plan.parse(line).compute]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

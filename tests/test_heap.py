@@ -17,7 +17,7 @@ import castwise
 from castwise import heap, process
 from castwise.errors import DeviceError
 from castwise.heap import HEAP, can_keep
-from castwise.measure.processes import page_faults
+from castwise.measure.served import page_faults
 
 KEEP = "fp32+host_memory=keep"
 

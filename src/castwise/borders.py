@@ -341,13 +341,13 @@ def install(
     rows = dict(override_rows(plan, device_type)) if any(casts_operators(plan, c) for c in computes) else {}
     if (
         device_type == "cpu"
-        and "fp16" in computes
+        and computes & ({"fp16"} if _torch.cpu_has_bf16() else {"fp16", "bf16"})
         and any(isinstance(m, nn.LSTM) and not m.proj_size for m in model.modules())
     ):
-        # torch.autocast asks oneDNN for an fp16 LSTM, which it has on no CPU so far ("could not create a primitive
-        # descriptor"), but for one with projections. Casting around the whole operator runs it in fp16 by torch's own
-        # kernels instead.
-        rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no fp16 LSTM on CPUs"))
+        # torch.autocast asks oneDNN for an LSTM, but for one with projections, that it has in fp16 on no CPU so far, and in bf16
+        # on none without AVX-512 ("could not create a primitive descriptor"). Casting around the whole operator runs it low
+        # by torch's own kernels instead.
+        rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN has no such LSTM on this CPU"))
     follow = bool(rows)
     if resolution.mixes:
         # these rows act on what cannot run otherwise; a frame's border tells backward of them by the way

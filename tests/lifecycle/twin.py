@@ -38,8 +38,10 @@ class Scale:
 
 def can_follow(plan: castwise.Plan, kind_name: str) -> bool:
     """Whether a loop by hand gives the same bits: plans that torch.autocast and masters amount to."""
-    if kind_name == "lstm" and plan.compute == "fp16":
-        return False  # torch.autocast has no fp16 LSTM on a CPU
+    if kind_name == "lstm" and plan.compute in (
+        ("fp16",) if castwise._torch.cpu_has_bf16() else ("fp16", "bf16")
+    ):
+        return False  # torch.autocast has no such LSTM on this CPU
     regions = all(
         region.is_type and region.params == "fp32" and not region.compute for region in plan.regions
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from castwise import Workload
 from castwise.errors import CastwiseError
-from castwise.measure import processes
+from castwise.measure import processes, served
 from castwise.measure.apart import Apart
 from castwise.measure.memory import measure_memory
 from castwise.measure.processes import Home, NotThereError, delivered
@@ -243,7 +243,7 @@ def test_modules_of_the_users_own_and_of_torch_are_no_libraries() -> None:
     before = {
         name for name in sys.modules if name.partition(".")[0] not in ("torch", "castwise", "pytest", "tests")
     }
-    found = processes.libraries(before)
+    found = served.libraries(before)
     assert "pytest" in found
     assert {name.partition(".")[0] for name in found}.isdisjoint({"torch", "castwise", "tests"})
 

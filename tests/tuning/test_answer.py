@@ -12,7 +12,9 @@ from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
 from castwise.plans.plan import Plan
 from castwise.tuning.answer import advice, answer, tied, why
+from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.final import Final
+from castwise.tuning.reasons import NotTried
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.tuning.state import AUTOCAST, FP32
@@ -97,6 +99,18 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     record = evidence(searched(FP32, {FP32: 0.1}))
     assert record.answer == "Stay in fp32 as it is: no other plan was timed to the end."
     assert record.candidates[0].reason == "nothing else was timed to the end"
+    slow = searched(FP32, {FP32: 0.1})
+    slow.contest = Contest(slow.workload, slow.device)
+    slow.contest.entries[AUTOCAST] = Entry(
+        AUTOCAST, reason="not faster: its first steps took 39 times as long", hopeless=True
+    )
+    assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
+    slow.contest.entries[LEAN] = Entry(LEAN, reason="out of memory")
+    assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")
+    assert answer(unmeasured).endswith(
+        ": the peak memory of no other plan was measured; a longer --budget would do."
+    )
     unknown = searched(FP32, {FP32: 0.1, AUTOCAST: 0.1})
     assert unknown.final is not None
     unknown.findings[AUTOCAST] = SOUND
@@ -134,7 +148,7 @@ def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
 def test_every_plan_has_its_standing() -> None:
     other, tie = Plan.parse("bf16-master"), Plan.parse("bf16-mixed+optimizer=fused")
     search = searched(AUTOCAST, {FP32: 0.2, AUTOCAST: 0.1, other: 0.15, tie: 0.1})
-    search.passed_over[LEAN] = "not tried: no time"
+    search.passed_over[LEAN] = NotTried("not tried: no time")
     rows = {c.plan: c for c in evidence(search).candidates}
     assert {plan: row.status for plan, row in rows.items()} == {
         "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",

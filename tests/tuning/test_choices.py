@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import castwise
-from castwise import Plan, Workload
+from castwise import Plan, Workload, _torch
 from castwise.errors import DeviceError, PlanError, WorkloadError
 from castwise.heap import HEAP, can_keep
 from castwise.measure.ranks import BY_ITSELF
@@ -173,7 +173,8 @@ def test_losses_inside_the_model_may_follow_their_inputs() -> None:
 # --- costs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_that_is_slower_low_is_found() -> None:
+def test_a_part_that_is_slower_low_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "cpu_has_bf16", lambda: True)  # else it is hopeless on a piece
     made = workload(SlowWhenLow)
     model = made.model()
     batch = next(batches(0))
@@ -330,6 +331,16 @@ def test_a_module_shows_on_a_piece_what_it_takes(module: nn.Module, shape: tuple
     inputs = torch.randn(shape)
     assert _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU, BY_ITSELF) != 1.0  # 1: it took no piece
     assert max(seen) <= inputs.numel() // 2
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_bf16_is_tried_on_a_piece_first_where_the_cpu_has_none(
+    has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it takes 40 times as long as fp32, and a search of `gpt` spent half of its time on finding that out on whole steps."""
+    monkeypatch.setattr(_torch, "cpu_has_bf16", lambda: has)
+    slower = _slowdown_on_a_piece(nn.Linear(64, 64), (torch.randn(4096, 64),), {}, "bf16", CPU, BY_ITSELF)
+    assert (slower == 1.0) == has
 
 
 def test_an_activation_in_place_can_be_timed() -> None:

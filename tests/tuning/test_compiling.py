@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
-from castwise.measure.processes import COMPILED, belong_to, portable
+from castwise.measure.processes import portable
+from castwise.measure.served import COMPILED, belong_to
 from castwise.measure.steps import TrainingRun
 from castwise.report.tune import plan_grid
 from castwise.tuning import compiling, decision, final, trial

@@ -16,6 +16,7 @@ from castwise.tuning.contest import Contest, Entry
 from castwise.tuning.evidence import Verification
 from castwise.tuning.final import Final, ran_as
 from castwise.tuning.finalists import AS_GOOD
+from castwise.tuning.reasons import NotTried, Spared
 from castwise.tuning.record import evidence
 from castwise.tuning.search import Search, Settings
 from castwise.workload import find_workload
@@ -74,12 +75,29 @@ def test_a_compiled_plan_that_was_refused_is_not_called_sound() -> None:
     search.settle(PLAN, finding(0.001, "pass"))
     for mode, why_not in (
         ("default", "not compiled: its gradient differs"),
-        ("max-autotune", "not tried: 3 s are left"),
+        ("max-autotune", NotTried("not tried: 3 s are left")),
     ):
         search.passed_over[dataclasses.replace(PLAN, compile=mode)] = why_not
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[f"{PLAN}+compile=default"] == ("rejected", "not compiled: its gradient differs")
     assert rows[f"{PLAN}+compile=max-autotune"] == ("not tried", "not tried: 3 s are left")
+
+
+def test_a_plan_that_was_shown_and_never_tested_is_not_rejected_for_being_as_fast() -> None:
+    search = searched()
+    slower, other = Plan.parse("bf16-mixed+memory_format=channels_last"), Plan.preset("bf16-master")
+    search.findings[PLAN] = finding(0.001, "pass")
+    search.settle(PLAN, finding(0.001, "pass"))
+    times = [[[seconds] * 3, [seconds * 1.001] * 3] for seconds in (2.0, 1.0, 1.0, 1.5)]
+    search.final = Final([FP32, PLAN, other, slower], times_s=times)
+    search.passed_over[other] = NotTried("not tested: the passes were spent")
+    rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
+    assert rows[str(other)][0] == "not tried"
+    assert rows[str(other)][1].startswith(
+        "not tested: the passes were spent; in the final it was as fast as the "
+    )
+    assert rows[str(slower)][0] == "rejected"
+    assert rows[str(slower)][1].startswith("not faster: takes 1.50 (")
 
 
 def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
@@ -98,7 +116,7 @@ def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
     assert mine.time.q1_s / mine.time.median_s == pytest.approx(0.51 / 0.52)
 
 
-@pytest.mark.parametrize("why", [ran_as(FUSED), f"not in the final: bf16-mixed {AS_GOOD}"])
+@pytest.mark.parametrize("why", [ran_as(FUSED), Spared(f"not in the final: bf16-mixed {AS_GOOD}")])
 def test_a_sound_plan_that_did_not_come_to_the_final_for_another_as_good_is_not_rejected(why: str) -> None:
     search = searched()
     search.findings[PLAN] = finding(0.001, "pass")

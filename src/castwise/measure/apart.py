@@ -19,8 +19,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure.processes import Home, belong_to, libraries, page_faults, received
+from castwise.measure.processes import Home, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
+from castwise.measure.served import belong_to, libraries, page_faults
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import WARMUP, synchronize, turn
 from castwise.plans.plan import Plan

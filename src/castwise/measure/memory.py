@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from castwise.errors import CastwiseError, WorkloadError, told
-from castwise.measure.processes import FORKS, Home, Process, belong_to, delivered, received
+from castwise.measure.processes import FORKS, Home, Process, delivered, received
+from castwise.measure.served import belong_to
 from castwise.measure.steps import InferenceRun, TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan

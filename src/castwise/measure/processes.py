@@ -15,28 +15,22 @@ import hashlib
 import importlib.util
 import os
 import pickle
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Self
 
 import torch
 
-from castwise.errors import CastwiseError, Elsewhere, WorkloadError, place, sentence, told
+from castwise.errors import CastwiseError, Elsewhere, WorkloadError, sentence, told
 from castwise.extras import install
-from castwise.heap import HEAP, can_keep
-from castwise.plans.plan import Plan
-from castwise.process import put_settings, settings
+from castwise.measure.served import FORK, IMPORT, tried
+from castwise.process import settings
 from castwise.workload import Workload, find_workload
 
 FORKS = sys.platform.startswith("linux")
@@ -50,63 +44,16 @@ _ENDS_S = 5.0
 _ENTRY = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[3])
-from castwise.measure.processes import serve
+from castwise.measure.served import serve
 serve(sys.argv[1], int(sys.argv[2]))
 """
-_NEEDED = ("castwise.measure.apart", "castwise.measure.memory", "torch._dynamo", "torch.profiler")
-"""What is forked has imported this: an optimizer's first step imports Dynamo, which takes seconds."""
 _LAUNCHED = re.compile(
     r"(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE)$|(LOCAL|GROUP)_(RANK|WORLD_SIZE)$|TORCHELASTIC_"
 )
 """What torchrun says to its processes: one that measures is none of the ranks."""
 
-_FORK, _IMPORT = b".", b"i"
-"""What the process that is forked is asked for."""
 _IMPORT_S = 10.0
 """What takes longer to import is left to each process."""
-_BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 300, 64, 1500
-"""How many blocks lie on a heap at random, the bytes of the least, and how many times as large the largest is."""
-_scattered: list[torch.Tensor] = []
-
-COMPILED = "CASTWISE_COMPILED"
-"""Names, to processes that measure, the folder where the compiled code of each plan is kept apart."""
-
-
-def belong_to(plan: Plan) -> None:
-    """Make this process a plan's own: it keeps memory for good if the plan does, and what it compiles where no other looks.
-
-    The latter if a search says so, in whose folder also lies what the compiler leaves behind when it is killed.
-    """
-    if plan.host_memory == "keep" and can_keep():
-        HEAP.host_memory = "keep"
-    folder = os.environ.get(COMPILED)
-    if folder and plan.compile != "as_given":
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, plan.digest[:16])
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-
-
-def page_faults() -> int:
-    """How many pages of memory the system has given this process so far; 0 where it does not tell."""
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def libraries(before: Collection[str]) -> list[str]:
-    """Modules of installed libraries that were imported since there were those ``before``, in that order.
-
-    None of torch, which starts no faster for it, and none of the user's own, which may hold what each process has to make anew.
-    """
-    places = tuple(os.path.join(sysconfig.get_path(where), "") for where in ("purelib", "platlib"))
-    new = [(name, module) for name, module in list(sys.modules.items()) if name not in before]
-    return [
-        name
-        for name, module in new
-        if name.partition(".")[0] not in ("torch", "castwise")
-        and (getattr(module, "__file__", None) or "").startswith(places)
-    ]
 
 
 class SilentError(CastwiseError):
@@ -303,7 +250,7 @@ class Home:
                 if FORKS:
                     if self._line is None:
                         self._line = self.line()
-                    socket.send_fds(self._line, [_FORK], [there.fileno()])
+                    socket.send_fds(self._line, [FORK], [there.fileno()])
                 else:
                     self._interpreter("run", there.fileno())
         except OSError as error:
@@ -327,7 +274,7 @@ class Home:
             here, answers = Pipe()
             with here:
                 with answers, there:
-                    socket.send_fds(self._line, [_IMPORT], [answers.fileno(), there.fileno()])
+                    socket.send_fds(self._line, [IMPORT], [answers.fileno(), there.fileno()])
                 here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
                 pid = here.recv()
                 if not (answered := here.poll(_IMPORT_S)):
@@ -368,7 +315,7 @@ class Home:
                 del os.environ[name]
             torch.set_num_threads(1)
             with contextlib.suppress(ConnectionError):  # whoever asked has gone
-                there.send(_tried(work, *args))
+                there.send(tried(work, *args))
         finally:
             os._exit(0)
 
@@ -390,129 +337,3 @@ def _environment() -> dict[str, str]:
 def _path() -> list[str]:
     """Where modules are looked for; import passes over entries that are no strings."""
     return [entry for entry in sys.path if isinstance(entry, str)]
-
-
-def serve(what: str, fd: int) -> None:
-    """What a started interpreter does: ``run`` one thing, or ``fork`` for each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked is interrupted, and closes the pipe
-    if what == "run":
-        _run(fd)
-        return
-    for module in _NEEDED:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a fork then copies none of it where its collector looks
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes away what has ended
-    _fork_each(fd)
-
-
-def _fork_each(fd: int) -> None:
-    """Fork a process for each pipe that comes over a line, or one to fork the next from, until it closes."""
-    with socket.socket(fileno=fd) as line:
-        while True:
-            message, fds, _, _ = socket.recv_fds(line, 1, 2)
-            if not message:
-                return
-            if os.fork() == 0:
-                line.close()
-                try:
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    if message == _IMPORT:
-                        _import(*fds)
-                    else:
-                        scatter()
-                        _run(*fds)
-                finally:
-                    os._exit(0)
-            for each in fds:
-                os.close(each)
-
-
-def _import(fd: int, line: int) -> None:
-    """Import what is asked for as a process that needs it would, then fork what comes over a line, if that is as safe as it was."""
-    safe = False
-    with Connection(fd) as pipe:
-        pipe.send(os.getpid())
-        folder, path, environment, values, modules = pipe.recv()
-        _go_to(folder, path, environment, values)
-        before = _strange_threads()
-        with contextlib.suppress(
-            BaseException
-        ):  # half an import is worse than none; each process meets it for itself
-            for module in modules:
-                importlib.import_module(module)
-            gc.collect()
-            gc.freeze()
-            safe = all(now <= then for now, then in zip(_strange_threads(), before, strict=True))
-        pipe.send(safe)
-    if safe:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        _fork_each(line)
-
-
-def _strange_threads() -> tuple[int, int]:
-    """Threads that a fork may not survive: Python's, and all but those of copies of OpenBLAS, which look after it themselves."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-        pools = {line.split()[-1] for line in lines if "openblas" in line}
-    limits = (os.environ.get(f"{name}_NUM_THREADS", "") for name in ("OPENBLAS", "OMP"))
-    each = min([len(os.sched_getaffinity(0)), *(int(limit) for limit in limits if limit.isdecimal())])
-    return threading.active_count(), len(os.listdir("/proc/self/task")) - len(pools) * max(0, each - 1)
-
-
-def scatter() -> None:
-    """Leave blocks of random sizes on the heap, as many as are freed again.
-
-    Where a process's heap has holes decides how much of it goes back to the system after each step, and comes again as page
-    faults: none to thousands per step of one training. Forks inherit the holes, so that without this all starts of one home
-    would be one draw.
-    """
-    draw = random.Random()
-    blocks = [
-        torch.empty(round(_LEAST_BLOCK * _LARGEST_BLOCK ** draw.random()), dtype=torch.uint8)
-        for _ in range(_BLOCKS)
-    ]
-    _scattered.extend(block for block in blocks if draw.random() < 0.5)
-
-
-def _run(fd: int) -> None:
-    os.setpgid(0, 0)  # what it starts, as to load data or to compile, goes with it
-    with Connection(fd) as pipe, contextlib.suppress(EOFError, ConnectionError):  # whoever asked has gone
-        pipe.send(os.getpid())
-        pipe.send(_tried(_as_asked, pipe, *pipe.recv()))
-
-
-def _as_asked(
-    pipe: Connection, folder: str, path: list[str], environment: Mapping[str, str], values: Mapping[str, Any],
-    work: Callable[..., Any], args: Sequence[Any],
-) -> Any:  # fmt: skip
-    """What was asked for, in the surroundings of the process that asked."""
-    _go_to(folder, path, environment, values)
-    return work(pipe, *args)
-
-
-def _go_to(folder: str, path: list[str], environment: Mapping[str, str], values: Mapping[str, Any]) -> None:
-    os.chdir(folder)
-    sys.path[:] = path
-    os.environ.clear()
-    os.environ.update(environment)
-    put_settings(values)
-
-
-def _tried(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-    """Whether it failed, and what it returned or raised."""
-    try:
-        return False, work(*args)
-    except (Exception, SystemExit) as error:
-        return True, (_pickled(error), "".join(traceback.format_exception(error)), place(error))
-
-
-def _pickled(error: BaseException) -> bytes:
-    """An exception as bytes that become one again; in words where it would not."""
-    if not isinstance(error, SystemExit):  # which would end who asked
-        with contextlib.suppress(
-            Exception
-        ):  # one with arguments of its own pickles, and fails when it is made again
-            data = pickle.dumps(error)
-            if isinstance(pickle.loads(data), Exception):
-                return data
-    return pickle.dumps(WorkloadError(told(error)))  # torch's own travel

@@ -296,8 +296,8 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
 
 
 def _starts(record: Record) -> int:
-    """How often finalists were started, those that came to the end."""
-    return max((row["speedup"]["n"] for row in record["candidates"] if row["speedup"]), default=1)
+    """How often finalists were started, those that came to the end; 0 where fp32 had none beside it."""
+    return max((row["speedup"]["n"] for row in record["candidates"] if row["speedup"]), default=0)
 
 
 def interval_note(record: Record) -> str:
@@ -307,6 +307,8 @@ def interval_note(record: Record) -> str:
         f"they were started up to {starts} times, each in a process of its own, and trained in turns"
         if starts > 1
         else "they trained in turns, started once"
+        if starts
+        else "none but fp32 did"
     )
     return (
         f"Plans with a time came to the final: {how}. fp32's time is a median ± half the interquartile range, another plan's that "

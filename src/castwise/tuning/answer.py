@@ -7,6 +7,7 @@ from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, numerics_of
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.pairs import in_training
+from castwise.tuning.reasons import NotTried
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
@@ -158,11 +159,26 @@ def trains_like_fp32(search: Search, plan: Plan) -> bool:
 def _why_fp32(search: Search) -> str:
     others = _timed(search)
     sound = [plan for plan in others if not search.reasons.get(plan)]
+    if not others and search.settings.goal == "memory" and not search.peaks.keys() - {FP32}:
+        return "the peak memory of no other plan was measured; a longer --budget would do"
     if not others:
-        return "no other plan was timed to the end"
+        return (
+            "all else that was tried is slower"
+            if _all_slower(search)
+            else "no other plan was timed to the end"
+        )
     if not sound:
         return "nothing else that was timed keeps the gradients"
     return "no sound plan is known to be faster" + (", and this one is the simplest" if tied(search) else "")
+
+
+def _all_slower(search: Search) -> bool:
+    """Whether the race has seen plans, and each of them left it since it is slower."""
+    entries = search.contest.entries if search.contest is not None else {}
+    others = [
+        entry for plan, entry in entries.items() if plan != FP32 and not isinstance(entry.reason, NotTried)
+    ]
+    return bool(others) and all(entry.behind or entry.hopeless for entry in others)
 
 
 def why_chosen(search: Search) -> str:
@@ -172,7 +188,11 @@ def why_chosen(search: Search) -> str:
     if search.settings.goal == "numerics":
         return "as few regions in fp32 as pass"
     if not _timed(search):
-        return "nothing else was timed to the end"
+        return (
+            "all else that was tried is slower"
+            if _all_slower(search)
+            else "nothing else was timed to the end"
+        )
     if _by_race(search):
         return "ahead in the race, and as fast as can be told in the final"
     if tied(search):

@@ -19,10 +19,12 @@ from functools import partial
 from castwise.errors import CastwiseError, WorkloadError
 from castwise.measure.apart import Apart
 from castwise.measure.failures import cannot_run, unfit
-from castwise.measure.processes import COMPILED, NotThereError, SilentError, not_there
+from castwise.measure.processes import NotThereError, SilentError, not_there
+from castwise.measure.served import COMPILED
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import as_raced, name_of, uncompiled
 from castwise.tuning.decision import LEAST as STARTS
+from castwise.tuning.reasons import NotTried, Spared
 from castwise.tuning.state import FP32, SearchState
 from castwise.tuning.trial import Trial, run_trial
 
@@ -87,7 +89,7 @@ def compile_finalists(
         room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
         if room < max(LEAST_S, took):
             last = f", and the last that was compiled took {took:.0f} s" if took else ""
-            search.passed_over[made] = (
+            search.passed_over[made] = NotTried(
                 f"not tried: {max(0.0, room):.0f} s of the budget are left to compile it in{last}; a longer --budget would do"
             )
             continue
@@ -104,7 +106,7 @@ def compile_finalists(
         speeds[made] = (ratio.value if ratio is not None else 1.0) * trial.eager_s / trial.step_s
     best = _fastest(speeds)
     for made in speeds.keys() - set(best):
-        search.passed_over[made] = f"not in the final: {MOST} others were faster when compiled"
+        search.passed_over[made] = Spared(f"not in the final: {MOST} others were faster when compiled")
     return best
 
 
@@ -128,7 +130,9 @@ def _tried(search: SearchState, payload: bytes, plan: Plan, timeout_s: float) ->
         return found
     except SilentError:
         return Trial(
-            f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; a longer --budget would do"
+            NotTried(
+                f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; a longer --budget would do"
+            )
         )
     except WorkloadError:
         raise

@@ -27,6 +27,7 @@ from castwise.measure.timing import WARMUP, Lap, paired, race, speedup
 from castwise.plans.plan import PRESETS, Plan
 from castwise.process import Claim
 from castwise.tuning.axes import name_of, storage_of
+from castwise.tuning.reasons import NotTried
 from castwise.workload import Workload
 
 BASELINE = PRESETS["fp32"]
@@ -41,7 +42,7 @@ other (bench/results/race-cpu.json); the third before it had so many rounds:"""
 EARLY = 6
 HEATS = 2
 """Rounds of further heats tell hardly anybody apart: who is left differs by a few percent, and the final decides on that."""
-LATE = "not tried: the time was spent"
+LATE = NotTried("not tried: the time was spent")
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Entry:
         times_s: Seconds per step, per round; None in rounds without it.
         reason: Why it left, empty while it is in.
         behind: Whether it left since another was faster, and nothing else speaks against it.
+        hopeless: Whether its first steps were so slow that no others were taken.
         losses: Of the steps it trained.
     """
 
@@ -60,6 +62,7 @@ class Entry:
     times_s: list[float | None] = field(default_factory=list)
     reason: str = ""
     behind: bool = False
+    hopeless: bool = False
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -309,6 +312,7 @@ class Contest:
             elif lap.slowdown is not None:
                 entry = self.entries[plan]
                 entry.reason = f"not faster: its first steps took {lap.slowdown:.0f} times as long as fp32's"
+                entry.hopeless = True
                 self._close(plan)
             if plan == BASELINE:
                 if lap.error is not None:

@@ -140,7 +140,8 @@ def _final(search: SearchState, plans: Sequence[Plan], beside: Collection[Plan] 
 
 def _lightest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> None:
     with search.stage("memory"):
-        search.measure_peaks([*plans, *([] if search.as_given is None else [search.as_given])])
+        for late in search.measure_peaks([*plans, *([] if search.as_given is None else [search.as_given])]):
+            search.passed_over[late] = LATE
 
     def lightness(plan: Plan) -> tuple[float, float]:
         """Peak memory to within a hundredth, then complexity; a plan that was not measured comes last."""
@@ -244,9 +245,9 @@ def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> 
 def formats_not_reached(search: SearchState) -> list[str]:
     """Low formats of which there were candidates, and no time for any."""
     entries = search.contest.entries if search.contest is not None else {}
-    timed = {plan.compute for plan, entry in entries.items() if entry.rounds}
+    tried = {plan.compute for plan, entry in entries.items() if entry.rounds or entry.hopeless}
     late = {plan.compute for plan, entry in entries.items() if entry.reason == LATE}
-    return sorted(late - timed)
+    return sorted(late - tried)
 
 
 def _choose(search: SearchState, order: Iterable[Plan]) -> None:

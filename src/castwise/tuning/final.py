@@ -18,12 +18,12 @@ from castwise.plans.plan import Plan
 from castwise.tuning.axes import as_raced, complexity, name_of, numerics_of, run_with
 from castwise.tuning.contest import Contest
 from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, Decision, among, decide, settle
+from castwise.tuning.reasons import Spared
 from castwise.tuning.state import AUTOCAST, FP32, PEAKS_S, SearchState
 
 ROUNDS = 8
 OVERRUN = 1.5
 """After so many budgets not even the second start begins, without which nobody knows what another would have shown."""
-RAN_AS = "the final ran it as "
 
 
 @dataclass
@@ -156,20 +156,20 @@ class Final:
         more = ratios[plan] - 1.0
         faster = f"up to {100.0 * more:.0f} % faster" if more < 1.0 else "much faster"
         idle = "a machine with nothing else to do"
-        longer = f"A longer --budget, and {idle}," if self.apart and self.starts < MOST else idle.capitalize()
+        late = self.starts <= LEAST if self.apart else min(map(len, self._times(chosen))) < 2 * ROUNDS
+        helps = late or (self.apart and self.starts < MOST)
+        longer = f"A longer --budget, and {idle}," if helps else idle.capitalize()
         raced = any(self._ahead_in_race(one) for one in could if complexity(one) < complexity(chosen))
-        why = (
-            "The machine is too noisy" if self.starts > LEAST or not self.apart else "The time was too short"
-        )
+        why = "The time was too short" if late else "The machine is too noisy"
         return (
             f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
             f"those that are not known to be slower{', here or in the race' * raced}. {longer} would tell."
         )
 
 
-def ran_as(plan: Plan) -> str:
+def ran_as(plan: Plan) -> Spared:
     """Why a plan was not chosen, or not timed, that came to the final as another."""
-    return f"{RAN_AS}{name_of(plan)}"
+    return Spared(f"the final ran it as {name_of(plan)}")
 
 
 def _interval(ratio: stats.Ratio) -> str:

@@ -19,6 +19,7 @@ from castwise.tuning.contest import Contest
 from castwise.tuning.decision import LEAST as STARTS
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.final import ran_as
+from castwise.tuning.reasons import Spared
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
 
 FINALISTS = 5
@@ -135,16 +136,16 @@ def likeliest(
     for plan in order:
         if plan in lossless:
             continue
+        out = "not in the final:"
         if _is_far(contest, plan, over):
-            why = f"takes {over[plan]:.2f} times as long as {name_of(next(iter(over)))} in the race"
+            slow = f"takes {over[plan]:.2f} times as long as {name_of(next(iter(over)))} in the race"
+            search.passed_over[plan] = f"{out} {slow}"
         elif (rival := in_vain(contest, plan, left)) is not None:
-            why = f"{name_of(rival)} {AS_GOOD}"
+            search.passed_over[plan] = Spared(f"{out} {name_of(rival)} {AS_GOOD}")
         elif len(left) - len([FP32, *lossless]) == most:
-            why = f"{most} that were faster or simpler filled it"
+            search.passed_over[plan] = Spared(f"{out} {most} that were faster or simpler filled it")
         else:
             left.append(plan)
-            continue
-        search.passed_over[plan] = f"not in the final: {why}"
     return [plan for plan in sound if plan in left]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from castwise import _torch
 from castwise.casting import autocast
 from castwise.casting.trees import cast_floating, map_tensors, tensors_in
 from castwise.measure.failures import cannot_run, unfit
@@ -334,8 +335,8 @@ def _as_leaves(cast: Any, original: Any) -> Any:
 def _slowdown_on_a_piece(
     module: nn.Module, args: Any, kwargs: Any, low: str, device: torch.device, ranks: Lockstep
 ) -> float:
-    """How many times fp32's time a format takes on a small piece of the input; 1 where none can be cut."""
-    if low != "fp16" or device.type != "cpu":
+    """How many times fp32's time a format that a CPU may lack takes on a small piece of the input; 1 where none can be cut."""
+    if device.type != "cpu" or (low == "bf16" and _torch.cpu_has_bf16()):
         return 1.0
     for features_first in (False, True):
         cut = map_tensors(functools.partial(_piece, features_first=features_first), args)

@@ -17,9 +17,8 @@ from castwise.tuning.axes import name_of, numerics_of
 from castwise.tuning.compiling import pays_after
 from castwise.tuning.contest import Entry
 from castwise.tuning.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
-from castwise.tuning.final import RAN_AS
-from castwise.tuning.finalists import AS_GOOD
 from castwise.tuning.pairs import in_training
+from castwise.tuning.reasons import NotTried, Spared
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
@@ -131,12 +130,17 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
         return "baseline", why
     if plan in tied(search):
         return "tie", why
-    in_final = final is not None and bool(final.seconds(plan))
-    if not unsound and why.startswith(("not tried", "not tested")):
+    if unsound:
+        return "rejected", why
+    if isinstance(why, NotTried):
         return "not tried", why
+    in_final = final is not None and bool(final.seconds(plan))
+    ratio = speed(search, search.chosen, plan)
+    if found is None and numerics_of(plan) != FP32 and ratio is not None and round(ratio.low, 2) <= 1.0:
+        untested = search.passed_over.get(plan, "its gradients were not tested")
+        return "not tried", f"{untested}; in the final it was {why}"
     ran = bool(entry.rounds or entry.reason or in_final) or plan.compile != "as_given"
-    spared = why.startswith(RAN_AS) or why.endswith(AS_GOOD)  # nothing speaks against it
-    if unsound or (why and ran and not spared):
+    if why and ran and not isinstance(why, Spared):
         return "rejected", why
     if found is not None:
         return ("sound" if found.verdict == "pass" else "rejected"), why

@@ -37,6 +37,7 @@ from castwise.numerics.probes import Prober
 from castwise.tuning.arrived import arrival_notes
 from castwise.tuning.axes import as_trained, name_of, numerics_of
 from castwise.tuning.compiling import own_cache
+from castwise.tuning.contest import Entry
 from castwise.tuning.exemptions import find_exemptions
 from castwise.tuning.fastest import find_fastest, formats_not_reached
 from castwise.tuning.pairs import is_doubtful, train_pairs
@@ -95,8 +96,12 @@ class Search(SearchState):
                 with self.stage("training runs"):
                     self._train()
             if settings.memory and settings.goal == "time" and self.left_s() > PEAKS_S:
+                raced = self.contest is not None and bool(
+                    self.contest.entries.get(AUTOCAST, Entry(AUTOCAST)).rounds
+                )
+                shown = [AUTOCAST] if raced else []
                 with self.stage("memory"):
-                    self.measure_peaks(list(dict.fromkeys([FP32, AUTOCAST, self.chosen])))
+                    self.measure_peaks(list(dict.fromkeys([FP32, *shown, self.chosen])))
         assert self.test is not None
         if (note := self.test.prober.positions.note) and numerics_of(self.chosen) != FP32:
             self.notes.append(note)

@@ -21,6 +21,7 @@ from castwise.tuning.decision import MARGIN
 from castwise.tuning.evidence import Verification
 from castwise.tuning.finalists import AS_GOOD, FINAL_SHARE, in_vain, start_s
 from castwise.tuning.pairs import affordable_steps, in_training, is_doubtful, train_pairs
+from castwise.tuning.reasons import NotTried
 from castwise.tuning.repair import VERIFYING
 from castwise.tuning.state import FP32, MICROBATCHES, SearchState
 
@@ -64,11 +65,11 @@ def find_sound(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> 
             continue
         known = numerics_of(plan) in search.findings
         if not known and (rival := in_vain(contest, plan, sound)) is not None:
-            search.passed_over[plan] = f"not tested: {name_of(rival)} {AS_GOOD}"
+            search.passed_over[plan] = NotTried(f"not tested: {name_of(rival)} {AS_GOOD}")
             continue
         left = search.numerics.left()
         if left < VERIFYING + MICROBATCHES and not known:
-            search.passed_over[plan] = (
+            search.passed_over[plan] = NotTried(
                 "not tested: the passes for numerics were spent on plans that are faster or simpler"
             )
             continue

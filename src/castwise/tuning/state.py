@@ -288,8 +288,12 @@ class SearchState:
             self.find(kept)
         return kept
 
-    def measure_peaks(self, plans: Sequence[Plan]) -> None:
-        """Measure peak memory of plans that have not been measured yet, each in a process of its own."""
+    def measure_peaks(self, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """Measure peak memory of plans that have not been measured yet, each in a process of its own.
+
+        Returns:
+            Those for which there was no time.
+        """
 
         def measure(plan: Plan) -> int | None:
             what, seed = self.spec or self.workload, self.settings.seed
@@ -305,7 +309,7 @@ class SearchState:
                 self.notes.append(
                     f"Peak memory of {len(plans) - number} plans was not measured: the time was spent."
                 )
-                break
+                return plans[number:]
             self.say(self.now, name_of(plan), number, len(plans))
             try:
                 here = self.ranks.at(f"the memory of {plan}")
@@ -315,6 +319,7 @@ class SearchState:
                 continue
             if peak is not None:
                 self.peaks[plan] = peak
+        return ()
 
     def settle(self, plan: Plan, result: ParityResult | None, kept: dict[str, str] | None = None) -> None:
         """Choose a plan, with its finding on fresh batches (fp32 needs none) and why it keeps parts in fp32."""

@@ -38,7 +38,8 @@ from torch import Tensor
 from castwise import _torch
 from castwise.casting.trees import to_device
 from castwise.errors import sentence
-from castwise.measure.processes import belong_to, received
+from castwise.measure.processes import received
+from castwise.measure.served import belong_to
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import synchronize
 from castwise.numerics.isolation import seed_all
