@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -352,6 +353,14 @@ def test_who_hangs_loses_its_place_and_nobody_elses(tmp_path: Path) -> None:
     assert fine.error is None
     assert len(fine.times_s) == 2
     assert ended(told(tmp_path))
+
+
+def test_a_budget_without_an_end_waits_without_one() -> None:
+    with Home() as home:
+        home.patience_s = math.inf
+        apart = Apart(home, portable(workload()), PRESETS["fp32"], CPU, 0)
+        assert apart.warm_up() > 0.0
+        apart.close()
 
 
 def test_a_home_that_is_left_before_it_is_up_leaves_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import hashlib
 import importlib.util
+import math
 import os
 import pickle
 import re
@@ -37,8 +38,8 @@ FORKS = sys.platform.startswith("linux")
 """Whether the system forks safely."""
 _RECEIVED_S = 60.0
 """A workload that has not been made again after so long never will be."""
-PATIENCE_S = 600.0
-"""What has not answered for so long hangs."""
+PATIENCE_S = 3600.0
+"""What has not answered for so long hangs; compiling for the first time can take minutes."""
 _ENDS_S = 5.0
 """What has been told to end, or to say who it is, has so long for it."""
 _ENTRY = """
@@ -182,20 +183,22 @@ class Process:
         return value
 
     def _next(self, patience_s: float) -> Any:
-        if not self._pipe.poll(max(0.0, self._asked + patience_s - time.monotonic())):
+        left_s = self._asked + patience_s - time.monotonic()
+        if not self._pipe.poll(max(0.0, left_s) if math.isfinite(left_s) else None):
             raise SilentError(f"no answer after {patience_s:.0f} s")
         return self._pipe.recv()
 
     def close(self, gone_s: float = 0.0) -> None:
-        """Let go of it, and end what is left of it and of what it started; waits at most so long until they have."""
+        """Let go of it, and end what is left of it and of what it started; waits at most so long until they have. Once."""
         with contextlib.suppress(EOFError, ConnectionError):
             if self._leads and not self._group and self._pipe.poll(_ENDS_S):
                 self._group = self._pipe.recv()
         self._pipe.close()
+        group, self._group, self._leads = self._group, 0, False
         until = time.monotonic() + gone_s
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            while self._group:
-                os.killpg(self._group, signal.SIGKILL)
+            while group:
+                os.killpg(group, signal.SIGKILL)
                 if time.monotonic() >= until:
                     break
                 time.sleep(0.01)
