@@ -2,7 +2,7 @@
 
 Five plans, the simplest first, race once as in one process, which tells who is far behind, and then by the rule of ``castwise.tuning.decision``: ``slow`` counts choices that are more than
 3 % slower than the best, ``sure_slow`` those of them that were called decided and not "too noisy to decide", ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
-``decided`` searches that did not run out of starts, of which there are 12, or two where a row says so: a short budget. The noise is of three kinds drawn from formulas (a process is lucky for
+``decided`` searches that did not run out of starts, of which there are 16, or two where a row says so: a short budget. The noise is of three kinds drawn from formulas (a process is lucky for
 its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
 in a process of its own, started anew and run in turns, whose times differ by nothing but noise; as they are, and keeping memory.
 """
@@ -28,7 +28,7 @@ from castwise.tuning.final import ROUNDS
 from common import Results, arguments
 
 PLANS, SEARCHES = 5, 600
-COPIES, STARTS = 5, 12
+COPIES, STARTS = 5, 16
 WORKLOADS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32")
 
 Noise = Callable[[random.Random, int], list[list[float]]]

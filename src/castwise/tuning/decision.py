@@ -30,7 +30,7 @@ SLOWER = 1.005
 LIKELY, SURE, EARLY = 0.95, 0.97, 0.99
 """Confidence, two-sided, with which the plan taken is within the margin, with which a simpler one is slower, and of both where
 the fewest starts decide. Several are looked at, after every start: how often one of the two is wrong is simulated."""
-LEAST, MOST = 2, 12
+LEAST, MOST = 2, 16
 """Starts that there are at least, since of one nobody knows what another would have shown, and at most."""
 
 

@@ -21,7 +21,8 @@ from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, Decision, amon
 from castwise.tuning.reasons import Spared
 from castwise.tuning.state import AUTOCAST, FP32, PEAKS_S, SearchState
 
-ROUNDS = 8
+ROUNDS = 6
+"""Of each start. Fewer need more starts, each of which builds all models anew; more take longer where a machine is quiet."""
 OVERRUN = 1.5
 """After so many budgets not even the second start begins, without which nobody knows what another would have shown."""
 
