@@ -7,10 +7,11 @@ plan, ``alike`` that format, storage of parameters, memory format and regions ar
 searches of one workload that agree on the first three. The grid is raced to find its best
 plan, and that plan, fp32, one-line torch.autocast (bf16-mixed) and what the searches chose are raced again in further starts,
 from which all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
-``over_giving_back`` is what
-keeping the host's memory brings to the plan. ``agrees`` says that the speed over fp32 on each search's page and the one of this race meet within their intervals. Built-in
-workloads are searched with ``--budget 30`` too, and ``within`` counts the plans found so that are at most 5 % slower than that
-of the first long search.
+``over_giving_back`` is what keeping the host's memory brings to the plan. ``agrees`` says that the speed over fp32 on each
+search's page and the one of this race meet within their intervals. Where a step of one-line autocast takes more than ten times
+as long as fp32's, for want of units for bf16, that is noted (``autocast_times_as_long``), and low formats are not raced.
+Built-in workloads are searched with ``--budget 30`` too, and ``within`` counts the plans found so that are at most 5 % slower
+than that of the first long search.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ import torch
 import castwise
 from architectures import ARCHITECTURES
 from castwise import Plan, Workload
+from castwise.measure import timing
 from castwise.measure.apart import start_apart
 from castwise.measure.failures import cannot_run
 from castwise.measure.processes import Home, portable
+from castwise.measure.steps import TrainingRun
 from castwise.tuning.final import Final
 from castwise.workload import find_workload
 from common import RESULTS, sentence, show, store
@@ -51,14 +54,24 @@ LAST = 10
 """Steps whose mean loss is compared."""
 
 
-def grid(workload: Workload) -> list[Plan]:
+def autocast_times_as_long(workload: Workload, device: torch.device) -> float:
+    """What one-line autocast takes beside fp32, by two steps of each; where that is far from 1 it is enough to know."""
+    runs = {name: TrainingRun(workload, Plan.preset(name), device) for name in FORMATS[:2]}
+    laps = timing.race(list(runs.items()), rounds=1, steps=1, device=device, warmup=1, hopeless=math.inf)
+    for run in runs.values():
+        run.close()
+    fp32, low = (statistics.median(lap.seconds) for lap in laps.values())
+    return low / fp32
+
+
+def grid(workload: Workload, formats: Sequence[str] = FORMATS) -> list[Plan]:
     """The plans that people try by hand."""
     model = workload.model()
     images = any(isinstance(m, torch.nn.Conv2d) for m in model.modules())
     layouts = ("as_is", "channels_last") if images else ("as_is",)
     return [
         dataclasses.replace(Plan.preset(name), memory_format=layout, optimizer=step)
-        for name, layout, step in itertools.product(FORMATS, layouts, ("as_given", "fused"))
+        for name, layout, step in itertools.product(formats, layouts, ("as_given", "fused"))
     ]
 
 
@@ -165,14 +178,17 @@ def measure(
     gc.collect()
     fp32, autocast = Plan.preset("fp32"), Plan.preset("bf16-mixed")
     made = workload if isinstance(workload, Workload) else find_workload(workload)
-    tried = raced(workload, grid(made), device, 1, GRID_ROUNDS)
+    slowdown = autocast_times_as_long(made, device)
+    formats = FORMATS if slowdown <= timing.HOPELESS else FORMATS[:1]
+    tried = raced(workload, grid(made, formats), device, 1, GRID_ROUNDS)
     if options.compiled:
         eager = min(tried.plans, key=lambda plan: statistics.median(tried.seconds(plan)))
         tried = raced(workload, [eager, *compiled(tried)], device, 1, GRID_ROUNDS)
     best = min(tried.plans, key=lambda plan: statistics.median(tried.seconds(plan)))
     shorts = [Plan.parse(one["plan"]) for one in short]
     given_back = dataclasses.replace(tuned, host_memory="as_given")
-    racing = list(dict.fromkeys([fp32, autocast, best, given_back, *plans, *shorts]))
+    beside = [fp32] if slowdown > timing.HOPELESS else [fp32, autocast]
+    racing = list(dict.fromkeys([*beside, best, given_back, *plans, *shorts]))
     race = raced(workload, racing, device, options.starts, ROUNDS)
     losses = check_losses(name, race, tuned)
     for one, plan in zip(short, shorts, strict=True):
@@ -182,7 +198,11 @@ def measure(
         **known,
         "best_of_grid": str(best),
         "over_fp32": speed(race, tuned, fp32),
-        "over_autocast": speed(race, tuned, autocast),
+        **(
+            {"autocast_times_as_long": slowdown}
+            if slowdown > timing.HOPELESS
+            else {"over_autocast": speed(race, tuned, autocast)}
+        ),
         "over_best_of_grid": speed(race, tuned, best),
         "over_giving_back": speed(race, tuned, given_back),
         "agrees": all(agrees),
@@ -203,8 +223,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def mean(values: list[float]) -> float | None:
         return math.exp(statistics.fmean(math.log(v) for v in values)) if values else None
 
-    rows = [row for row in rows if "over_autocast" in row]
-    over = {str(row["workload"]): row["over_autocast"][0] for row in rows}
+    rows = [row for row in rows if "over_fp32" in row]
+    over = {str(row["workload"]): row["over_autocast"][0] for row in rows if "over_autocast" in row}
     searches = [one for row in rows for one in row["searches"]]
     pairs = [pairs_alike(row["searches"]) for row in rows]
     short = [one for row in rows for one in row["short"]]
