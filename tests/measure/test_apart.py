@@ -22,7 +22,7 @@ from castwise import Workload
 from castwise.errors import CastwiseError, WorkloadError, place
 from castwise.measure.apart import REST_S, Apart, _run, race_apart
 from castwise.measure.failures import unfit
-from castwise.measure.processes import Home, portable
+from castwise.measure.processes import Home, not_there, portable
 from castwise.measure.steps import TrainingRun
 from castwise.measure.timing import WARMUP
 from castwise.plans.plan import PRESETS
@@ -191,6 +191,12 @@ def test_a_process_that_dies_is_a_failure_in_words(home: Home) -> None:
     other.close()
 
 
+def test_a_workload_that_has_a_name_is_not_told_to_take_one() -> None:
+    error = ValueError("no such tokenizer")
+    assert "file.py:attribute" not in str(not_there("jobs.py:mine", error))
+    assert "file.py:attribute" in str(not_there(workload(), error))
+
+
 def test_a_workload_that_cannot_travel_is_refused_in_words() -> None:
     lock = threading.Lock()
     with pytest.raises(WorkloadError, match=r"cannot be sent to another process.*file\.py:attribute"):
@@ -334,6 +340,11 @@ def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str,
             rounds=1,
         )
         assert time.monotonic() - begin < 6.0
+        begin, plans = time.monotonic(), [PRESETS["fp32"], PRESETS["bf16-mixed"], PRESETS["bf16-master"]]
+        race_apart(home, portable(workload(hangs.loss, hangs)), plans, CPU, rounds=1)
+        assert (
+            time.monotonic() - begin < 4.0
+        )  # the others may hang for the same reason, and a step is asked of one after another
         other.steps(1)
         other.close()
     assert {unfit(timed.error) for timed in found if timed.error is not None} == {"no answer after 2 s"}

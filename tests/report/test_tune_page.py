@@ -40,6 +40,17 @@ def drawn(record: dict[str, Any]) -> dict[str, Any]:
     return draw(tune.PICTURES, record)
 
 
+def test_a_page_can_be_drawn_of_a_speed_without_an_interval() -> None:
+    """That of a final of one round; the page and the plan were lost with it."""
+    rows = [
+        dataclasses.replace(row, speedup=dataclasses.replace(row.speedup, low=0.0, high=math.inf))
+        if row.speedup
+        else row
+        for row in make_evidence().candidates
+    ]
+    assert tune_plots._scatter(make_record(make_evidence(candidates=tuple(rows)))) is not None
+
+
 def test_a_plan_that_was_not_timed_has_no_row_among_the_speeds() -> None:
     untimed = [make_candidate(f"fp32+ops.exp{i}=fp32", None, parity=make_damage(0.0)) for i in range(2)]
     why = "not faster: it is no faster than fp32, by regions alone"

@@ -13,6 +13,7 @@ from castwise.numerics.parity import ParityResult
 from castwise.plans.plan import Plan
 from castwise.tuning.answer import advice, answer, tied, why
 from castwise.tuning.contest import Contest, Entry
+from castwise.tuning.decision import Decision
 from castwise.tuning.final import Final
 from castwise.tuning.reasons import NotTried
 from castwise.tuning.record import evidence
@@ -120,9 +121,46 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     assert evidence(slower).candidates[0].reason == "the fastest sound plan"
     assert answer(slower) == "Stay in fp32 as it is: no sound plan is known to be faster."
     slower.reasons[AUTOCAST] = "damage 0.3 is above 0.1"
-    assert answer(slower) == "Stay in fp32 as it is: nothing else that was timed keeps the gradients."
+    assert (
+        answer(slower)
+        == "Stay in fp32 as it is: nothing else that was timed was shown to keep the gradients."
+    )
     slower.complete = False
     assert answer(slower) == "Stay in fp32 for now: the search ended before it could choose."
+
+
+def test_an_interval_without_ends_is_no_speed() -> None:
+    """A final of one round said "as fast, as far as can be told (0.00-inf)"."""
+    search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 0.1})
+    assert search.final is not None
+    search.final.times_s = [[one[0][:1]] for one in search.final.times_s]
+    assert answer(search).endswith(": at a speed that is not known, since its times differ too much.")
+    assert not any("autocast" in said for said in why(search))
+
+
+def test_what_is_undecided_is_not_said_to_lose_the_gradients() -> None:
+    search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
+    search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="undecided")
+    search.reasons[AUTOCAST] = "more of them would decide"
+    assert "was not shown to keep the gradients: more of them would decide" in why(search)[-1]
+
+
+def test_the_page_has_the_interval_by_which_it_was_decided() -> None:
+    """Autocast's starts, which differ far more, made that of two plans wider than what they were decided by."""
+    wild, lean, base = [2.0, 1.2, 3.0], [0.1, 0.1001, 0.1], [0.105, 0.1051, 0.105]
+    search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 1.0})
+    final = search.final = Final(
+        [FP32, LEAN, AUTOCAST],
+        times_s=[[[t] * 4 for t in starts] for starts in (base, lean, wild)],
+        choice={FP32, LEAN},
+    )
+    wide = final.ratio(LEAN, FP32)
+    final.decision = Decision(1, decided=True)
+    narrow = final.ratio(LEAN, FP32)
+    assert wide is not None
+    assert narrow is not None
+    assert wide.low < 1.0 < narrow.low
+    assert "1.05 times as fast" in answer(search)
 
 
 def test_a_plan_whose_numerics_were_not_found_sound_ties_with_nothing() -> None:

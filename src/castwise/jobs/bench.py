@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ from castwise.workload import Workload, about_data, find_workload, users_code
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
+PATIENCE_S, SLOWER = 60.0, 3.0
+"""A process hangs that is silent for so long, and for so many times as long as all plans together took to train here."""
 PICTURE_SIDE = 128
 """Pictures are thinned to at most this many rows and columns in the record."""
 
@@ -127,6 +130,7 @@ class _Work:
     progress: Progress
     rows: list[Row]
     home: Home = field(default_factory=Home)
+    begin: float = field(default_factory=time.monotonic)
     starts: int = 0
     notes: tuple[str, ...] = ()
 
@@ -209,6 +213,7 @@ class _Work:
 
     def time_apart(self, starts: int, inference: bool) -> None:
         """Time training, and inference, in starts of all plans; leave the times of this process where that cannot be."""
+        self.home.patience_s = max(PATIENCE_S, SLOWER * (time.monotonic() - self.begin))
         try:
             payload = delivered(self.home, self.spec or self.workload)
             self._start(starts, payload, TrainingRun, "timing")

@@ -43,7 +43,8 @@ class TuneResult(Result):
             Paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures; where matplotlib
             or Jinja is missing no page and pictures, and a warning says so.
         """
-        first, *others = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
         plan = Path(folder) / "plan.json"
-        self.plan.save(plan)
+        plan.parent.mkdir(parents=True, exist_ok=True)
+        self.plan.save(plan)  # before what takes longer, should that be interrupted
+        first, *others = self._save(Path(folder) / "report.html", Path(folder) / "evidence.json")
         return (first, plan, *others)

@@ -2,8 +2,8 @@
 
 Starting one is cheap where the system forks safely: one process imports castwise, touches no device and starts no thread, and
 is forked for each that is asked for. Elsewhere each is an interpreter of its own. What it is told and answers goes over a
-pipe. What nobody waits for any more is ended, with all that it started: no process outlives the one that asked, and none that
-hangs holds it up for longer than its patience. The libraries that the first of them imported for a workload are imported once
+pipe. What nobody waits for any more is ended, with all that it started but what left its process group: none outlives the one
+that asked, and none that hangs holds it up for longer than its patience. The libraries that the first of them imported for a workload are imported once
 for all that follow (:meth:`Home.import_once`).
 """
 
@@ -38,8 +38,8 @@ FORKS = sys.platform.startswith("linux")
 """Whether the system forks safely."""
 _RECEIVED_S = 60.0
 """A workload that has not been made again after so long never will be."""
-PATIENCE_S = 3600.0
-"""What has not answered for so long hangs; compiling for the first time can take minutes."""
+PATIENCE_S = 600.0
+"""What has not answered for so long hangs, where nobody knows better how long it may take."""
 _ENDS_S = 5.0
 """What has been told to end, or to say who it is, has so long for it."""
 _ENTRY = """
@@ -130,9 +130,9 @@ def not_there(workload: Workload | str, error: Exception) -> NotThereError:
     name = workload if isinstance(workload, str) else workload.name
     if isinstance(error, SilentError):
         return NotThereError(f"workload {name!r} hangs in another process: {error}")
+    advice = f"; put all that it needs into a file and name it file.py:attribute{_or_install()}"
     return NotThereError(
-        f"workload {name!r} does not run in another process ({told(error, whole=False)}); put all that it needs into a "
-        f"file and name it file.py:attribute{_or_install()}"
+        f"workload {name!r} does not run in another process ({told(error, whole=False)}){advice * (name is not workload)}"
     )
 
 
@@ -142,14 +142,15 @@ class Process:
     Args:
         pipe: To it. Where it leads a group of its own, the first that comes over it is the group's id.
         leads: Whether it does.
-        patience_s: How long an answer may take, from when it was asked for.
+        patience_s: As the attribute.
 
     Attributes:
+        patience_s: How long an answer may take, in seconds from when it was asked for.
         at_work: Whether it owes an answer.
     """
 
     def __init__(self, pipe: Connection, leads: bool = True, patience_s: float = PATIENCE_S) -> None:
-        self._pipe, self._leads, self._patience_s = pipe, leads, patience_s
+        self._pipe, self._leads, self.patience_s = pipe, leads, patience_s
         self._group = 0
         self._asked = time.monotonic()
         self.at_work = True
@@ -168,7 +169,7 @@ class Process:
                 where in the user's code.
             CastwiseError: It ended without a word, or said nothing in time; the latter is ended when it is closed.
         """
-        patience_s = self._patience_s if timeout_s is None else timeout_s
+        patience_s = self.patience_s if timeout_s is None else timeout_s
         try:
             if self._leads and not self._group:
                 self._group = self._next(patience_s)
@@ -185,7 +186,7 @@ class Process:
     def _next(self, patience_s: float) -> Any:
         left_s = self._asked + patience_s - time.monotonic()
         if not self._pipe.poll(max(0.0, left_s) if math.isfinite(left_s) else None):
-            raise SilentError(f"no answer after {patience_s:.0f} s")
+            raise SilentError(f"no answer after {time.monotonic() - self._asked:.0f} s")
         return self._pipe.recv()
 
     def close(self, gone_s: float = 0.0) -> None:

@@ -313,7 +313,8 @@ def interval_note(record: Record) -> str:
     return (
         f"Plans with a time came to the final: {how}. fp32's time is a median ± half the interquartile range, another plan's that "
         "over its speed; brackets hold 95 % intervals, of speeds over starts (Student's t) and times of day, of damage over batches. Damage is "
-        f"{words.MEANING}: below {lines['pass']:g} passes, above {lines['fail']:g} fails, between the two is undecided."
+        f"{words.MEANING}: below {lines['pass']:g} passes, above {lines['fail']:g} fails, between the two is undecided; "
+        f"in the units of Adam's steps {lines['adam_pass']:g} and {lines['adam_fail']:g}."
     )
 
 

@@ -51,7 +51,8 @@ def _scatter(record: Record) -> Figure | None:
     speeds = [max(r["speedup"]["value"], SLOWEST) for r in rows]
     ends = [r["speedup"] for r in rows]  # an interval may be endless; the points have to stay apart
     left = min(1.0, max(min(end["low"] for end in ends), 0.7 * min(speeds)))
-    right = max(1.0, min(max(end["high"] for end in ends), 1.3 * max(speeds)))
+    highs = [math.inf if end["high"] is None else end["high"] for end in ends]
+    right = max(1.0, min(max(highs), 1.3 * max(speeds)))
     room = 0.12 * max(right - left, 0.1)
     axes.set_xlim(left - room, right + room)
     axes.axhspan(fails, high, color=COLOURS[6], alpha=0.10, lw=0)

@@ -13,6 +13,8 @@ from castwise.tuning.state import AUTOCAST, FP32
 
 MOST_NAMED = 3
 """Regions or operators that a sentence names; beyond it counts them."""
+UNKNOWN = 10.0
+"""An interval whose ends are so many times apart says nothing."""
 _SAME = 0.01
 """A difference in peak memory that is not worth a word."""
 
@@ -96,6 +98,8 @@ def _speed_words(ratio: stats.Ratio | None) -> str:
     """How fast a plan is beside another; no direction where the interval knows none."""
     if ratio is None:
         return ""
+    if ratio.high > UNKNOWN * ratio.low:
+        return "at a speed that is not known, since its times differ too much"
     interval = f"({ratio.low:.2f}-{ratio.high:.2f})"
     if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as it is printed
         return f"as fast, as far as can be told {interval}"
@@ -168,7 +172,7 @@ def _why_fp32(search: Search) -> str:
             else "no other plan was timed to the end"
         )
     if not sound:
-        return "nothing else that was timed keeps the gradients"
+        return "nothing else that was timed was shown to keep the gradients"
     return "no sound plan is known to be faster" + (", and this one is the simplest" if tied(search) else "")
 
 
@@ -183,7 +187,7 @@ def _all_slower(search: Search) -> bool:
 
 def why_chosen(search: Search) -> str:
     """Why the chosen plan was, in a clause."""
-    if search.settings.goal == "memory":
+    if search.settings.goal == "memory" and search.peaks.keys() - {search.chosen}:
         return "the sound plan with the smallest peak memory"
     if search.settings.goal == "numerics":
         return "as few regions in fp32 as pass"
@@ -216,7 +220,7 @@ def _against_autocast(search: Search) -> str:
     ratio = speed(search, plan, AUTOCAST)
     if plan == AUTOCAST:
         return "This is one-line torch.autocast in bf16."
-    if ratio is not None:
+    if ratio is not None and ratio.high <= UNKNOWN * ratio.low:
         return f"Beside one-line torch.autocast in bf16 it is {_speed_words(ratio)}."
     return ""
 
@@ -250,7 +254,11 @@ def _why_not_low(search: Search) -> str:
     ratio = speed(search, AUTOCAST, search.chosen)
     if reason:
         fast = f" would be {_speed_words(ratio)}, but it" if ratio is not None and ratio.low > 1.0 else ""
-        return f"One-line torch.autocast in bf16{fast} does not keep the gradients: {reason}."
+        found = search.findings.get(AUTOCAST)
+        keeps = (
+            "was not shown to keep" if found is not None and found.verdict == "undecided" else "does not keep"
+        )
+        return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
     if ratio is None and AUTOCAST in search.passed_over:
         return f"One-line torch.autocast in bf16 was passed over: {search.passed_over[AUTOCAST]}."
     return ""

@@ -230,7 +230,9 @@ class Contest:
             racing = [plan for plan in racing if not self.entries[plan].reason]
         self._say(f"{len(racing)} plans", rounds, rounds)
 
-    def updates(self, one: Plan, other: Plan, rounds: int, least: int, until: float) -> tuple[Lap, Lap]:
+    def updates(
+        self, one: Plan, other: Plan, rounds: int, least: int, until: float, last: float
+    ) -> tuple[Lap, Lap]:
         """Interleaved rounds of two plans in which the optimizer's part of each step is timed for itself.
 
         On an accelerator whole steps are: what an optimizer makes the host wait for is lost where it is waited for anyway.
@@ -241,6 +243,7 @@ class Contest:
             rounds: How many rounds there are.
             least: How many of them there are though ``until`` is over.
             until: Clock time after which no further one begins.
+            last: Clock time after which none of the least begins either, but the first.
 
         Returns:
             Of each the median seconds of those parts, by round; none where one of the two cannot run.
@@ -256,7 +259,7 @@ class Contest:
         runs = {"0": self._runs[one], "1": self._runs[other]}
         laps = Lap(), Lap()
         for number in range(rounds):
-            if number >= least and self._ranks.now() > until:
+            if number and self._ranks.now() > (until if number >= least else last):
                 break
             self._say("the optimizer's part of a step", number, rounds)
             found = race(

@@ -57,7 +57,7 @@ class Final:
     def __post_init__(self) -> None:
         """Nobody has been timed yet."""
         self._ratios: Mapping[tuple[int, int], stats.Ratio] = {}
-        self._known = 0
+        self._known: tuple[int, Decision | None] = 0, None
 
     @property
     def starts(self) -> int:
@@ -74,9 +74,24 @@ class Final:
         """How many times as fast as another a plan is; None where one of them was not in it."""
         if plan == over or not self.seconds(plan) or not self.seconds(over):
             return None
-        if self._known != self.starts:
-            self._ratios, self._known = stats.restarts(self.times_s), self.starts
+        if self._known != (self.starts, self.decision):
+            self._ratios, self._known = self._all_ratios(), (self.starts, self.decision)
         return self._ratios[self.plans.index(over), self.plans.index(plan)]
+
+    def _all_ratios(self) -> Mapping[tuple[int, int], stats.Ratio]:
+        """Of all pairs; those of which both are left by their own starts alone, as they were decided on."""
+        out = stats.restarts(self.times_s)
+        if self.decision is None:
+            return out
+        left = [
+            one
+            for one, plan in enumerate(self.plans)
+            if one not in self.decision.out
+            and plan not in self.failed
+            and (not self.choice or plan in self.choice)
+        ]
+        near = stats.restarts([self.times_s[one] for one in left])
+        return {**out, **{(left[i], left[j]): ratio for (i, j), ratio in near.items()}}
 
     def in_turn(self, plans: Sequence[Plan], refused: Collection[Plan] = ()) -> Iterator[Plan]:
         """The plan to choose, and, each time that one is refused, the one to choose among the others.
@@ -226,7 +241,9 @@ def race_final(
         nonlocal starts, taken_s
         begin = ranks.now()
         share = max(1, LEAST - starts)
-        what = f"start {starts + 1}: {len(racing)} plans, each in a process of its own"
+        what = (
+            f"start {starts + 1}: {len(racing)} plan{'s' * (len(racing) > 1)}, each in a process of its own"
+        )
         search.say(search.now, what, 0, ROUNDS)
         found = race_apart(
             search.home, payload, [plans[index] for index in racing], search.device, rounds=ROUNDS,

@@ -40,18 +40,23 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
         return False
     fused = dataclasses.replace(plan, optimizer="fused")
     entry = contest.entries[plan]
-    step_s, standing = statistics.median(entry.lap.seconds), entry.reason
+    standing = entry.reason
+    step_s = statistics.median(entry.lap.seconds)
     budget_s, left_s = search.settings.budget_s, search.left_s()
     needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
     if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
         search.passed_over[fused] = LATE
         return False
-    given_s, fused_s = contest.updates(plan, fused, ROUNDS, LEAST_ROUNDS, ranks.now() + SHARE * budget_s)
+    begin = ranks.now()
+    given_s, fused_s = contest.updates(
+        plan, fused, ROUNDS, LEAST_ROUNDS, begin + SHARE * budget_s, begin + MOST_SHARE * budget_s
+    )
     entry.reason = standing  # it ran before: memory that two do not find here is no reason against it
     ratio = speedup(given_s, fused_s)
     if ratio is None:  # it cannot run
         return False
     part_s = statistics.median(given_s.seconds)
+    step_s = max(step_s, part_s)  # of another moment
     least, likely, part_s, then_s = ranks.at("the fused optimizer").worst(
         lambda: (
             part_s * (1.0 - (1.0 / ratio.low if ratio.low else math.inf)) / step_s,
@@ -64,7 +69,9 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
     if search.device.type != "cpu":
         took = f"a step of {name_of(plan)} takes {1e3 * part_s:.3g} ms with {name}, and {1e3 * then_s:.3g} ms where that is fused"
     if least < WORTH:
-        search.passed_over[fused] = f"{took}, which is not known to save {WORTH:.0%} of the step"
+        search.passed_over[fused] = (
+            f"{took}, which {len(given_s.seconds)} rounds do not know to save {WORTH:.0%} of the step"
+        )
         return False
     search.notes.append(
         f"{took[:1].upper()}{took[1:]}: {100.0 * likely:.0f} % less of the whole, so that the final compared plans with "

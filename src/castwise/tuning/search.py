@@ -110,7 +110,7 @@ class Search(SearchState):
         if missed := formats_not_reached(self):
             self.notes.append(
                 f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time was spent before. A longer "
-                "--budget would tell whether it is faster."
+                f"--budget would tell whether {'it is' if len(missed) == 1 else 'they are'} faster."
             )
         self.complete = not missed
 
