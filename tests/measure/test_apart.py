@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from castwise import Workload
 from castwise.errors import CastwiseError, WorkloadError, place
+from castwise.measure import processes
 from castwise.measure.apart import REST_S, Apart, _run, race_apart
 from castwise.measure.failures import unfit
 from castwise.measure.processes import Home, not_there, portable
@@ -345,6 +346,7 @@ def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str,
         assert (
             time.monotonic() - begin < 4.0
         )  # the others may hang for the same reason, and a step is asked of one after another
+        home.patience_s = 60.0
         other.steps(1)
         other.close()
     assert {unfit(timed.error) for timed in found if timed.error is not None} == {"no answer after 2 s"}
@@ -353,7 +355,8 @@ def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str,
 
 
 @needs_proc
-def test_who_hangs_loses_its_place_and_nobody_elses(tmp_path: Path) -> None:
+def test_who_hangs_loses_its_place_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "HURRY", 0.9)  # a step of the other may be slow beside other tests
     hangs = Hangs(tmp_path, "a step", low_alone=True)
     with Home() as home:
         home.patience_s = 5.0

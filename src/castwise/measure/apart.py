@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from castwise.measure.processes import Home, SilentError, received
+from castwise.measure.processes import Home, received
 from castwise.measure.ranks import BY_ITSELF, Lockstep
 from castwise.measure.served import belong_to, libraries, page_faults
 from castwise.measure.steps import InferenceRun, TrainingRun
@@ -31,8 +31,6 @@ BLOCK_S = 0.12
 LEAST_ROUNDS = 3
 REST_S = 0.01
 """Pause before a block: threads of the one before spin on for some milliseconds (bench/results/rest-cpu.json)."""
-HURRY = 0.1
-"""After one that hangs the others of its race may be silent for this share of their time: mostly they hang for the same reason."""
 COMPILING = 2
 """First steps beside the usual ones, of all, where a plan compiles: the first may be followed by another compilation."""
 
@@ -100,10 +98,6 @@ class Apart:
         """
         self._process.send(count)
         return float(self._process.answer())
-
-    def hurry(self) -> None:
-        """Have less patience with it."""
-        self._process.patience_s *= HURRY
 
     def close(self) -> None:
         """End the process, at once where it is at work: where it hangs, or an interrupt found it so."""
@@ -220,11 +214,6 @@ def race_apart(
                     try:
                         found[index] = ranks.at(what).slowest(partial(one, work, runs[index]))[0]
                     except Exception as error:  # its own end, not that of the others
-                        if isinstance(error, SilentError) and not any(
-                            isinstance(t.error, SilentError) for t in out
-                        ):
-                            for run in runs:
-                                run.hurry()
                         out[index].error = error
             return found
 

@@ -40,6 +40,8 @@ _RECEIVED_S = 60.0
 """A workload that has not been made again after so long never will be."""
 PATIENCE_S = 600.0
 """What has not answered for so long hangs, where nobody knows better how long it may take."""
+HURRY = 0.1
+"""Share of its patience that is left after one that hangs."""
 _ENDS_S = 5.0
 """What has been told to end, or to say who it is, has so long for it."""
 _ENTRY = """
@@ -141,16 +143,15 @@ class Process:
 
     Args:
         pipe: To it. Where it leads a group of its own, the first that comes over it is the group's id.
-        leads: Whether it does.
-        patience_s: As the attribute.
+        home: Where it was started.
+        leads: Whether it leads a group.
 
     Attributes:
-        patience_s: How long an answer may take, in seconds from when it was asked for.
         at_work: Whether it owes an answer.
     """
 
-    def __init__(self, pipe: Connection, leads: bool = True, patience_s: float = PATIENCE_S) -> None:
-        self._pipe, self._leads, self.patience_s = pipe, leads, patience_s
+    def __init__(self, pipe: Connection, home: Home, leads: bool = True) -> None:
+        self._pipe, self._home, self._leads = pipe, home, leads
         self._group = 0
         self._asked = time.monotonic()
         self.at_work = True
@@ -162,18 +163,17 @@ class Process:
             self._pipe.send(message)
 
     def answer(self, timeout_s: float | None = None) -> Any:
-        """Wait for what it returns; for ``timeout_s`` seconds after it was asked, or as long as its patience.
+        """Wait for what it returns; for ``timeout_s`` seconds after it was asked, or as long as its home has patience.
 
         Raises:
             Exception: What was raised there, in words where that exception cannot travel; :func:`castwise.errors.place` says
                 where in the user's code.
             CastwiseError: It ended without a word, or said nothing in time; the latter is ended when it is closed.
         """
-        patience_s = self.patience_s if timeout_s is None else timeout_s
         try:
             if self._leads and not self._group:
-                self._group = self._next(patience_s)
-            failed, value = self._next(patience_s)
+                self._group = self._next(timeout_s)
+            failed, value = self._next(timeout_s)
         except (EOFError, ConnectionError):
             self.at_work = False
             raise CastwiseError("the process died without a word (out of memory?)") from None
@@ -183,9 +183,11 @@ class Process:
             raise pickle.loads(error) from Elsewhere(trace, where)
         return value
 
-    def _next(self, patience_s: float) -> Any:
-        left_s = self._asked + patience_s - time.monotonic()
+    def _next(self, timeout_s: float | None) -> Any:
+        left_s = self._asked + (self._home.patience_s if timeout_s is None else timeout_s) - time.monotonic()
         if not self._pipe.poll(max(0.0, left_s) if math.isfinite(left_s) else None):
+            if timeout_s is None:
+                self._home.has_seen_silence()
             raise SilentError(f"no answer after {time.monotonic() - self._asked:.0f} s")
         return self._pipe.recv()
 
@@ -210,12 +212,14 @@ class Home:
 
     Attributes:
         delivered: Digests of workloads that a process from here has made again.
-        patience_s: How long an answer of a process that starts from now on may take.
+        patience_s: How long an answer of its processes may take, in seconds from when it was asked for; after one that hangs
+            it is a tenth of that, since the others mostly hang for the same reason.
     """
 
     def __init__(self) -> None:
         self.delivered: set[bytes] = set()
         self.patience_s = PATIENCE_S
+        self._silent = False
         self._imported: set[str] | None = set()
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._copies: list[int] = []
@@ -259,9 +263,15 @@ class Home:
                     self._interpreter("run", there.fileno())
         except OSError as error:
             raise CastwiseError(f"no process to measure in could be started ({sentence(error)})") from error
-        process = Process(here, patience_s=self.patience_s)
+        process = Process(here, self)
         process.send((os.getcwd(), _path(), _environment(), settings(), work, args))
         return process
+
+    def has_seen_silence(self) -> None:
+        """Have less patience from now on."""
+        if not self._silent:
+            self._silent = True
+            self.patience_s *= HURRY
 
     def import_once(self, modules: Sequence[str]) -> None:
         """Have processes that start from now on begin with modules of libraries.
@@ -310,7 +320,7 @@ class Home:
         if pid:
             there.close()
             self._copies.append(pid)
-            return Process(here, leads=False, patience_s=self.patience_s)
+            return Process(here, self, leads=False)
         try:
             here.close()
             gc.freeze()  # a process group among what the parent left would wait for threads that stayed there
