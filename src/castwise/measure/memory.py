@@ -28,7 +28,6 @@ from castwise.measure.timing import synchronize
 from castwise.plans.plan import Plan
 from castwise.workload import Workload
 
-TIMEOUT_S = 900.0
 _MARK = "castwise::peak"
 _WARMUP = 2
 """Steps before the one that is measured: optimizer state exists after the first, casts are cached after it."""
@@ -61,7 +60,7 @@ def measure_memory(
     inference: bool = True,
     home: Home | None = None,
 ) -> Memory:
-    """Measure a plan's memory in a new process, for which at most ``TIMEOUT_S`` seconds are waited.
+    """Measure a plan's memory in a new process, for which its home's patience is waited.
 
     A workload that cannot be sent to it (it holds a lock, an open file, a module that is nowhere else) is measured in a copy of
     this process, where the operating system and the device allow it.
@@ -81,7 +80,7 @@ def measure_memory(
         with Home() if home is None else contextlib.nullcontext(home) as place:
             process = _start(place, workload, plan, device, seed, inference)
             try:
-                found: Memory = process.answer(TIMEOUT_S)
+                found: Memory = process.answer()
             finally:
                 process.close()
     except Exception as error:
