@@ -25,7 +25,7 @@ MARGIN = 1.03
 BEHIND = 1.05
 """What takes more than this many times as long as another in the race, at the least, is behind it: a race in one process is off by
 up to 4 % (bench/results/race-cpu.json)."""
-SLOWER = 1.005
+SLOWER = 1.0075
 """A simpler plan is passed over where it is known to take at least so many times as long: a plan that is as fast is seldom so unlucky."""
 LIKELY, SURE, EARLY = 0.95, 0.97, 0.99
 """Confidence, two-sided, with which the plan taken is within the margin, with which a simpler one is slower, and of both where
