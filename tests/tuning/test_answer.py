@@ -138,6 +138,22 @@ def test_an_interval_without_ends_is_no_speed() -> None:
     assert not any("autocast" in said for said in why(search))
 
 
+def test_what_seems_faster_and_is_not_sure_enough_is_said_to_be_that() -> None:
+    """A page had "not known to be faster" beside 1.42 (1.09-1.85): a choice asks for 97 %, and an interval is of 95."""
+    search = searched(FP32, {FP32: 0.142, LEAN: 0.1})
+    assert search.final is not None
+    search.final.times_s[1] = [[t] * 4 for t in (0.1, 0.1085, 0.092)]
+    search.final.times_s[0] = search.final.times_s[0][:3]
+    ratio = search.final.ratio(LEAN, FP32)
+    assert ratio is not None
+    assert ratio.low > 1.01
+    assert answer(search).endswith(
+        "no sound plan is known surely enough to be faster, and this one is the simplest."
+    )
+    said = search.final.reason(LEAN, FP32)
+    assert said == "faster, but not as surely as a choice asks (97%), than the chosen plan, which is simpler"
+
+
 def test_what_is_undecided_is_not_said_to_lose_the_gradients() -> None:
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.05})
     search.findings[AUTOCAST] = dataclasses.replace(SOUND, verdict="undecided")

@@ -173,7 +173,13 @@ def _why_fp32(search: Search) -> str:
         )
     if not sound:
         return "nothing else that was timed was shown to keep the gradients"
-    return "no sound plan is known to be faster" + (", and this one is the simplest" if tied(search) else "")
+    ahead = [speed(search, plan, FP32) for plan in tied(search)]
+    known = (
+        "known"
+        if all(ratio is None or round(ratio.low, 2) <= 1.0 for ratio in ahead)
+        else "known surely enough"
+    )
+    return f"no sound plan is {known} to be faster" + (", and this one is the simplest" if ahead else "")
 
 
 def _all_slower(search: Search) -> bool:

@@ -17,7 +17,7 @@ from castwise.measure.processes import NotThereError, not_there
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import as_raced, complexity, name_of, numerics_of, run_with
 from castwise.tuning.contest import Contest
-from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, Decision, among, decide, settle
+from castwise.tuning.decision import BEHIND, LEAST, MARGIN, MOST, SURE, Decision, among, decide, settle
 from castwise.tuning.reasons import Spared
 from castwise.tuning.state import AUTOCAST, FP32, PEAKS_S, SearchState
 
@@ -131,6 +131,8 @@ class Final:
         simpler = complexity(chosen) < complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
+            if round(ratio.high, 2) < 1.0 and ratio.low <= 1.0 / MARGIN:  # as it is printed
+                sure = f"faster, but not as surely as a choice asks ({SURE:.0%}),"
             return f"{sure} than the chosen plan, which is simpler"
         same = "as fast as" if ratio.high < MARGIN else "not known to be slower than"
         return f"{same} the chosen plan{', which is simpler' * simpler}"
