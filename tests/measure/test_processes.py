@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import socket
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -240,10 +241,7 @@ def test_what_the_first_process_imported_is_there_when_the_next_starts() -> None
 
 
 def test_modules_of_the_users_own_and_of_torch_are_no_libraries() -> None:
-    before = {
-        name for name in sys.modules if name.partition(".")[0] not in ("torch", "castwise", "pytest", "tests")
-    }
-    found = served.libraries(before)
+    found = served.libraries(sys.modules)
     assert "pytest" in found
     assert {name.partition(".")[0] for name in found}.isdisjoint({"torch", "castwise", "tests"})
 
@@ -276,6 +274,62 @@ def test_a_library_that_a_fork_would_not_survive_is_left_to_each_process(
         assert not started_with(home, "strange")
         home.import_once(["harmless"])
         assert not started_with(home, "harmless")
+
+
+def test_a_library_is_imported_while_the_process_that_asks_goes_on(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1.0)\n", encoding="utf-8")
+    with Home() as home:
+        home.begin()
+        home.ready()
+        begin = time.monotonic()
+        home.import_soon(["slow"])
+        assert time.monotonic() - begin < 0.9
+        home.ready()
+        assert time.monotonic() - begin >= 0.9
+        assert started_with(home, "slow")
+
+
+def test_a_home_that_is_left_while_a_library_is_imported_ends_that(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    here = tmp_path / "here"
+    source = f"import os, pathlib, time\npathlib.Path({str(here)!r}).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+    (tmp_path / "slow.py").write_text(source, encoding="utf-8")
+    with Home() as home:
+        home.begin()
+        home.import_soon(["slow"])
+        while not (here.exists() and here.read_text()):
+            time.sleep(0.01)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10.0
+    while pathlib.Path("/proc", here.read_text()).exists():
+        assert time.monotonic() - begin < 10.0
+
+
+def test_a_home_that_cannot_begin_says_so_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(_: Home) -> socket.socket:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(Home, "line", line)
+    with Home() as home:
+        home.begin()
+        home.import_soon(["sklearn"])
+        home.ready()
+        with pytest.raises(
+            CastwiseError, match=r"no process to measure in could be started .*no processes left"
+        ):
+            home.start(has, "sklearn")
+
+
+def test_a_home_that_nothing_was_asked_of_ends_at_once() -> None:
+    begin = time.monotonic()
+    with Home() as home:
+        home.begin()
+    assert time.monotonic() - begin < 2.0  # its interpreter imports torch for longer
 
 
 def test_what_is_imported_once_meets_what_it_would_meet_in_a_process_of_its_own(

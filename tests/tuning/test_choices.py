@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,14 @@ from castwise.tuning.pairs import (
     judge_losses,
     train_pairs,
 )
-from castwise.tuning.part_costs import Cost, _slowdown_on_a_piece, losing_parts, measure_costs, not_faster
+from castwise.tuning.part_costs import (
+    Cost,
+    _slowdown_on_a_piece,
+    lacks_units,
+    losing_parts,
+    measure_costs,
+    not_faster,
+)
 from castwise.tuning.parts import Part, find_parts
 
 CPU = torch.device("cpu")
@@ -549,12 +556,71 @@ def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_r
     assert not_faster("fp16", ("bf16", "fp16"), costs).startswith(
         "bf16 is faster by regions alone; in fp16 conv takes 9.0 "
     )
-    assert not not_faster("fp16", ("fp16",), costs)  # with nothing better, whole steps decide
+    assert not_faster("fp16", ("fp16",), costs) == (
+        "it is no faster than fp32, by regions alone; conv takes 9.0 times as long as fp32"
+    )
     assert not not_faster("bf16", ("bf16", "fp16"), costs)
     costs["conv"].bordered_s["bf16"] = costs["conv"].times_s["bf16"] = 9.9  # nor does the other gain
-    assert not not_faster("fp16", ("bf16", "fp16"), costs)
+    assert not_faster("fp16", ("bf16", "fp16"), costs).startswith("it is no faster than fp32")
     costs["conv"].times_s.update(bf16=6.0, fp16=8.0)
     assert not not_faster("fp16", ("bf16", "fp16"), costs)
+
+
+def test_a_format_without_units_has_to_gain_by_regions_to_be_raced() -> None:
+    """A search of BERT on a CPU without bf16 spent 60 s of 100 on plans with all but its activations in fp32."""
+
+    def costs(low_s: float, activation_s: float) -> dict[str, Cost]:
+        return {
+            "linear": Cost({"fp32": 8.0, "bf16": low_s}, {"bf16": 8.2}),
+            "activation": Cost({"fp32": 2.0, "bf16": activation_s}, {"bf16": 2.0}),
+        }
+
+    assert lacks_units("bf16", costs(24.0, 1.6))
+    assert not_faster("bf16", ("bf16",), costs(24.0, 1.6)) == (
+        "it saves 2% of fp32's time at most, by regions alone; linear takes 3.0 times as long as fp32"
+    )
+    assert not not_faster("bf16", ("bf16",), costs(24.0, 0.9))
+    assert not lacks_units("bf16", costs(23.0, 1.6))
+    assert not not_faster("bf16", ("bf16",), costs(23.0, 1.6))  # whole steps decide
+    hopeless = costs(24.0, 1.6) | {"linear": Cost({"fp32": 8.0}, reasons={"bf16": "takes 12 times as long"})}
+    assert lacks_units("bf16", hopeless)
+    assert not_faster("bf16", ("bf16",), hopeless)
+
+
+@pytest.mark.parametrize(("linear_s", "shown"), [(9.0, False), (2.9, True)])
+def test_one_line_autocast_is_raced_where_the_device_has_units_for_it(
+    linear_s: float, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To be shown, one step of it took as long as all others of a search."""
+    found = search.Search(workload(), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    found._refer()
+    known = {"0": Cost({"fp32": 1.0, "bf16": linear_s}, {"bf16": 1.2})}
+    monkeypatch.setattr(fastest, "measure_costs", lambda *_args, **_options: known)
+    autocast = Plan.preset("bf16-mixed")
+    out = fastest._by_costs(found, [BASELINE, autocast, Plan.preset("bf16-master")])
+    assert set(out) == ({BASELINE, autocast} if shown else {BASELINE})
+    assert (autocast in found.passed_over) != shown
+
+
+def test_what_is_far_slower_is_timed_twice() -> None:
+    count = {"fp32": 0, "near": 0, "far": 0}
+
+    def takes(name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            count[name] += 1
+            time.sleep(seconds)
+
+        return run
+
+    ways = {
+        ("fp32", False): takes("fp32", 0.004),
+        ("bf16", False): takes("near", 0.004),
+        ("fp16", False): takes("far", 0.04),
+    }
+    best = part_costs._interleaved(ways, CPU, BY_ITSELF)
+    assert count == {"fp32": part_costs.ROUNDS, "near": part_costs.ROUNDS, "far": 2}
+    assert set(best) == set(ways)
+    assert best["fp16", False] >= 0.04
 
 
 def test_a_format_that_is_dropped_names_the_part_that_loses_most() -> None:

@@ -125,7 +125,12 @@ def _run(
         taken += count
         if taken <= WARMUP:
             first, since = taken, page_faults()
-    return run.losses, run.compile_s, (page_faults() - since) / max(1, taken - first), libraries(before)
+    return (
+        run.losses,
+        run.compile_s,
+        (page_faults() - since) / max(1, taken - first),
+        libraries(name for name in list(sys.modules) if name not in before),
+    )
 
 
 def _seconds(run: TrainingRun | InferenceRun, steps: int, device: torch.device) -> float:

@@ -42,6 +42,8 @@ PATIENCE_S = 600.0
 """What has not answered for so long hangs, where nobody knows better how long it may take."""
 HURRY = 0.1
 """Share of its patience that is left after one that hangs."""
+_STARTS_S = 60.0
+"""The process that is forked has started after so long, or never will."""
 _ENDS_S = 5.0
 """What has been told to end, or to say who it is, has so long for it."""
 _ENTRY = """
@@ -121,6 +123,9 @@ def delivered(home: Home, workload: Workload | str) -> bytes:
             raise not_there(workload, error) from error
         home.delivered.add(mark)
     return sent
+
+
+def _nothing(_pipe: Connection) -> None: ...
 
 
 def _receive(_pipe: Connection, sent: bytes) -> None:
@@ -219,8 +224,9 @@ class Home:
     def __init__(self) -> None:
         self.delivered: set[bytes] = set()
         self.patience_s = PATIENCE_S
-        self._silent = False
+        self._silent = self._asked = False
         self._imported: set[str] | None = set()
+        self._importing: tuple[socket.socket, Connection] | None = None
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._copies: list[int] = []
         self._line: socket.socket | None = None
@@ -231,11 +237,14 @@ class Home:
 
     def __exit__(self, *exception: object) -> None:
         """End it, and wait for what it was asked for; pipes are closed by then, or close with this process."""
+        self._take_imported(0.0)
         if self._line is not None:
             self._line.close()
             self._line = None
         while self._interpreters:
             process = self._interpreters.pop()
+            if not self._asked:  # it may still be about to begin
+                process.kill()
             try:
                 process.wait(timeout=_ENDS_S)
             except subprocess.TimeoutExpired:
@@ -253,6 +262,8 @@ class Home:
             CastwiseError: No process can be started.
         """
         here, there = Pipe()
+        self._asked = True
+        self._take_imported()
         try:
             with there:
                 if FORKS:
@@ -273,6 +284,32 @@ class Home:
             self._silent = True
             self.patience_s *= HURRY
 
+    def begin(self) -> None:
+        """Have the process that is forked start while this one goes on; where it cannot, :meth:`start` says so."""
+        if FORKS and self._line is None:
+            with contextlib.suppress(OSError):
+                self._line = self.line()
+
+    def import_soon(self, modules: Sequence[str]) -> None:
+        """:meth:`import_once`, which :meth:`start` waits for."""
+        self._take_imported()
+        if self._line is None or self._imported is None or self._imported.issuperset(modules):
+            return
+        self._imported.update(modules)
+        with contextlib.suppress(OSError):
+            line, there = socket.socketpair()
+            here, answers = Pipe()
+            self._importing = line, here
+            with answers, there:
+                socket.send_fds(self._line, [IMPORT], [answers.fileno(), there.fileno()])
+            here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
+
+    def ready(self) -> None:
+        """Wait for what :meth:`begin` began, which would disturb what is timed here."""
+        if self._line is not None:
+            with contextlib.suppress(CastwiseError), contextlib.closing(self.start(_nothing)) as process:
+                process.answer(_STARTS_S)
+
     def import_once(self, modules: Sequence[str]) -> None:
         """Have processes that start from now on begin with modules of libraries.
 
@@ -280,23 +317,23 @@ class Home:
         draw for all. Where a fork would not be safe with them (one has started a thread), or an import fails, ends the process
         or takes too long, all start as before, and no other call changes that.
         """
-        if self._line is None or self._imported is None or self._imported.issuperset(modules):
+        self.import_soon(modules)
+        self._take_imported()
+
+    def _take_imported(self, patience_s: float = _IMPORT_S) -> None:
+        """Where modules are being imported, wait for that, and fork from there from now on if all went well in time."""
+        if self._importing is None:
             return
-        self._imported.update(modules)
-        line, there = socket.socketpair()
-        try:
-            here, answers = Pipe()
-            with here:
-                with answers, there:
-                    socket.send_fds(self._line, [IMPORT], [answers.fileno(), there.fileno()])
-                here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
+        (line, here), self._importing = self._importing, None
+        safe = False
+        with contextlib.suppress(EOFError, OSError), here:
+            if here.poll(_STARTS_S if patience_s else 0.0):
                 pid = here.recv()
-                if not (answered := here.poll(_IMPORT_S)):
+                if here.poll(patience_s):
+                    safe = here.recv()
+                else:
                     os.kill(pid, signal.SIGKILL)
-                safe = answered and here.recv()
-        except (EOFError, OSError):
-            safe = False
-        if safe:
+        if safe and self._line is not None:
             self._line.close()
             self._line = line
         else:

@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -63,18 +63,17 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def libraries(before: Collection[str]) -> list[str]:
-    """Modules of installed libraries that were imported since there were those ``before``, in that order.
+def libraries(names: Iterable[str]) -> list[str]:
+    """Of some names of modules that are imported those of installed libraries.
 
     None of torch, which starts no faster for it, and none of the user's own, which may hold what each process has to make anew.
     """
     places = tuple(os.path.join(sysconfig.get_path(where), "") for where in ("purelib", "platlib"))
-    new = [(name, module) for name, module in list(sys.modules.items()) if name not in before]
     return [
         name
-        for name, module in new
+        for name in dict.fromkeys(names)
         if name.partition(".")[0] not in ("torch", "castwise")
-        and (getattr(module, "__file__", None) or "").startswith(places)
+        and (getattr(sys.modules.get(name), "__file__", None) or "").startswith(places)
     ]
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,10 +41,15 @@ MOST_ELEMENTS = 1 << 21
 """Of a larger parameter this many elements, drawn at random, stand for it."""
 MOST_IN_ALL = 1 << 24
 """Where all parameters together have more than this many elements, fewer of the large ones: 64 MiB a microbatch."""
+LEAST_ELEMENTS = 1 << 15
+"""And of each not fewer than these."""
 RESCALE = 2.0**-6
 """Where a loss scale makes gradients overflow, the next one tried is this many times as large."""
 RESCALES = 3
-_CHUNK = 1 << 18
+_CHUNKS = {"cpu": 1 << 14}
+"""Elements of a vector that are multiplied at once: all vectors' together stay in a CPU's caches, and occupy a GPU."""
+_EXPONENTS = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
+"""Where a number keeps its exponent: the integers it can be read as, and the bits."""
 _NO_MORE = object()
 
 
@@ -160,7 +164,7 @@ class Prober:
         self._buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         self._sizes = {name: as_real(p.detach()).numel() for name, p in trained.items()}
         most = MOST_ELEMENTS
-        while most > _CHUNK // 8 and sum(min(size, most) for size in self._sizes.values()) > MOST_IN_ALL:
+        while most > LEAST_ELEMENTS and sum(min(size, most) for size in self._sizes.values()) > MOST_IN_ALL:
             most //= 2
         self._picks = {
             name: self._pick(index, self._sizes[name], most)
@@ -454,19 +458,21 @@ def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     """Move a weight uniformly by up to half a unit in the last place of a format with this eps; complex ones in both parts."""
     if weight.is_complex():
         return torch.view_as_complex(dithered(as_real(weight), eps, generator))
-    _, exponent = torch.frexp(weight)
-    unit = torch.ldexp(torch.full_like(weight, eps / 2), exponent)  # frexp's mantissa is in [1/2, 1)
-    unit = torch.where(weight == 0, torch.zeros_like(unit), unit)
+    wide = weight if weight.dtype in _EXPONENTS else weight.float()
+    integers, bits = _EXPONENTS[wide.dtype]
+    power = (wide.view(integers) & bits).view(wide.dtype)  # of two, at most the weight's size; 0 of 0
     noise = torch.rand(weight.shape, generator=generator, device=weight.device, dtype=torch.float32).sub_(0.5)
-    return weight + noise.to(weight.dtype) * unit
+    return torch.addcmul(wide, noise.to(wide.dtype), power, value=eps).to(weight.dtype)
 
 
 def _gram(vectors: list[Tensor], factors: Tensor | None) -> Matrix:
-    count = len(vectors)
-    total = np.zeros((count, count))
-    for start in range(0, vectors[0].numel(), _CHUNK):
-        block = torch.stack([v[start : start + _CHUNK] for v in vectors]).double()
+    device = vectors[0].device
+    chunk = _CHUNKS.get(device.type, 1 << 18)
+    total = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device=device)
+    for start in range(0, vectors[0].numel(), chunk):
+        block = torch.stack([v[start : start + chunk] for v in vectors]).double()
         if factors is not None:
-            block = block * factors[start : start + _CHUNK]
-        total += (block @ block.T).cpu().numpy()
-    return total
+            block *= factors[start : start + chunk]
+        total.addmm_(block, block.T)
+    found: Matrix = total.cpu().numpy()
+    return found

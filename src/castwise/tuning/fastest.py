@@ -39,7 +39,7 @@ from castwise.tuning.finalists import (
 from castwise.tuning.fusing import saves_time
 from castwise.tuning.keeping import gives_back
 from castwise.tuning.pairs import in_training
-from castwise.tuning.part_costs import losing_parts, measure_costs, not_faster
+from castwise.tuning.part_costs import lacks_units, losing_parts, measure_costs, not_faster
 from castwise.tuning.parts import exempt
 from castwise.tuning.sound import BY_NAME, cleared, find_sound, low_share, may_train, training_runs
 from castwise.tuning.state import AUTOCAST, FP32, SearchState
@@ -181,7 +181,10 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
             reason = f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}"
         if reason:
             search.notes.append(f"{name} was dropped before the race: {reason}.")
-            out = _without(search, out, name, reason, but=AUTOCAST)
+            shown = (
+                None if lacks_units(name, search.costs) else AUTOCAST
+            )  # a step of it would take as long as all others
+            out = _without(search, out, name, reason, but=shown)
             continue
         if settings.goal == "memory":
             continue

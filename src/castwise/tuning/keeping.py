@@ -22,7 +22,7 @@ from castwise.plans.plan import Plan
 from castwise.tuning.axes import name_of
 from castwise.tuning.state import SearchState
 
-STEPS, LEAST_DRAWS, DRAWS = 4, 2, 3
+STEPS, LEAST_DRAWS, DRAWS = 2, 2, 3
 SHARE = 0.05
 """Share of the budget after which no further process is drawn than the least, since one alone may be lucky."""
 LEFT = 0.25

@@ -8,13 +8,13 @@ time. This says what is worth a race, and a race on whole steps decides.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +35,15 @@ HOPELESS = 10.0
 SMALL_ELEMENTS = 1 << 14
 """Size of that piece."""
 ROUNDS = 6
+FAR = 3.0
+"""What takes this many times fp32's time is timed twice alone."""
 GAIN = 0.93
 """A region loses by the low format if fp32 with its casts takes less than this share of the low time, and a format gains
 nothing where its regions, the losing ones in fp32, take more than this share of fp32's."""
 SLOWER = 1.15
 """A format is dropped before the race if its regions' times add up to this many times fp32's: what happens between regions
-can still make up for less."""
+can still make up for less. Where the device has no units for it, so that most of the time would be ``FAR`` times as long, nothing
+between them makes up for anything: it is dropped if its regions gain nothing."""
 MINOR = 0.25
 """Parts that one region names are kept in fp32 together if those of them that gain by the low format give up less than this share
 of what the region saves."""
@@ -251,7 +254,7 @@ def _time(
             if slowdown > HOPELESS:
                 reasons[name] = f"takes {slowdown:.0f} times as long as fp32"
                 continue
-            run = functools.partial(_both, module, args, kwargs, name, device)
+            run = partial(_both, module, args, kwargs, name, device)
             ways[name, False], ways[name, True] = ranks.at(f"a module in {name}").each(run)
         except Exception as error:
             if not cannot_run(error):
@@ -284,18 +287,26 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 def _interleaved(
     ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device, ranks: Lockstep
 ) -> dict[tuple[str, bool], float]:
-    def a_round() -> list[float]:
+    def a_round(among: Collection[tuple[str, bool]]) -> list[float]:
         seconds = []
-        for run in ways.values():
+        for way in among:
             synchronize(device)
             start = time.perf_counter()
-            run()
+            ways[way]()
             synchronize(device)
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    rounds = [ranks.at("a round of a module").slowest(a_round) for _ in range(ROUNDS)]
-    return {way: min(times) for way, times in zip(ways, zip(*rounds, strict=True), strict=True)}
+    best: dict[tuple[str, bool], float] = {}
+    left = list(ways)
+    for number in range(ROUNDS):
+        for way, time_s in zip(
+            left, ranks.at("a round of a module").slowest(partial(a_round, left)), strict=True
+        ):
+            best[way] = min(time_s, best.get(way, math.inf))
+        if number:  # by more than one hiccup
+            left = [way for way in left if best[way] < FAR * best["fp32", False]]
+    return best
 
 
 def _runner(
@@ -339,7 +350,7 @@ def _slowdown_on_a_piece(
     if device.type != "cpu" or (low == "bf16" and _torch.cpu_has_bf16()):
         return 1.0
     for features_first in (False, True):
-        cut = map_tensors(functools.partial(_piece, features_first=features_first), args)
+        cut = map_tensors(partial(_piece, features_first=features_first), args)
         plain, reduced = (_runner(module, cut, kwargs, name, False, device) for name in (None, low))
         try:
             ranks.at("a module on a piece").each(plain)
@@ -373,6 +384,13 @@ def _piece(tensor: Tensor, features_first: bool = False) -> Tensor:
     return cut.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+def lacks_units(low: str, costs: Mapping[str, Cost]) -> bool:
+    """Whether most of the time of parts would be ``FAR`` times as long in a low format, or more."""
+    base_s = {pattern: cost.times_s["fp32"] for pattern, cost in costs.items()}
+    far_s = sum(s for pattern, s in base_s.items() if costs[pattern].times_s.get(low, math.inf) >= FAR * s)
+    return 2.0 * far_s > sum(base_s.values())
+
+
 def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str:
     """Why a low format out of ``formats`` cannot be in the fastest plan, by the costs of parts alone; empty if it may be."""
     timed = {pattern: cost for pattern, cost in costs.items() if name in cost.times_s or name in cost.reasons}
@@ -396,11 +414,13 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
         cost.reasons.get(name)
         or f"takes {cost.times_s[name] / cost.times_s['fp32']:.1f} times as long as fp32"
     )
-    if total(name) > SLOWER * fp32:
-        return f"it is no faster than fp32, by regions alone; {pattern} {slow}"
     better = [
         other for other in formats if other != name and total(other) < min(0.9 * total(name), GAIN * fp32)
     ]
     if better and (total(name) > GAIN * fp32 or any(name in cost.reasons for cost in timed.values())):
         return f"{better[0]} is faster by regions alone; in {name} {pattern} {slow}"
+    if total(name) > (GAIN if lacks_units(name, timed) else SLOWER) * fp32:
+        gain = 1.0 - total(name) / fp32
+        said = f"it saves {gain:.0%} of fp32's time at most" if gain > 0.0 else "it is no faster than fp32"
+        return f"{said}, by regions alone; {pattern} {slow}"
     return ""

@@ -29,6 +29,7 @@ from torch import nn
 from castwise.arrival import as_given, low_tensors, widen_
 from castwise.casting.trees import to_device
 from castwise.errors import StateError
+from castwise.measure.served import libraries
 from castwise.measure.steps import build_model
 from castwise.numerics.batches import same_batch
 from castwise.numerics.isolation import seed_all, undisturbed
@@ -82,7 +83,10 @@ class Search(SearchState):
             own_cache() if settings.compile != "never" else contextlib.nullcontext(),
         ):
             with self.stage("reference"):
+                if settings.goal != "numerics":
+                    self.home.begin()
                 self._refer()
+                self.home.ready()
             self.home.patience_s = max(PATIENCE_S, settings.budget_s, SLOWER * self.stages[-1].time_s)
             if settings.goal == "numerics":
                 find_exemptions(self)
@@ -125,6 +129,8 @@ class Search(SearchState):
             workload.optimizer(trained) if settings.goal == "numerics" else make_optimizer(workload, trained)
         )
         self.optimizer = type(optimizer).__name__
+        if self.device.type == "cpu":  # an accelerator that was asked for does not survive a fork
+            self.home.import_soon(libraries(type(made).__module__ for made in (*model.modules(), optimizer)))
         adam = self.ranks.at("the optimizer").same(is_adam(optimizer))
         prober = Prober(
             model, workload.loss, iter(workload.batches(settings.seed)), self.device, seed=settings.seed,
