@@ -84,6 +84,27 @@ def test_an_interval_that_contains_1_has_no_direction(ratio: float) -> None:
                 assert "times as fast" not in said
 
 
+def test_what_was_measured_by_itself_is_said_where_whole_steps_do_not_show_it() -> None:
+    fused = Plan.parse("fp32+optimizer=fused")
+    search = searched(fused, {FP32: 0.1, fused: 0.1})
+    assert search.final is not None
+    search.spared = 0.04
+    assert answer(search).startswith(
+        "Stay in fp32, switch to the fused AdamW: as fast, as far as can be told ("
+    )
+    search.final.choice = {fused}
+    said = "Stay in fp32, switch to the fused AdamW: 4 % less of a step, measured by itself; whole steps are as fast, as far as can be"
+    assert answer(search).startswith(said)
+    shown = searched(fused, {FP32: 0.12, fused: 0.1})
+    assert shown.final is not None
+    shown.final.choice = {fused}
+    assert answer(shown).startswith("Stay in fp32, switch to the fused AdamW: 1.20 times as fast (")
+    more = searched(LEAN, {FP32: 0.1, LEAN: 0.1})
+    assert more.final is not None
+    more.final.choice = {LEAN}
+    assert "by itself" not in answer(more)  # the memory format is part of it
+
+
 def test_what_the_race_decided_is_said_in_a_sentence_of_its_own() -> None:
     said = "In the race, where all trained in one process, it was 1.63 times as fast as fp32."
     known, search = (searched(AUTOCAST, {FP32: 0.16, AUTOCAST: 0.1}) for _ in range(2))

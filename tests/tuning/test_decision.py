@@ -285,3 +285,19 @@ def test_rounds_that_something_disturbed_count_for_nothing() -> None:
 def test_an_interval_without_a_start_of_both_reaches_everywhere() -> None:
     found = restarts([[[1.0]], []])[1, 0]
     assert (found.low, found.high) == (0.0, math.inf)
+
+
+def test_a_program_that_fails_after_its_first_start_leaves_the_others_their_intervals() -> None:
+    """With two left the spread of the one pair stood for none of the others, which divided by zero."""
+    two, one = [[1.0, 1.1, 1.2], [1.0, 1.2, 1.1]], [[1.0, 1.1, 1.1]]
+    found = restarts([two, two, one])
+    assert 0.5 < found[0, 2].low < found[0, 2].high < 2.0
+
+
+def test_of_two_programs_alone_what_is_expected_of_starts_narrows_the_interval_where_it_decides_nothing() -> (
+    None
+):
+    times_s = [[[1.0, 1.02, 1.01]] * 2, [[1.1, 1.11, 1.12], [1.12, 1.13, 1.14]]]
+    alone, expected = (restarts(times_s, expected=given)[1, 0] for given in (False, True))
+    assert alone.value == expected.value
+    assert alone.low < expected.low < expected.value < expected.high < alone.high

@@ -223,3 +223,26 @@ def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.Monkey
         twin = as_raced(plan)
         if twin in rows and twin not in (FP32, AUTOCAST):
             assert rows[twin].reason == final.ran_as(plan)
+
+
+def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Finals of fp32 and its fused twin went on for a minute, and said now the one, now the other."""
+    monkeypatch.setattr(final, "ROUNDS", 3)
+
+    def saves(search: Search, _plan: Plan) -> bool:
+        search.spared += 0.04
+        return True
+
+    monkeypatch.setattr("castwise.tuning.fastest.saves_time", saves)
+    monkeypatch.setattr("castwise.tuning.fastest.gives_back", lambda *_: False)
+    asks = {"device": "cpu", "formats": ("fp32",), "budget_s": 20, "memory": False, "fresh": True}
+    result = castwise.tune(DEEP, **asks)  # type: ignore[arg-type]
+    assert str(result.plan) == str(FUSED)
+    rows = {Plan.parse(row.plan): row for row in result.evidence.candidates}
+    assert rows[FUSED].rounds == 2 * 3  # two starts, since nothing was left to be decided
+    assert FUSED in rows
+    assert FP32 in rows
+    monkeypatch.setattr("castwise.tuning.fastest.saves_time", lambda *_: False)
+    assert castwise.tune(DEEP, **asks).plan.optimizer == "as_given"  # type: ignore[arg-type]

@@ -156,7 +156,7 @@ Source: searches of one job that chose one plan, and a race made afterwards, in 
 
 
 def restarts(
-    times_s: Sequence[Sequence[Sequence[float]]], level: float = LEVEL
+    times_s: Sequence[Sequence[Sequence[float]]], level: float = LEVEL, expected: bool = False
 ) -> dict[tuple[int, int], Ratio]:
     """How many times as long each of several programs takes as each other, from times of several starts of all.
 
@@ -169,6 +169,8 @@ def restarts(
     Args:
         times_s: Per program, per start, per round seconds > 0; no rounds in a start that it was not in.
         level: Coverage, 0.95, 0.97 or 0.99.
+        expected: Of two programs alone too the spread is drawn to what stands in for it where nothing was started twice; else their
+            own starts say all of it, which takes more of them, and holds where luck is greater than expected.
 
     Returns:
         By index of the one and the other; without a start of both from 0 to infinity.
@@ -183,17 +185,19 @@ def restarts(
         for j in range(i + 1, len(logs))
     }
     spread = {pair: statistics.variance(found) for pair, found in ratios.items() if len(found) > 1}
-    shared = statistics.fmean(spread.values()) if spread else 2.0 * LUCK**2
+    many = len(spread) > 1
+    shared = statistics.fmean(spread.values()) if many else 2.0 * LUCK**2
     out: dict[tuple[int, int], Ratio] = {}
     for (i, j), found in ratios.items():
         n = len(found)
         mean, half = 0.0, math.inf
         if n:
             mean = statistics.fmean(found)
-            freedom = (n - 1) + (_SHARED if len(spread) != 1 else 0)
+            drawn = _SHARED if many or expected or (i, j) not in spread else 0
+            freedom = (n - 1) + drawn
             own = (n - 1) * spread.get((i, j), 0.0)
-            within = 0.0 if spread else _within(times_s[i], times_s[j])
-            variance = (freedom - (n - 1)) * (shared + within) + own
+            within = 0.0 if many or not drawn else _within(times_s[i], times_s[j])
+            variance = own + drawn * (shared + within)
             half = _T[level][min(freedom, len(_T[level])) - 1] * math.sqrt(variance / freedom / n)
             half = math.hypot(half, _T[level][-1] * ELSEWHEN * mean)
         out[i, j] = Ratio(math.exp(mean), math.exp(mean - half), _exp(mean + half), level, n)
@@ -211,11 +215,13 @@ def _quiet(rounds_s: Sequence[float]) -> float:
 
 
 def _within(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """How far the ratio of two programs may be off in their first start, by what its rounds differ by: one says nothing.
+    """How far the ratio of two programs may be off in a start, by what its rounds differ by: one says nothing.
 
     It is the variance of the median of so many logarithms, which is at least that of the mean of the faster half.
     """
-    starts = zip(one, other, strict=False)
-    mine, others = next((both for both in starts if both[0] and both[1]), ((), ()))
-    logs = [math.log(a / b) for a, b in zip(mine, others, strict=False)]
-    return math.pi / 2.0 * statistics.variance(logs) / len(logs) if len(logs) > 1 else math.inf
+    found = []
+    for mine, others in zip(one, other, strict=False):
+        logs = [math.log(a / b) for a, b in zip(mine, others, strict=False)]
+        if len(logs) > 1:
+            found.append(math.pi / 2.0 * statistics.variance(logs) / len(logs))
+    return statistics.fmean(found) if found else math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from castwise.measure import stats
 from castwise.plans.plan import Plan
-from castwise.tuning.axes import complexity, numerics_of
+from castwise.tuning.axes import complexity, numerics_of, run_with
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.pairs import in_training
 from castwise.tuning.reasons import NotTried
@@ -29,7 +29,7 @@ def answer(search: Search) -> str:
             return "Stay in fp32 for now: the search ended before it could choose."
         does = "Widen the model to fp32" if search.arrived else "Stay in fp32 as it is"
         return f"{does}: {_why_fp32(search)}."
-    brings = [said for said in (_speed_words(speed(search, plan, FP32)), _memory_words(search)) if said]
+    brings = [said for said in (_over_fp32(search), _memory_words(search)) if said]
     does = advice(plan, search.optimizer)
     if search.arrived:
         does = does.replace("Stay in fp32", "Widen the model to fp32")
@@ -104,6 +104,23 @@ def _speed_words(ratio: stats.Ratio | None) -> str:
     if round(ratio.low, 2) <= 1.0 <= round(ratio.high, 2):  # as it is printed
         return f"as fast, as far as can be told {interval}"
     return f"{ratio.value:.2f} times as fast {interval}"
+
+
+def _over_fp32(search: Search) -> str:
+    """How fast the chosen plan is beside fp32, and what was measured by itself where whole steps do not show it."""
+    final, ratio = search.final, speed(search, search.chosen, FP32)
+    said = _speed_words(ratio)
+    if (
+        final is None
+        or ratio is None
+        or round(ratio.low, 2) > 1.0
+        or not final.choice
+        or FP32 in final.choice
+    ):
+        return said
+    if run_with(FP32, search.chosen) != search.chosen:  # what sets it apart is more than that
+        return said
+    return f"{100.0 * search.spared:.0f} % less of a step, measured by itself; whole steps are {said}"
 
 
 def _memory_words(search: Search) -> str:

@@ -16,6 +16,7 @@ from castwise.tuning.axes import (
     as_trained,
     complexity,
     numerics_of,
+    run_with,
     whole_step_plans,
     with_operators_as_is,
 )
@@ -98,9 +99,11 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
         running = run_as(search, contest.order(running), how)
     compiled = _compiled(search, contest, running)
     always = bool(compiled) and search.settings.compile == "always"
-    _final(search, [*running, *compiled], [FP32, *running] if always else ())
+    # what sets it apart from its twin was measured by itself, which knows more than whole steps will
+    shown = [FP32] if numerics_of(how) == FP32 and run_with(FP32, how) in set(running) - {FP32} else []
+    eager = [plan for plan in dict.fromkeys([FP32, *running]) if plan not in shown]
+    _final(search, [*running, *compiled], [*shown, *(eager if always else [])])
     assert search.final is not None
-    eager = [FP32, *running]
     choices = [compiled, eager] if always else [[*eager, *compiled]]
     turns = (search.final.in_turn(plans, search.reasons) for plans in choices)
     _choose(search, itertools.chain.from_iterable(turns))

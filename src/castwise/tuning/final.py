@@ -80,7 +80,8 @@ class Final:
 
     def _all_ratios(self) -> Mapping[tuple[int, int], stats.Ratio]:
         """Of all pairs; those of which both are left by their own starts alone, as they were decided on."""
-        out = stats.restarts(self.times_s)
+        shown = any(plan not in self.choice for plan in self.plans) and bool(self.choice)
+        out = stats.restarts(self.times_s, expected=shown)  # what is only shown decides nothing
         if self.decision is None:
             return out
         left = [

@@ -73,6 +73,7 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
             f"{took}, which {len(given_s.seconds)} rounds do not know to save {WORTH:.0%} of the step"
         )
         return False
+    search.spared += likely
     search.notes.append(
         f"{took[:1].upper()}{took[1:]}: {100.0 * likely:.0f} % less of the whole, so that the final compared plans with "
         "optimizer=fused."

@@ -53,6 +53,7 @@ def gives_back(search: SearchState, plan: Plan) -> bool:
     share, given, kept = search.ranks.at("page faults").worst(lambda: _met(search, payload, plan), tuple)
     if share <= WORTH:
         return False
+    search.spared += share
     search.notes.append(
         f"{name_of(plan)} met {given:,.0f} page faults per step in a process of its own, and {kept:,.0f} where that kept its "
         f"freed memory: at least {100.0 * share:.0f} % of its time, so that the final compared plans with host_memory=keep."

@@ -114,6 +114,7 @@ class SearchState:
         trials: What became of plans that were compiled.
         findings: Parity per plan's numerics.
         reasons: What speaks against a plan, where the race does not say.
+        spared: Share of a step of the likeliest plan that its optimizer's kernel and kept memory save, each measured by itself.
         passed_over: Why a plan was not tried, of which nothing else is known.
         kept: Why the chosen plan keeps parts in fp32.
         peaks: Peak bytes per plan.
@@ -151,6 +152,7 @@ class SearchState:
     trials: dict[Plan, Trial] = field(default_factory=dict)
     findings: dict[Plan, ParityResult] = field(default_factory=dict)
     reasons: dict[Plan, str] = field(default_factory=dict)
+    spared: float = 0.0
     passed_over: dict[Plan, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     peaks: dict[Plan, int] = field(default_factory=dict)
