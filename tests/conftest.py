@@ -72,6 +72,7 @@ def one_home() -> Iterator[Callable[[Home], socket.socket]]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         real = Home.line
         patch.setattr(Home, "line", line)
+        patch.setattr("castwise.measure.processes._end", socket.socket.close)  # theirs is a copy
         yield real
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from castwise.measure import processes
 from castwise.measure.processes import Home
 from castwise.measure.served import serve
 
@@ -110,6 +111,7 @@ def fork_home() -> None:
             os._exit(0)
     there.close()
     Home.line = lambda _: line.dup()  # type: ignore[method-assign]
+    processes._end = socket.socket.close
 
 
 def _enter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pathlib
 import socket
 import sys
@@ -23,7 +24,7 @@ from castwise.errors import CastwiseError
 from castwise.measure import processes, served
 from castwise.measure.apart import Apart
 from castwise.measure.memory import measure_memory
-from castwise.measure.processes import Home, NotThereError, delivered
+from castwise.measure.processes import Home, NotThereError, _end, delivered
 from castwise.measure.step_rates import measure_steps
 from castwise.numerics.isolation import undisturbed
 from castwise.plans.plan import PRESETS
@@ -323,6 +324,36 @@ def test_a_home_that_cannot_begin_says_so_when_it_is_asked(monkeypatch: pytest.M
             CastwiseError, match=r"no process to measure in could be started .*no processes left"
         ):
             home.start(has, "sklearn")
+
+
+@pytest.mark.skipif(not processes.FORKS, reason="nothing is forked here")
+def test_a_home_ends_though_what_was_forked_meanwhile_has_a_copy_of_its_line(
+    one_home: Callable[[Home], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that load data outlive a search, and made it wait five seconds for its home."""
+    monkeypatch.setattr(Home, "line", one_home)
+    monkeypatch.setattr(processes, "_end", _end)
+    with Home() as home:
+        home.begin()
+        home.ready()
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        begin = time.monotonic()
+    worker.kill()
+    worker.join()
+    assert time.monotonic() - begin < processes._ENDS_S - 1.0
+
+
+def test_a_home_that_does_not_do_what_is_asked_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the accelerator of the process that asks cannot be used by a second one."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with Home() as home:
+        home.begin()
+        monkeypatch.setattr(processes.Process, "answer", fails)
+        home.ready()
 
 
 def test_a_home_that_nothing_was_asked_of_ends_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,8 @@ def test_dither_is_at_most_half_of_the_last_place_and_makes_rounding_unbiased(
 
 def test_zero_stays_zero() -> None:
     assert (dithered(torch.zeros(10), 2.0**-7, torch.Generator().manual_seed(0)) == 0).all()
+    ends = torch.tensor([math.inf, -math.inf]).repeat(8)  # as masks have them
+    assert torch.equal(dithered(ends, 2.0**-7, torch.Generator().manual_seed(0)), ends)
 
 
 def test_complex_weights_are_dithered_and_sampled_in_both_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,11 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
         AUTOCAST, reason="not faster: its first steps took 39 times as long", hopeless=True
     )
     assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
+    del slow.contest.entries[AUTOCAST]
+    slow.passed_over[AUTOCAST] = (
+        "not faster: it is no faster than fp32, by regions alone"  # dropped before the race
+    )
+    assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
     slow.contest.entries[LEAN] = Entry(LEAN, reason="out of memory")
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")

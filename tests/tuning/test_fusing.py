@@ -19,6 +19,7 @@ from castwise.measure.timing import Lap
 from castwise.tuning import final
 from castwise.tuning.axes import as_raced
 from castwise.tuning.contest import LATE, Contest
+from castwise.tuning.decision import Decision
 from castwise.tuning.fastest import with_plans_from_elsewhere
 from castwise.tuning.finalists import with_lossless
 from castwise.tuning.fusing import saves_time
@@ -223,6 +224,23 @@ def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.Monkey
         twin = as_raced(plan)
         if twin in rows and twin not in (FP32, AUTOCAST):
             assert rows[twin].reason == final.ran_as(plan)
+
+
+def test_where_whole_steps_say_that_what_was_to_save_time_takes_more_fp32_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("castwise.tuning.fastest.saves_time", lambda *_: True)
+    monkeypatch.setattr("castwise.tuning.fastest.gives_back", lambda *_: False)
+
+    def raced(_search: Search, plans: list[Plan], _until: float, beside: list[Plan]) -> final.Final:
+        assert plans == [FUSED]
+        assert beside == [FP32]
+        starts = [[[step_s * (1 + 0.001 * (i % 2))] * 4 for i in range(3)] for step_s in (0.1, 0.12)]
+        return final.Final([FP32, FUSED], times_s=starts, choice={FUSED}, decision=Decision(0, True))
+
+    monkeypatch.setattr("castwise.tuning.fastest.race_final", raced)
+    result = castwise.tune(DEEP, device="cpu", formats=("fp32",), budget_s=20, memory=False, fresh=True)
+    assert result.plan.optimizer == "as_given"
 
 
 def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(

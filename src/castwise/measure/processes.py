@@ -239,7 +239,7 @@ class Home:
         """End it, and wait for what it was asked for; pipes are closed by then, or close with this process."""
         self._take_imported(0.0)
         if self._line is not None:
-            self._line.close()
+            _end(self._line)
             self._line = None
         while self._interpreters:
             process = self._interpreters.pop()
@@ -287,7 +287,7 @@ class Home:
     def begin(self) -> None:
         """Have the process that is forked start while this one goes on; where it cannot, :meth:`start` says so."""
         if FORKS and self._line is None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._line = self.line()
 
     def import_soon(self, modules: Sequence[str]) -> None:
@@ -307,7 +307,7 @@ class Home:
     def ready(self) -> None:
         """Wait for what :meth:`begin` began, which would disturb what is timed here."""
         if self._line is not None:
-            with contextlib.suppress(CastwiseError), contextlib.closing(self.start(_nothing)) as process:
+            with contextlib.suppress(Exception), contextlib.closing(self.start(_nothing)) as process:
                 process.answer(_STARTS_S)
 
     def import_once(self, modules: Sequence[str]) -> None:
@@ -326,19 +326,23 @@ class Home:
             return
         (line, here), self._importing = self._importing, None
         safe = False
-        with contextlib.suppress(EOFError, OSError), here:
-            if here.poll(_STARTS_S if patience_s else 0.0):
-                pid = here.recv()
-                if here.poll(patience_s):
-                    safe = here.recv()
-                else:
-                    os.kill(pid, signal.SIGKILL)
-        if safe and self._line is not None:
-            self._line.close()
-            self._line = line
-        else:
-            line.close()
-            self._imported = None
+        pid = 0
+        try:
+            with contextlib.suppress(EOFError, OSError), here:
+                if here.poll(_STARTS_S if patience_s else 0.0):
+                    pid = here.recv()
+                    if here.poll(patience_s):
+                        safe, pid = here.recv(), 0
+        finally:  # an interrupt leaves nothing behind either
+            if safe and self._line is not None:
+                _end(self._line)
+                self._line = line
+            else:
+                _end(line)
+                self._imported = None
+                if pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
     def line(self) -> socket.socket:
         """A line to a new process that forks one for each pipe that is sent there."""
@@ -378,6 +382,13 @@ class Home:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
         )  # fmt: skip
+
+
+def _end(line: socket.socket) -> None:
+    """Close a line for all that hold it: a process that was forked here in between, as to load data, has a copy."""
+    with contextlib.suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)
+    line.close()
 
 
 def _environment() -> dict[str, str]:

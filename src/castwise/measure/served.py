@@ -33,6 +33,8 @@ FORK, IMPORT = b".", b"i"
 """What the process that is forked is asked for."""
 _NEEDED = ("castwise.measure.apart", "castwise.measure.memory", "torch._dynamo", "torch.profiler")
 """What is forked has imported this: an optimizer's first step imports Dynamo, which takes seconds."""
+_LONGEST_S = 60
+"""What imports for longer is ended."""
 _BLOCKS, _LEAST_BLOCK, _LARGEST_BLOCK = 300, 64, 1500
 """How many blocks lie on a heap at random, the bytes of the least, and how many times as large the largest is."""
 _scattered: list[torch.Tensor] = []
@@ -124,8 +126,10 @@ def _import(fd: int, line: int) -> None:
         with contextlib.suppress(
             BaseException
         ):  # half an import is worse than none; each process meets it for itself
+            signal.alarm(_LONGEST_S)  # whoever asked may have gone
             for module in modules:
                 importlib.import_module(module)
+            signal.alarm(0)
             gc.collect()
             gc.freeze()
             safe = all(now <= then for now, then in zip(_strange_threads(), before, strict=True))

@@ -461,6 +461,7 @@ def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
     wide = weight if weight.dtype in _EXPONENTS else weight.float()
     integers, bits = _EXPONENTS[wide.dtype]
     power = (wide.view(integers) & bits).view(wide.dtype)  # of two, at most the weight's size; 0 of 0
+    power.masked_fill_(power.isinf(), 0.0)
     noise = torch.rand(weight.shape, generator=generator, device=weight.device, dtype=torch.float32).sub_(0.5)
     return torch.addcmul(wide, noise.to(wide.dtype), power, value=eps).to(weight.dtype)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from castwise.measure import stats
+from castwise.plans.formats import LOW
 from castwise.plans.plan import Plan
 from castwise.tuning.axes import complexity, numerics_of, run_with
 from castwise.tuning.decision import MARGIN
 from castwise.tuning.pairs import in_training
-from castwise.tuning.reasons import NotTried
+from castwise.tuning.reasons import NotTried, Spared
 from castwise.tuning.search import Search
 from castwise.tuning.state import AUTOCAST, FP32
 
@@ -200,12 +201,15 @@ def _why_fp32(search: Search) -> str:
 
 
 def _all_slower(search: Search) -> bool:
-    """Whether the race has seen plans, and each of them left it since it is slower."""
+    """Whether the race has seen plans, and each of them left it since it is slower, or none came to it for that."""
     entries = search.contest.entries if search.contest is not None else {}
     others = [
         entry for plan, entry in entries.items() if plan != FP32 and not isinstance(entry.reason, NotTried)
     ]
-    return bool(others) and all(entry.behind or entry.hopeless for entry in others)
+    if not others:
+        before = [reason for plan, reason in search.passed_over.items() if plan.compute in LOW]
+        return bool(before) and not any(isinstance(reason, (NotTried, Spared)) for reason in before)
+    return all(entry.behind or entry.hopeless for entry in others)
 
 
 def why_chosen(search: Search) -> str:
@@ -223,7 +227,8 @@ def why_chosen(search: Search) -> str:
     if _by_race(search):
         return "ahead in the race, and as fast as can be told in the final"
     if tied(search):
-        return "the simplest of those that are as fast as can be told"
+        among = search.final.to_choose if search.final is not None else ""
+        return f"the simplest of those{among} that are as fast as can be told"
     ratios = [speed(search, search.chosen, plan) for plan in _timed(search) if _is_sound(search, plan)]
     slower = all(ratio is not None and ratio.low > 1.0 for ratio in ratios)
     return "the fastest sound plan" if slower else "no sound plan is known to be faster"

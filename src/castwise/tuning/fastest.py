@@ -104,6 +104,11 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     eager = [plan for plan in dict.fromkeys([FP32, *running]) if plan not in shown]
     _final(search, [*running, *compiled], [*shown, *(eager if always else [])])
     assert search.final is not None
+    twin = search.final.ratio(run_with(FP32, how), FP32)
+    if shown and twin is not None and round(twin.high, 2) < 1.0:  # whole steps know better
+        eager.insert(0, FP32)
+    if not shown:
+        search.spared = 0.0
     choices = [compiled, eager] if always else [[*eager, *compiled]]
     turns = (search.final.in_turn(plans, search.reasons) for plans in choices)
     _choose(search, itertools.chain.from_iterable(turns))

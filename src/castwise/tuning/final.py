@@ -125,10 +125,11 @@ class Final:
             return self.failed.get(plan, "")
         if round(ratio.low, 2) > 1.0:  # as it is printed
             return f"not faster: takes {_interval(ratio)} times as long"
+        if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
+            apart = f"only shown: what sets {name_of(twin)} apart was measured by itself"
+            return Spared(apart) if plan == FP32 else ran_as(twin)
         if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan, chosen)):
             return f"not faster: {ahead}"
-        if self.choice and plan not in self.choice and (twin := self._twin(plan)) is not None:
-            return ran_as(twin)
         simpler = complexity(chosen) < complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
@@ -137,6 +138,11 @@ class Final:
             return f"{sure} than the chosen plan, which is simpler"
         same = "as fast as" if ratio.high < MARGIN else "not known to be slower than"
         return f"{same} the chosen plan{', which is simpler' * simpler}"
+
+    @property
+    def to_choose(self) -> str:
+        """Which plans are meant, where fp32 is only shown."""
+        return " to choose among" if self.choice and FP32 not in self.choice else ""
 
     def _twin(self, plan: Plan) -> Plan | None:
         """The same plan with another optimizer's kernel or other memory, which may be chosen."""
@@ -182,7 +188,7 @@ class Final:
         why = "The time was too short" if late else "The machine is too noisy"
         return (
             f"{why} to decide: after {self.starts} start{'s' * (self.starts != 1)} {name_of(plan)} may still be {faster} than the chosen plan, which is the simplest of "
-            f"those that are not known to be slower{', here or in the race' * raced}. {longer} would tell."
+            f"those{self.to_choose} that are not known to be slower{', here or in the race' * raced}. {longer} would tell."
         )
 
 
@@ -224,7 +230,8 @@ def race_final(
 
     def over() -> bool:
         last = until if starts >= LEAST else search.start + OVERRUN * search.settings.budget_s
-        return starts > 0 and ranks.now() + taken_s > last
+        nothing = choice.issubset(final.failed)  # what is left cannot be chosen
+        return starts > 0 and (ranks.now() + taken_s > last or nothing)
 
     def note(found: Mapping[int, Timed]) -> dict[int, Sequence[float]]:
         for index, timed in found.items():

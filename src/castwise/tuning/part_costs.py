@@ -285,8 +285,10 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 
 
 def _interleaved(
-    ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device, ranks: Lockstep
+    ways: dict[tuple[str, bool], Callable[[], None]], device: torch.device, ranks: Lockstep, least: int = 2
 ) -> dict[tuple[str, bool], float]:
+    """The least seconds of each; after the ``least`` rounds what is far slower is timed no more."""
+
     def a_round(among: Collection[tuple[str, bool]]) -> list[float]:
         seconds = []
         for way in among:
@@ -304,7 +306,7 @@ def _interleaved(
             left, ranks.at("a round of a module").slowest(partial(a_round, left)), strict=True
         ):
             best[way] = min(time_s, best.get(way, math.inf))
-        if number:  # by more than one hiccup
+        if number + 1 >= least:  # by more than a hiccup
             left = [way for way in left if best[way] < FAR * best["fp32", False]]
     return best
 
@@ -360,7 +362,7 @@ def _slowdown_on_a_piece(
     else:
         return 1.0
     ranks.at(f"a module on a piece in {low}").each(reduced)
-    seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device, ranks)
+    seconds = _interleaved({("fp32", False): plain, (low, False): reduced}, device, ranks, ROUNDS)
     return seconds[low, False] / max(seconds["fp32", False], 2e-5)  # dispatch alone says nothing
 
 
@@ -421,6 +423,10 @@ def not_faster(name: str, formats: Sequence[str], costs: dict[str, Cost]) -> str
         return f"{better[0]} is faster by regions alone; in {name} {pattern} {slow}"
     if total(name) > (GAIN if lacks_units(name, timed) else SLOWER) * fp32:
         gain = 1.0 - total(name) / fp32
-        said = f"it saves {gain:.0%} of fp32's time at most" if gain > 0.0 else "it is no faster than fp32"
+        said = (
+            f"it saves {gain:.0%} of fp32's time at most"
+            if round(gain, 2) > 0.0
+            else "it is no faster than fp32"
+        )
         return f"{said}, by regions alone; {pattern} {slow}"
     return ""
