@@ -12,7 +12,7 @@ from castwise.numerics.damage import Estimate
 from castwise.numerics.parity import ParityResult
 from castwise.plans.plan import Plan
 from castwise.tuning.answer import advice, answer, tied, why
-from castwise.tuning.contest import Contest, Entry
+from castwise.tuning.contest import LATE, Contest, Entry
 from castwise.tuning.decision import Decision
 from castwise.tuning.final import Final
 from castwise.tuning.reasons import NotTried
@@ -132,6 +132,12 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
         "not faster: it is no faster than fp32, by regions alone"  # dropped before the race
     )
     assert evidence(slow).answer == "Stay in fp32 as it is: all else that was tried is slower."
+    slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, reason=LATE)
+    assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    del slow.contest.entries[AUTOCAST]
+    slow.passed_over[LEAN] = LATE
+    assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
+    del slow.passed_over[LEAN]
     slow.contest.entries[LEAN] = Entry(LEAN, reason="out of memory")
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")

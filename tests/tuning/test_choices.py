@@ -33,7 +33,7 @@ from castwise.tuning.axes import (
     whole_step_plans,
     with_operators_as_is,
 )
-from castwise.tuning.contest import BASELINE, Contest
+from castwise.tuning.contest import BASELINE, Contest, Entry
 from castwise.tuning.pairs import (
     MARGIN,
     affordable_steps,
@@ -600,6 +600,24 @@ def test_one_line_autocast_is_raced_where_the_device_has_units_for_it(
     out = fastest._by_costs(found, [BASELINE, autocast, Plan.preset("bf16-master")])
     assert set(out) == ({BASELINE, autocast} if shown else {BASELINE})
     assert (autocast in found.passed_over) != shown
+
+
+def test_autocast_that_is_raced_to_be_shown_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a format that had been dropped came to the final, and "may still be much faster"."""
+    autocast, master = Plan.preset("bf16-mixed"), Plan.preset("bf16-master")
+    found = search.Search(workload(), CPU, search.Settings(formats=("fp32", "bf16"), budget_s=30.0))
+    monkeypatch.setattr(
+        fastest, "with_operators_as_is", lambda plan, *_: dataclasses.replace(plan, ops={"softmax": "as_is"})
+    )
+    raced: list[Plan] = []
+    monkeypatch.setattr(Contest, "halve", lambda _self, plans, **_: raced.extend(plans) or [BASELINE])
+    with Contest(workload(), CPU) as contest:
+        contest.entries[autocast] = Entry(autocast)
+        assert fastest._with_operators(found, contest, [autocast]) == [autocast]
+        assert raced == []
+        contest.entries[master] = Entry(master)
+        fastest._with_operators(found, contest, [autocast])
+        assert len(raced) == 2
 
 
 def test_what_is_far_slower_is_timed_twice() -> None:

@@ -304,11 +304,11 @@ class Home:
                 socket.send_fds(self._line, [IMPORT], [answers.fileno(), there.fileno()])
             here.send((os.getcwd(), _path(), _environment(), settings(), list(modules)))
 
-    def ready(self) -> None:
-        """Wait for what :meth:`begin` began, which would disturb what is timed here."""
+    def ready(self, patience_s: float = _STARTS_S) -> None:
+        """Wait for what :meth:`begin` began, which would disturb what is timed here; for so long at most."""
         if self._line is not None:
             with contextlib.suppress(Exception), contextlib.closing(self.start(_nothing)) as process:
-                process.answer(_STARTS_S)
+                process.answer(min(patience_s, _STARTS_S))
 
     def import_once(self, modules: Sequence[str]) -> None:
         """Have processes that start from now on begin with modules of libraries.

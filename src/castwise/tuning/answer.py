@@ -203,13 +203,13 @@ def _why_fp32(search: Search) -> str:
 def _all_slower(search: Search) -> bool:
     """Whether the race has seen plans, and each of them left it since it is slower, or none came to it for that."""
     entries = search.contest.entries if search.contest is not None else {}
-    others = [
-        entry for plan, entry in entries.items() if plan != FP32 and not isinstance(entry.reason, NotTried)
-    ]
-    if not others:
-        before = [reason for plan, reason in search.passed_over.items() if plan.compute in LOW]
-        return bool(before) and not any(isinstance(reason, (NotTried, Spared)) for reason in before)
-    return all(entry.behind or entry.hopeless for entry in others)
+    raced = [entry for plan, entry in entries.items() if plan != FP32]
+    if not raced:
+        before = search.passed_over
+        known = not any(isinstance(reason, (NotTried, Spared)) for reason in before.values())
+        return known and any(plan.compute in LOW for plan in before)
+    tried = [entry for entry in raced if not isinstance(entry.reason, NotTried)]
+    return bool(tried) and all(entry.behind or entry.hopeless for entry in tried)
 
 
 def why_chosen(search: Search) -> str:
@@ -288,5 +288,5 @@ def _why_not_low(search: Search) -> str:
         )
         return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
     if ratio is None and AUTOCAST in search.passed_over:
-        return f"One-line torch.autocast in bf16 was passed over: {search.passed_over[AUTOCAST]}."
+        return f"One-line torch.autocast in bf16 was passed over: {search.passed_over[AUTOCAST].removeprefix('not faster: ')}."
     return ""

@@ -15,6 +15,7 @@ from castwise.tuning.axes import (
     as_raced,
     as_trained,
     complexity,
+    name_of,
     numerics_of,
     run_with,
     whole_step_plans,
@@ -105,8 +106,13 @@ def _fastest(search: SearchState, contest: Contest, plans: Sequence[Plan]) -> No
     _final(search, [*running, *compiled], [*shown, *(eager if always else [])])
     assert search.final is not None
     twin = search.final.ratio(run_with(FP32, how), FP32)
-    if shown and twin is not None and round(twin.high, 2) < 1.0:  # whole steps know better
+    if shown and twin is not None and round(twin.high, 2) < 1.0 and search.final.starts >= STARTS:
         eager.insert(0, FP32)
+        search.final.choice = {FP32, *search.final.choice}
+        search.notes.append(
+            f"Whole steps say otherwise, so that fp32 as it is was to be chosen too: {name_of(run_with(FP32, how))} was "
+            f"{twin.value:.2f} ({twin.low:.2f} to {twin.high:.2f}) times as fast in the final."
+        )
     if not shown:
         search.spared = 0.0
     choices = [compiled, eager] if always else [[*eager, *compiled]]
@@ -248,7 +254,11 @@ def _without(
 
 def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> list[Plan]:
     """Race the leaders with norms, softmax and losses that follow their inputs."""
-    variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in left[:2]]
+    bf16 = any(plan.compute == AUTOCAST.compute for plan in contest.entries if plan != AUTOCAST)
+    leaders = [
+        plan for plan in left[:2] if bf16 or plan != AUTOCAST
+    ]  # what is raced to be shown leads to nothing
+    variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in leaders]
     new = [plan for plan in variants if plan is not None and plan not in left]
     return contest.halve([*left, *new], rounds=4, heats=1) if new else left
 

@@ -46,6 +46,9 @@ def saves_time(search: SearchState, plan: Plan) -> bool:
     needs_s = 2 * (WARMUP + LEAST_ROUNDS) * step_s
     if ranks.at("the time left").same(needs_s > min(MOST_SHARE * budget_s, left_s)):
         search.passed_over[fused] = LATE
+        search.notes.append(
+            "Whether the fused optimizer saves time was not tried: the time was spent before."
+        )
         return False
     begin = ranks.now()
     given_s, fused_s = contest.updates(

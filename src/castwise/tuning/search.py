@@ -86,7 +86,7 @@ class Search(SearchState):
                 if settings.goal != "numerics":
                     self.home.begin()
                 self._refer()
-                self.home.ready()
+                self.home.ready(self.left_here_s())
             self.home.patience_s = max(PATIENCE_S, settings.budget_s, SLOWER * self.stages[-1].time_s)
             if settings.goal == "numerics":
                 find_exemptions(self)
