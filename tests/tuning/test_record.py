@@ -164,3 +164,19 @@ def test_the_record_says_what_the_plan_computes_in_and_the_lines_it_was_held_to(
     assert (record.compute, record.goal, record.formats) == ("bf16", "time", ("fp32", "bf16"))
     assert dict(record.lines) == {"pass": 0.01, "fail": 0.1, "adam_pass": 0.03, "adam_fail": 0.3}
     assert not {"goal", "formats"} & set(record.settings)
+
+
+def test_where_memory_is_what_counts_it_is_what_speaks_against_a_plan() -> None:
+    """fp32's row said "as fast as the chosen plan" of one that was slower, and seven rows said nothing."""
+    true, master = Plan.preset("bf16-true"), Plan.preset("bf16-master")
+    search = Search(
+        find_workload("sine?size=16"), torch.device("cpu"), Settings(formats=("fp32", "bf16"), goal="memory")
+    )
+    search.peaks = {true: 1000, FP32: 2600, PLAN: 1300, master: 1001}
+    search.final = Final([FP32, true], times_s=[[[1.0] * 4] * 2, [[1.3] * 4] * 2])
+    search.settle(true, finding(0.001, "pass"))
+    search.complete = True
+    reasons = {Plan.parse(row.plan): row.reason for row in evidence(search).candidates}
+    assert reasons[FP32] == "takes 160 % more memory"
+    assert reasons[PLAN] == "takes 30 % more memory"
+    assert reasons[master] == "takes as much memory, and is no simpler"

@@ -124,7 +124,9 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
     final, unsound = search.final, search.reasons.get(plan, "")
     if plan == search.chosen:
         return ("baseline" if plan == FP32 else "chosen"), why_chosen(search)
-    why = unsound or (final.reason(plan, search.chosen) if final is not None else "")
+    why = (
+        unsound or _heavier(search, plan) or (final.reason(plan, search.chosen) if final is not None else "")
+    )
     why = why or search.passed_over.get(plan, "") or entry.reason
     if plan == FP32:
         return "baseline", why
@@ -143,12 +145,26 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
     if why and ran and not isinstance(why, Spared):
         return "rejected", why
     if found is not None:
-        return ("sound" if found.verdict == "pass" else "rejected"), why
+        unknown = "its peak memory was not measured" if search.settings.goal == "memory" else ""
+        return ("sound" if found.verdict == "pass" else "rejected"), why or unknown
     if why:
         return "not tried", why
     if entry.rounds:
         return "not tried", f"not tried to the end{_race_speed(search, plan)}"
     return "not tried", _not_asked(search)
+
+
+def _heavier(search: Search, plan: Plan) -> str:
+    """What a plan's peak memory says against it, where memory is what was asked for."""
+    peaks = search.peaks
+    if search.settings.goal != "memory" or plan not in peaks or search.chosen not in peaks:
+        return ""
+    more = peaks[plan] / peaks[search.chosen] - 1.0
+    return (
+        f"takes {100.0 * more:.0f} % more memory"
+        if more >= 0.01
+        else "takes as much memory, and is no simpler"
+    )
 
 
 def _race_speed(search: Search, plan: Plan) -> str:
