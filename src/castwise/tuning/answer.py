@@ -111,13 +111,7 @@ def _over_fp32(search: Search) -> str:
     """How fast the chosen plan is beside fp32, and what was measured by itself where whole steps do not show it."""
     final, ratio = search.final, speed(search, search.chosen, FP32)
     said = _speed_words(ratio)
-    if (
-        final is None
-        or ratio is None
-        or round(ratio.low, 2) > 1.0
-        or not final.choice
-        or FP32 in final.choice
-    ):
+    if final is None or not final.to_choose or ratio is None or round(ratio.low, 2) > 1.0:
         return said
     if run_with(FP32, search.chosen) != search.chosen:  # what sets it apart is more than that
         return said

@@ -195,9 +195,8 @@ def _by_costs(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
             reason = f"{hopeless[0]} {search.costs[hopeless[0]].reasons[name]}"
         if reason:
             search.notes.append(f"{name} was dropped before the race: {reason}.")
-            shown = (
-                None if lacks_units(name, search.costs) else AUTOCAST
-            )  # a step of it would take as long as all others
+            # where the device has no units for it, a step of it would take as long as all others
+            shown = None if lacks_units(name, search.costs) else AUTOCAST
             out = _without(search, out, name, reason, but=shown)
             continue
         if settings.goal == "memory":
@@ -254,10 +253,9 @@ def _without(
 
 def _with_operators(search: SearchState, contest: Contest, left: list[Plan]) -> list[Plan]:
     """Race the leaders with norms, softmax and losses that follow their inputs."""
-    bf16 = any(plan.compute == AUTOCAST.compute for plan in contest.entries if plan != AUTOCAST)
-    leaders = [
-        plan for plan in left[:2] if bf16 or plan != AUTOCAST
-    ]  # what is raced to be shown leads to nothing
+    # autocast that is raced to be shown, of a format that was dropped, leads to nothing
+    others = any(plan.compute == AUTOCAST.compute for plan in contest.entries if plan != AUTOCAST)
+    leaders = [plan for plan in left[:2] if others or plan != AUTOCAST]
     variants = [with_operators_as_is(plan, search.used, search.device.type) for plan in leaders]
     new = [plan for plan in variants if plan is not None and plan not in left]
     return contest.halve([*left, *new], rounds=4, heats=1) if new else left
