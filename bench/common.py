@@ -113,7 +113,7 @@ def compare(
         device: That is waited for.
         unit: Of the time of a step, ``us`` or ``ms``.
         seconds: After which no further rounds begin; at least one for each loop is run.
-        relative: How far apart the last losses may be, relative to the first one.
+        relative: How far apart the losses of the last block that all have trained may be, relative to the first one.
 
     Returns:
         Per loop its median time, and its time relative to the baseline's with an interval; or its ``error``.
@@ -131,7 +131,9 @@ def compare(
     laps |= race_within(list(runners.items()), rounds=rounds, steps=steps, device=device, seconds=seconds)
     well = {name: runner for name, runner in runners.items() if laps[name].error is None}
     if relative is not None and well:
-        losses = {name: runner.losses[-1] for name, runner in well.items()}
+        # of the last block that all have trained: one that is far slower leaves the race early
+        last = min(len(runner.losses) for runner in well.values()) - 1
+        losses = {name: runner.losses[last] for name, runner in well.items()}
         check_losses_agree(losses, relative, next(iter(well.values())).losses[0])
     rows: list[dict[str, Any]] = []
     for name, _ in loops:

@@ -62,6 +62,9 @@ def one_home() -> Iterator[Callable[[Home], socket.socket]]:
 
     What is yielded starts the interpreter.
     """
+    if torch.cuda.is_available():  # a fork of a process that has asked for the GPU cannot use it
+        yield Home.line
+        return
     lines: list[socket.socket] = []
 
     def line(_: Home) -> socket.socket:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from castwise import Amp, _torch, canary, masters
-from castwise.scaler import gradients
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +51,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "operator overrides": lambda patch: patch.setattr(_torch, "register_autocast_kernel", nothing),
     "recompiling when the plan changes": lambda patch: patch.setattr(_torch, "_SPARE_DEVICES", {}),
     "following backward": lambda patch: patch.setattr(_torch, "around_python_backward", nothing),
-    "the loss scale": lambda patch: patch.setattr(gradients, "_check_and_unscale", nothing),
+    "the loss scale": lambda patch: patch.setattr(_torch, "check_and_unscale", nothing),
     "masters": lambda patch: patch.setattr(masters, "attach", nothing),
     "hooks of modules and optimizers": lambda patch: patch.setattr(_torch, "remove_hooks", nothing),
 }

@@ -185,6 +185,41 @@ def test_private_torch_api_has_one_home() -> None:
     assert not uses, "private torch API belongs into src/castwise/_torch.py:\n" + "\n".join(uses)
 
 
+FACTORIES = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint",
+    "randn", "randperm", "tensor", "zeros",
+}  # fmt: skip
+PARAMETERS = {"digits.py": 1}
+"""Files of workloads whose modules make parameters, which belong on the user's default device; and how many."""
+
+
+def without_device(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Tensors that are made on whatever default device a user has set: ``(line, call)``."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and (node.func.value.id, node.func.attr in FACTORIES) == ("torch", True)
+            and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+        ):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
+    """A user's ``torch.set_default_device`` moves nothing that castwise keeps on the host."""
+    assert [
+        *without_device(ast.parse("torch.zeros(2)\ntorch.zeros(2, device=d)\ntorch.zeros(2, **like)"))
+    ] == [(1, "torch.zeros(2)")]
+    found = {
+        path: calls
+        for path in SOURCE.rglob("*.py")
+        if (calls := [*without_device(ast.parse(path.read_text(encoding="utf-8")))])
+        and len(calls) != PARAMETERS.get(path.name)
+    }
+    assert not found
+
+
 def module_of(path: Path) -> types.ModuleType:
     """The module that a file of the package is."""
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import math
 import operator
 import sys
 import threading
@@ -1088,8 +1089,38 @@ def forget_compiled(model: torch.nn.Module) -> None:
 
 # --- torch.amp.GradScaler -----------------------------------------------------------------------------------
 
-check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
-"""``(grads, flag, factor)``: multiply in place, and set the flag to one where a gradient was not finite."""
+_check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
+_unscaled_by_hand: set[tuple[str, torch.dtype]] = set()
+"""Device types and formats that torch's kernel has refused."""
+
+
+def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply gradients in place by a factor, and set a flag to one where a gradient was not finite.
+
+    Torch's kernel where there is one; CUDA has none for bf16 (seen in torch 2.11). There the largest magnitude of each
+    gradient, which is NaN where one of its elements is, says whether all are finite.
+
+    Args:
+        grads: On one device; of one dtype, but on a CPU of any.
+        flag: 0-dim fp32 on that device.
+        factor: The same.
+    """
+    if not grads:
+        return
+    kind = grads[0].device.type, grads[0].dtype
+    if kind not in _unscaled_by_hand:
+        try:
+            _check_and_unscale(grads, flag, factor)
+            return
+        except NotImplementedError:
+            if kind[0] == "cpu":  # sparse gradients, which it refuses before it writes anything
+                raise
+            _unscaled_by_hand.add(kind)
+    largest = torch.stack(torch._foreach_norm([grad for grad in grads if grad.numel()] or [flag], math.inf))
+    flag.copy_(torch.maximum(flag, (~torch.isfinite(largest).all()).to(flag.dtype)))
+    torch._foreach_mul_(grads, factor)
+
+
 update_scale = torch._amp_update_scale_
 """``(scale, growth_tracker, flag, growth, backoff, interval)``: move a scale in place by its rule."""
 

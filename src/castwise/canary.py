@@ -63,7 +63,7 @@ def _layer() -> nn.Linear:
 
 
 def _overrides() -> bool:
-    numbers = torch.ones(2, 2, dtype=torch.bfloat16)
+    numbers = torch.ones(2, 2, dtype=torch.bfloat16, device="cpu")
     block = autocast(Plan(compute="bf16", ops=(("exp", "fp32"), ("mm", "fp32"))), device_type="cpu")
     with block:
         wide = numbers.exp().dtype is torch.mm(numbers, numbers).dtype is torch.float32
@@ -105,7 +105,7 @@ def _backward() -> bool:
         seen.append("done")
         return found
 
-    x = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, requires_grad=True, device="cpu")
     with contextlib.ExitStack() as undo:
         undo.callback(_torch.around_python_backward(enter))
         undo.callback(_torch.around_backward(around))
@@ -121,7 +121,7 @@ def _scales() -> bool:
     scales = []
     for factor in (1.0, float("inf")):
         optimizer.zero_grad()
-        scaler.scale(layer(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.scale(layer(torch.ones(1, 2, device="cpu")).sum() * factor).backward()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -134,7 +134,7 @@ def _masters() -> bool:
     attachment = masters.attach(optimizer, layer)
     try:
         for _ in range(2):
-            layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+            layer(torch.ones(1, 2, dtype=torch.bfloat16, device="cpu")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         master = optimizer.param_groups[0]["params"][0]
@@ -164,7 +164,7 @@ def _hooks() -> bool:
 
     layer.register_forward_hook(hook)
     _torch.remove_hooks(layer, hook)
-    layer(torch.ones(1, 2))
+    layer(torch.ones(1, 2, device="cpu"))
     return seen == [optimizer] and _torch.version(layer.weight) == before + 1
 
 

@@ -22,10 +22,12 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 def can_fuse(optimizer: Optimizer) -> bool:
     """Whether torch has a fused kernel for this very class and the devices and kinds of its parameters."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
+    # torch has no fused Adagrad for CUDA (2.11 to 2.14)
+    devices = set(_DEVICES) - ({"cuda"} if isinstance(optimizer, Adagrad) else set())
     return (
         type(optimizer) in _FUSED
         and all(
-            p.device.type in _DEVICES and p.is_floating_point() and p.layout is torch.strided
+            p.device.type in devices and p.is_floating_point() and p.layout is torch.strided
             for p in parameters
         )
         and not _unfit_dtensors(optimizer)

@@ -27,7 +27,8 @@ def _batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    inputs, targets = batch
+    device = next(model.parameters()).device
+    inputs, targets = (tensor.to(device) for tensor in batch)
     return nn.functional.mse_loss(model(inputs), targets)
 
 

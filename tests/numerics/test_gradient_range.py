@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from castwise import Amp, LossScale, Plan
+from castwise import Amp, LossScale, Plan, compare, first_nonfinite, parity
+from castwise.monitor import Monitor
 from castwise.numerics.gradient_range import GradientRange, Histogram, Magnitudes
 from castwise.numerics.parity import ParityTest, with_measured_scale
 from castwise.numerics.probes import Prober
@@ -208,3 +209,37 @@ def test_watching_changes_no_gradient_and_leaves_no_hook() -> None:
         watched = torch.autograd.grad(model(x).sum(), model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert not any(m._forward_hooks for m in model.modules())
+
+
+class OneOfThree(nn.Module):
+    """Of the outputs of one operator a single one is used; autograd calls hooks on the others with None."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(3, -1)
+
+
+def test_outputs_that_nothing_uses_have_no_gradient() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        return model(batch[0])[1].pow(2).mean()
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 12), OneOfThree())
+
+    net, gradients = model(), GradientRange()
+    with gradients.observing(net):
+        loss(net, (torch.ones(2, 4),)).backward()
+    assert set(gradients.largest) == {"0", "1", ""}
+    batches = [(torch.randn(8, 4),) for _ in range(32)]
+    assert parity(model(), loss, batches, "fp16-mixed", device="cpu").verdict != "fail"
+    compare(model(), loss, batches[0], "fp32", "fp16-mixed", device="cpu")
+    first_nonfinite(model(), loss, batches[0], "fp16-mixed", device="cpu")
+    amp, net = Amp("fp16-mixed", device="cpu"), model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    amp.prepare(net, optimizer)
+    monitor = Monitor(amp, every=1)
+    for batch in batches[:3]:
+        amp.backward(loss(net, batch))
+        amp.step(optimizer)
+        optimizer.zero_grad()
+    assert not monitor.report().unseen

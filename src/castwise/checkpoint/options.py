@@ -68,7 +68,7 @@ def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -
 def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
     """What one of torch's optimizers would say if it were made with some options."""
     try:
-        _made(optimizer, options, torch.zeros(1, 1))
+        _made(optimizer, options, torch.zeros(1, 1, device="cpu"))
     except (TypeError, ValueError) as error:
         return str(error)
     return None

@@ -298,7 +298,7 @@ def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
                 low, high = spans[0] if spans else (0, 1)
                 rows = (high - low, *piece.sizes[1:]) if spans else ()
                 first = (low - piece.offsets[0]) * _bytes(entry.dtype, piece.sizes[1:]) if spans else 0
-                data = torch.empty(_bytes(entry.dtype, rows), dtype=torch.uint8)
+                data = torch.empty(_bytes(entry.dtype, rows), dtype=torch.uint8, device="cpu")
                 file.seek(begin + piece.start + first)
                 if file.readinto(data.numpy()) != data.numel():  # type: ignore[arg-type]
                     raise CheckpointError(f"{file_name} ends before its tensors do")

@@ -140,9 +140,11 @@ class Sums:
         log_ratio = ours - theirs
         ratio = log_ratio.exp()
         _, sequence = torch.unique(torch.stack([batch, row], 1), dim=0, return_inverse=True)
-        whole = torch.zeros(int(sequence.max()) + 1, dtype=torch.float64).index_add_(0, sequence, log_ratio)
+        whole = torch.zeros(int(sequence.max()) + 1, dtype=torch.float64, device="cpu").index_add_(
+            0, sequence, log_ratio
+        )
         worst = log_ratio.abs().argsort(descending=True)[:WORST].tolist()
-        levels = torch.tensor(QUANTILES, dtype=torch.float64)
+        levels = torch.tensor(QUANTILES, dtype=torch.float64, device="cpu")
         return ServeMismatch(
             plan=self._plan,
             mean_abs=float(log_ratio.abs().mean()),
@@ -205,7 +207,7 @@ def _along(position: Tensor, values: Tensor) -> tuple[float, ...]:
     parts = min(BINS, int(position.max()) + 1)
     at = (position * parts / (position.max() + 1)).long()
     sums, counts = (
-        torch.zeros(parts, dtype=torch.float64).index_add_(0, at, v)
+        torch.zeros(parts, dtype=torch.float64, device="cpu").index_add_(0, at, v)
         for v in (values, torch.ones_like(values))
     )
     return tuple((sums / counts).tolist())

@@ -187,8 +187,9 @@ class Watch(TorchFunctionMode):
             self._show("activations", site, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
 
-            def see(gradient: Tensor) -> None:
-                if gradient.layout is torch.strided:
+            def see(gradient: Tensor | None) -> None:
+                # None: an output that nothing uses, beside one of the same operator that is used
+                if gradient is not None and gradient.layout is torch.strided:
                     self._show("gradients", site, gradient)
 
             handle = tensor.register_hook(see)

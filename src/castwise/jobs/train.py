@@ -286,7 +286,7 @@ class _Run:
                     journal.step(row, loss)
                 if bad is None and not math.isfinite(loss):
                     bad = step
-                    bad.loss = torch.tensor(loss)
+                    bad.loss = torch.tensor(loss, device="cpu")
             if journal is not None:
                 journal.flush()
         self.progress(

@@ -320,7 +320,14 @@ def _launches(profiler: Any) -> int:
 def _launch_s() -> float:
     """Time of an operator on four elements on the CPU: on any device, a call costs the host at least this."""
     return (
-        min(timeit.repeat("add(x, x)", globals={"add": torch.add, "x": torch.zeros(4)}, number=200, repeat=5))
+        min(
+            timeit.repeat(
+                "add(x, x)",
+                globals={"add": torch.add, "x": torch.zeros(4, device="cpu")},
+                number=200,
+                repeat=5,
+            )
+        )
         / 200
     )
 

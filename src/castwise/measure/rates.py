@@ -112,7 +112,9 @@ class Kernel:
         for shape in self.inputs:
             # near 1 / sqrt(terms), so that no format overflows and none meets subnormal numbers
             scale = 1.0 / math.sqrt(math.prod(shape[1:]))
-            tensor = (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+            tensor = (torch.randn(shape, generator=generator, device="cpu") * scale).to(
+                device=device, dtype=dtype
+            )
             if len(shape) == 4:
                 tensor = tensor.to(memory_format=torch.channels_last)
             tensors.append(tensor)

@@ -157,7 +157,7 @@ def scatter() -> None:
     """
     draw = random.Random()
     blocks = [
-        torch.empty(round(_LEAST_BLOCK * _LARGEST_BLOCK ** draw.random()), dtype=torch.uint8)
+        torch.empty(round(_LEAST_BLOCK * _LARGEST_BLOCK ** draw.random()), dtype=torch.uint8, device="cpu")
         for _ in range(_BLOCKS)
     ]
     _scattered.extend(block for block in blocks if draw.random() < 0.5)

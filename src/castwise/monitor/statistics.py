@@ -236,8 +236,9 @@ class _GradientEar:
     def __init__(self, outputs: Outputs, path: str) -> None:
         self._outputs, self._path = outputs, path
 
-    def __call__(self, gradient: Tensor) -> None:
-        self._outputs.see_gradient(self._path, gradient)
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # None: nothing uses this output, and another of the same operator is used
+            self._outputs.see_gradient(self._path, gradient)
 
 
 def _largest(values: Tensor) -> Tensor:

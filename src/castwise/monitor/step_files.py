@@ -85,7 +85,7 @@ class Base:
         if like is not None and is_dtensor(like):
             tensor = torch.empty_like(like.detach())
         else:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         storage.read(self.path, self.saved.tensors, {f"model.{name}": tensor})
         return tensor
 
@@ -236,7 +236,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, An
         sizes = {name: about["size"] for name, about in manifest["files"].items() if name != VALUES}
         index = storage.read_index(found["tensors"], sizes)
         check([found["ranks"], found["weights"]], index)
-        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in index.items()}
+        tensors = {
+            name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for name, entry in index.items()
+        }
         storage.read(path, index, tensors)
         contents, weights = (decode(found[part], tensors.__getitem__) for part in ("ranks", "weights"))
         need(

@@ -100,7 +100,7 @@ class Magnitudes:
     """
 
     def __init__(self) -> None:
-        self._counts = torch.zeros(BINS, dtype=torch.long)
+        self._counts = torch.zeros(BINS, dtype=torch.long, device="cpu")
         self.zeros = 0
         self.largest = 0.0
 
@@ -169,8 +169,9 @@ class GradientRange:
                 hooks.enter_context(module.register_forward_hook(hook))
             yield
 
-    def _see(self, path: str, gradient: Tensor) -> None:
-        if gradient.numel():
+    def _see(self, path: str, gradient: Tensor | None) -> None:
+        # None: an output that nothing uses, beside one of the same operator that is used
+        if gradient is not None and gradient.numel():
             self._seen.setdefault(path, Magnitudes()).add(gradient)
 
     def histogram(self, pattern: str, paths: Iterable[str]) -> Histogram | None:

@@ -177,7 +177,7 @@ class Prober:
         if numel <= most:
             return None
         generator = torch.Generator().manual_seed(self._seed + index)
-        return torch.randint(numel, (most,), generator=generator).sort().values.to(self.device)
+        return torch.randint(numel, (most,), generator=generator, device="cpu").sort().values.to(self.device)
 
     def picked(self, name: str, values: Tensor) -> Tensor:
         """Of a trained parameter's values, such as an optimizer's state, those elements that stand for it, fp32 and flat."""

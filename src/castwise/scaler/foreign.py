@@ -113,6 +113,6 @@ def to_colossalai(state: Mapping[str, Any], *, hysteresis: int = 2) -> dict[str,
         them, which it does not save itself and ignores.
     """
     out = {theirs: state.get(ours, 0) for theirs, ours in _COLOSSAL.items()}
-    out["scale"] = torch.tensor([float(state["scale"])])
+    out["scale"] = torch.tensor([float(state["scale"])], device="cpu")
     out["hysteresis"] = hysteresis
     return out

@@ -14,7 +14,6 @@ from castwise import _torch
 from castwise.plans.formats import LOW_DTYPES
 
 _PLAIN = {torch.Tensor}
-_check_and_unscale = _torch.check_and_unscale
 _dtype = operator.attrgetter("dtype")
 
 
@@ -113,7 +112,7 @@ def check_and_multiply(
     with torch.no_grad():
         for (where, _), group in by_kind.items():
             flag = number(0.0, where)
-            _check_and_unscale(group, flag, factor.to(where))
+            _torch.check_and_unscale(group, flag, factor.to(where))
             flags.append(flag)
     return largest(flags, device)
 
@@ -141,7 +140,7 @@ def unscale_plain(
     if device == -1:
         # The kernel of a CPU takes dtypes as they come, and refuses what is sparse or elsewhere before it writes anything.
         try:
-            _torch.without_grad(_check_and_unscale, grads, flag, inverse)
+            _torch.without_grad(_torch.check_and_unscale, grads, flag, inverse)
         except RuntimeError:
             return False
         return True
@@ -149,7 +148,7 @@ def unscale_plain(
         return False
     for dtype in set(map(_dtype, grads)):
         some = [grad for grad in grads if grad.dtype is dtype]
-        _torch.without_grad(_check_and_unscale, some, flag, inverse)
+        _torch.without_grad(_torch.check_and_unscale, some, flag, inverse)
     return True
 
 

@@ -75,7 +75,7 @@ class StepResult:
 
     def _send(self) -> None:
         flag = self.found_inf
-        self._host = torch.empty((), dtype=flag.dtype, pin_memory=flag.device.type == "cuda")
+        self._host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=flag.device.type == "cuda")
         self._host.copy_(flag, non_blocking=True)
         self._event = torch.Event(flag.device)
         self._event.record()

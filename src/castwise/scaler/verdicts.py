@@ -72,7 +72,10 @@ class Verdicts(NamedLosses):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale where not all gradients are dense, real and on the scale's device."""
         grads = gradients.held(optimizer)
-        if any(grad.is_complex() for grad in grads):  # which torch's scaler does not take
+        if any(
+            grad.is_complex() or (grad.dtype is torch.bfloat16 and grad.device.type != "cpu")
+            for grad in grads
+        ):  # which torch's scaler does not take
             return {flag.device: gradients.check_and_multiply(grads, inverse, flag.device)}
         return super().unscale_grads(optimizer, inverse, flag, allow_fp16)
 

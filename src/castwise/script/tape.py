@@ -172,7 +172,7 @@ class Recording(TorchFunctionMode):
 
         def mark(tensor: Tensor) -> Tensor:
             sources.append(self._source(tensor))
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
 
         return map_tensors(mark, (args, kwargs)), tuple(sources)
 

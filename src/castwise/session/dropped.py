@@ -197,7 +197,13 @@ def _copy_without_state(optimizer: Optimizer) -> Any:
     kind: Any = type(optimizer)
     trial = kind.__new__(kind)
     trial.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": []})
-    known = {*vars(trial), *vars(torch.optim.SGD([torch.zeros(1)])), "__reduce_ex__", "step", "_opt_called"}
+    known = {
+        *vars(trial),
+        *vars(torch.optim.SGD([torch.zeros(1, device="cpu")])),
+        "__reduce_ex__",
+        "step",
+        "_opt_called",
+    }
     for name, value in vars(optimizer).items():
         if name in ("grad_scale", "found_inf"):  # what a fused step unscales and decides by
             setattr(trial, name, value)

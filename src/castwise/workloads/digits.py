@@ -32,9 +32,9 @@ def split() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with needs("workload 'digits'"):
         from sklearn.datasets import load_digits
     data = load_digits()
-    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(data.images, dtype=torch.float32)[order, None]
-    labels = torch.tensor(data.target, dtype=torch.int64)[order]
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0), device="cpu")
+    images = torch.tensor(data.images, dtype=torch.float32, device="cpu")[order, None]
+    labels = torch.tensor(data.target, dtype=torch.int64, device="cpu")[order]
     train = images[:-HELD_OUT]
     images = (images - train.mean()) / train.std()
     return images[:-HELD_OUT], labels[:-HELD_OUT], images[-HELD_OUT:], labels[-HELD_OUT:]
@@ -100,7 +100,7 @@ def _batches(batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     images, labels, _, _ = split()
     draw = torch.Generator().manual_seed(seed)
     while True:
-        for part in torch.randperm(len(labels), generator=draw).split(batch):
+        for part in torch.randperm(len(labels), generator=draw, device="cpu").split(batch):
             if len(part) == batch:
                 yield images[part], labels[part]
 

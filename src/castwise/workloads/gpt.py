@@ -37,7 +37,7 @@ def corpus() -> tuple[Tensor, str]:
     text = "\n\n".join(topics[key] for key in sorted(topics))
     alphabet = "".join(sorted(set(text)))
     index = {character: i for i, character in enumerate(alphabet)}
-    return torch.tensor([index[character] for character in text]), alphabet
+    return torch.tensor([index[character] for character in text], device="cpu"), alphabet
 
 
 def decode(tokens: Tensor) -> str:
@@ -106,9 +106,9 @@ def _batches(batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tens
     """Windows of the training text, each with the window one character later."""
     train, _ = _texts()
     draw = torch.Generator().manual_seed(seed)
-    span = torch.arange(context + 1)
+    span = torch.arange(context + 1, device="cpu")
     while True:
-        starts = torch.randint(len(train) - context, (batch,), generator=draw)
+        starts = torch.randint(len(train) - context, (batch,), generator=draw, device="cpu")
         windows = train[starts[:, None] + span]
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -133,8 +133,8 @@ def _evaluate(batch: int, context: int, model: nn.Module) -> dict[str, float]:
     _, text = _texts()
     device = next(model.parameters()).device
     windows = 64
-    starts = torch.linspace(0, len(text) - context - 1, windows).long()
-    span = torch.arange(context + 1)
+    starts = torch.linspace(0, len(text) - context - 1, windows, device="cpu").long()
+    span = torch.arange(context + 1, device="cpu")
     total = 0.0
     for part in starts.split(batch):
         rows = text[part[:, None] + span].to(device)

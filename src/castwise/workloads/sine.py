@@ -28,7 +28,7 @@ FREQUENCY = (4.0, 2.0)
 
 def grid(size: int) -> Tensor:
     """Coordinates of pixels, at least 2 per side: fp32 ``[2, size, size]``, x (along the last axis) and y, from 0 to 1."""
-    line = torch.linspace(0.0, 1.0, size, dtype=torch.float64)
+    line = torch.linspace(0.0, 1.0, size, dtype=torch.float64, device="cpu")
     y, x = torch.meshgrid(line, line, indexing="ij")
     return torch.stack((x, y)).float()
 
@@ -38,7 +38,7 @@ def quantised_wave(size: int, bins: int = 4, frequency: tuple[float, float] = FR
 
     It is fp32 ``[size, size]``; ``frequency`` has periods along x and along y.
     """
-    line = torch.linspace(0.0, 1.0, size, dtype=torch.float64)
+    line = torch.linspace(0.0, 1.0, size, dtype=torch.float64, device="cpu")
     across, down = (torch.cos(2.0 * math.pi * f * line) for f in frequency)
     wave = across[None, :] + down[:, None]
     low, high = wave.min(), wave.max()

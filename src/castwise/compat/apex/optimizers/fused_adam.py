@@ -54,7 +54,7 @@ class FusedAdam(ClearsAsSaid, torch.optim.Adam):
             group.pop("bias_correction", None)
             for index in group["params"]:
                 if step is not None and index in state:
-                    state[index].setdefault("step", torch.tensor(float(step)))
+                    state[index].setdefault("step", torch.tensor(float(step), device="cpu"))
             for name, value in mine.items():
                 group.setdefault(name, value)
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})

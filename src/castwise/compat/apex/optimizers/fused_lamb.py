@@ -75,7 +75,7 @@ class FusedLAMB(ClearsAsSaid):
         loss = evaluate(closure)
         work = [(group, with_gradients(group["params"], "FusedLAMB")) for group in self.param_groups]
         every = [grad for _, lists in work for _, grads in lists for grad in grads]
-        norm = total_norm(every) if every else torch.zeros(())
+        norm = total_norm(every) if every else torch.zeros((), device="cpu")
         most = self.defaults["max_grad_norm"]  # Apex asks no group for its own
         divisor = torch.where(norm > most, norm / most, 1.0)
         for group, lists in work:

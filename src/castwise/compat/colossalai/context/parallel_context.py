@@ -94,7 +94,7 @@ class ParallelContext:
             groups[ParallelMode.TENSOR] = groups[ParallelMode.PARALLEL_1D] = mesh.get_group("tensor")
             groups[ParallelMode.MODEL] = groups[ParallelMode.TENSOR]
         if pipeline > 1 and tensor > 1:
-            layout = torch.arange(world).view(pipeline, data, tensor)
+            layout = torch.arange(world, device="cpu").view(pipeline, data, tensor)
             for index in range(data):
                 ranks = layout[:, index].flatten().tolist()
                 group = dist.new_group(ranks)

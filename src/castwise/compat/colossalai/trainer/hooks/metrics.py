@@ -26,7 +26,7 @@ __all__ = [
 
 def over_data_ranks(*values: float | Tensor) -> list[float]:
     """The sums of some numbers over the data parallel ranks, in one message. Synchronises."""
-    numbers = [torch.as_tensor(value, dtype=torch.float64).reshape(()).cpu() for value in values]
+    numbers = [torch.as_tensor(value, dtype=torch.float64, device="cpu").reshape(()) for value in values]
     total = torch.stack(numbers)
     if gpc.get_world_size(ParallelMode.DATA) > 1:
         total = total.to(get_current_device(), torch.float32 if get_current_device().type == "mps" else None)
