@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -64,3 +65,25 @@ def test_with_fp32_to_step_on_it_trains(line: str) -> None:
         amp.backward(model(torch.ones(2, 8)).sum())
         amp.step(optimizer)
     assert (model.weight != before).all()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(("plan", "eps", "said"), [
+    ("fp16-true", 1e-8, True), ("O3", 1e-8, True), ("fp16-true", 1e-4, False), ("bf16-true", 1e-8, False),
+    ("fp16-master", 1e-8, False), ("fp16-mixed", 1e-8, False),
+])  # fmt: skip
+def test_an_eps_that_is_zero_in_the_format_of_the_weights_is_said(
+    kind: type[torch.optim.Optimizer], plan: str, eps: float, said: bool
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), eps=eps)  # type: ignore[call-arg]
+    with warnings.catch_warnings(record=True) as heard, Amp(plan, device="cpu") as amp:
+        warnings.simplefilter("always")
+        amp.prepare(model, optimizer)
+        amp.scale(model(torch.tensor([[1.0, 0.0]])).sum()).backward()  # half of the weights have no gradient
+        amp.unscale_(optimizer)
+        amp.step(optimizer)
+        assert all(p.isfinite().all() for p in model.parameters()) is not said
+    assert ["eps=1e-08" in str(one.message) and "fp16-master" in str(one.message) for one in heard] == [
+        True
+    ] * said

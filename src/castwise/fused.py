@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -68,11 +69,13 @@ def check_fused(optimizer: Optimizer) -> None:
 def check_updates(optimizer: Optimizer) -> None:
     """See that an optimizer's kernel updates its parameters as they are stored.
 
-    torch's fused SGD leaves bf16 and fp16 parameters on a CPU as they are, but for some at the end, and says nothing.
+    torch's fused SGD leaves bf16 and fp16 parameters on a CPU as they are, but for some at the end, and says nothing. Adam's
+    usual ``eps`` of 1e-8 is zero in fp16, where an element without a gradient becomes 0 / 0; a warning says so.
 
     Raises:
         DeviceError: It is that one.
     """
+    _check_eps(optimizer)
     if not isinstance(optimizer, SGD):
         return
     for group in optimizer.param_groups:
@@ -86,6 +89,30 @@ def check_updates(optimizer: Optimizer) -> None:
                 f"prepare: torch's fused SGD does not update {str(low.pop()).removeprefix('torch.')} parameters on a CPU. Use optimizer='as_given' with an "
                 "SGD that is not fused, or a plan that keeps fp32 masters or parameters."
             )
+
+
+_DIVIDE = (Adam, AdamW, Adagrad, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
+"""Those of torch that divide by a root of squared gradients in the format of the parameters, plus ``eps``."""
+
+
+def _check_eps(optimizer: Optimizer) -> None:
+    if type(optimizer) not in _DIVIDE:
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if (
+            not isinstance(eps, float)
+            or eps <= 0.0
+            or torch.tensor(eps, dtype=torch.float16, device="cpu") != 0.0
+        ):
+            continue
+        if any(p.requires_grad and p.dtype is torch.float16 for p in group["params"]):
+            warnings.warn(
+                f"prepare: eps={eps:g} of this {type(optimizer).__name__} is zero in fp16, in which its parameters and their state are "
+                "stored: weights whose gradient is zero become NaN at the first step. Set eps=1e-4, or use the plan 'fp16-master'.",
+                stacklevel=6,
+            )
+            return
 
 
 def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> None:

@@ -17,7 +17,7 @@ from tests.soak import each_value
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2, eps=1e-4),
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, 1e-2),
     "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, 1e-2),
 }

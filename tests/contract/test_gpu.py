@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -64,12 +66,15 @@ def test_the_cuda_table_on_a_cpu_predicts_the_gpu() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_any_element_that_is_not_finite_skips_the_step(name: str) -> None:
     """Without a norm that would show it: of the first, a middle and the last element of a gradient of each size."""
+    plan = castwise.Plan.preset(name)
+    if plan.loss_scale is not None:  # at which a gradient of one fits into fp16
+        plan = castwise.Plan.parse(f"{name}+loss_scale.init=64")
     for sizes in ((1,), (3, 70_000)):
         for value in (float("inf"), -float("inf"), float("nan")):
             for where in (0, -1, 35_000):
                 model = nn.ParameterList([nn.Parameter(torch.ones(size, device="cuda")) for size in sizes])
                 optimizer = torch.optim.SGD(model.parameters(), 0.125)
-                amp = castwise.Amp(name, device="cuda")
+                amp = castwise.Amp(plan, device="cuda")
                 amp.prepare(model, optimizer)
                 for bad in (True, False):
                     factor = torch.ones(sizes[-1], device="cuda")
@@ -105,13 +110,13 @@ def test_fused_steps_do_not_wait_for_the_device() -> None:
 
 def test_a_default_device_is_left_to_the_user() -> None:
     """What castwise keeps on the host stays there."""
+    batch = tuple(tensor.cuda() for tensor in CASES["mlp"].batch())
     torch.set_default_device("cuda")
     try:
         model = CASES["mlp"].build().cuda()
         optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
         amp = castwise.Amp("fp16-mixed", device="cuda")
         amp.prepare(model, optimizer)
-        batch = tuple(tensor.cuda() for tensor in CASES["mlp"].batch())
         for _ in range(3):
             amp.backward(CASES["mlp"].loss(model, batch))
             assert not amp.step(optimizer).skipped
@@ -119,3 +124,28 @@ def test_a_default_device_is_left_to_the_user() -> None:
         amp.close()
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_of_recurrent_layers_lie_side_by_side(name: str) -> None:
+    """Where they do not, cuDNN copies them at every call, and torch warns of it; under a plan, and after it."""
+    model = nn.LSTM(8, 8, num_layers=2).cuda()
+    x = torch.ones(3, 2, 8, device="cuda")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="RNN module weights")
+        with castwise.Amp(name, device="cuda") as amp:
+            amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            if castwise.Plan.preset(name).stores_low:  # others cast at each call, as torch.autocast does
+                model(x)
+        model(x)
+
+
+@pytest.mark.parametrize("change", ["_foreach_lerp_", "_foreach_add_", "_foreach_mul_", "_foreach_copy_"])
+def test_lists_of_tensors_that_are_written_to_count_as_written(change: str) -> None:
+    """As masters and averages rely on."""
+    written, read = ([torch.ones(4, device="cuda", dtype=torch.bfloat16) for _ in range(3)] for _ in range(2))
+    before = [tensor._version for tensor in written]
+    with torch.no_grad():
+        extra = (0.5,) if change == "_foreach_lerp_" else ()
+        getattr(torch, change)(written, read, *extra)
+    assert all(tensor._version > was for tensor, was in zip(written, before, strict=True))

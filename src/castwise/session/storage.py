@@ -112,6 +112,7 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
     What parameters held is remembered (:func:`castwise.masters.original_of`): masters start from it. The log gets
     what undoes each change.
     """
+    log.on(model, _flatten_recurrent)
     for _, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
         strides = plan.memory_format == "channels_last" and tensor.dim() == 4
@@ -126,6 +127,15 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
             tensor.data = tensor.data.to(
                 memory_format=torch.channels_last
             )  # contiguous() leaves 1 x 1 kernels as they are
+    if dtypes:
+        _flatten_recurrent(model)
+
+
+def _flatten_recurrent(model: nn.Module) -> None:
+    """Lay the weights of each recurrent layer on a GPU side by side, or cuDNN copies them at every call."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
