@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
+from typer.testing import CliRunner
 
 import castwise
 from castwise import checkpoint
+from castwise.cli import app
 from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.monitor import step_files
 from castwise.monitor.recorder import Recorder
@@ -498,13 +502,67 @@ def test_a_workload_needs_no_model(tmp_path: Path) -> None:
         for _, batch in zip(range(1), recorder.batches(job.batches(0)), strict=False):
             amp.backward(job.loss(model, batch))
             amp.step(optimizer)
-    again = replay(tmp_path)
+    with pytest.raises(StateError, match=r"type: castwise replay \S+ --workload 'digits\?width=4&batch=8'"):
+        replay(tmp_path)
+    again = replay(tmp_path, workload="digits?width=4&batch=8")
     assert again.exact
     assert again.finite
     record = again.to_dict()
     assert record["exact"]
     assert record["reason"] == "asked for"
     assert (again.save(tmp_path / "out") / "replay.json").is_file()
+
+
+def record_of(folder: Path, workload: str) -> None:
+    amp, model, optimizer = start("fp32")
+    with Recorder(amp, model, folder, workload=workload) as recorder:
+        recorder.write("asked for")
+        for batch in recorder.batches(data(1)):
+            amp.backward(loss(model, batch))
+            amp.step(optimizer)
+
+
+@pytest.mark.parametrize("named", ["evil.py:job", "evil:job", "./evil.py:job", "../evil.py:job"])
+def test_code_that_only_a_record_names_does_not_run(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evil.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    record_of(Path("steps"), named)
+    with pytest.raises(
+        StateError,
+        match=f"type: castwise replay steps --workload {re.escape(named)} --plan bf16-mixed --rank 0 ",
+    ):
+        replay("steps", plan="bf16-mixed", rank=0)
+    said = CliRunner().invoke(app, ["replay", "steps"])
+    assert said.exit_code == 1
+    assert f"type: castwise replay steps --workload {named}" in said.stderr
+    assert not Path("ran").exists()
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [
+        ("x; touch ran", "--workload 'x; touch ran'"),
+        ("$(touch ran)", "--workload '$(touch ran)'"),
+        ("it's", """--workload 'it'"'"'s'"""),
+        ("a\ntouch ran", "--workload WORKLOAD"),
+        ("a\x1b[2Jb", "--workload WORKLOAD"),
+        ("a\u202eb", "--workload WORKLOAD"),
+        ("a" * 5000, "--workload WORKLOAD"),
+        ("", "--workload ''"),
+    ],
+)
+def test_what_a_record_says_is_no_more_than_text(named: str, shown: str, tmp_path: Path) -> None:
+    """The command is there to be pasted into a shell."""
+    record_of(tmp_path, named)
+    with pytest.raises(StateError) as refused:
+        replay(tmp_path)
+    said = str(refused.value)
+    assert shown in said
+    assert said.isprintable()
+    assert len(said) < 1000
 
 
 # --- what a record is of ----------------------------------------------------------------------------------------

@@ -316,7 +316,10 @@ def replay(
     ],
     workload: Annotated[
         str | None,
-        typer.Option(help="Whose model and loss, named as elsewhere.", show_default="the recorded one"),
+        typer.Option(
+            help="Whose model and loss, named as elsewhere; its code runs, so the name in the record is only shown.",
+            show_default=False,
+        ),
     ] = None,
     plan: Annotated[
         str | None,

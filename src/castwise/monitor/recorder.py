@@ -90,7 +90,8 @@ class Recorder:
         model: What it has prepared; DistributedDataParallel, FSDP2 and ``torch.compile`` around it are seen through.
         folder: Of the records, on a file system that all ranks see; a rank that ends by an error writes into ``rank-1`` and so
             on in it. Numbers go on behind those of the records that are there.
-        workload: By which name the job can be found again, as in :func:`castwise.workload.find_workload`.
+        workload: By which name the job can be found again, as in :func:`castwise.workload.find_workload`. A replay shows the name, and
+            runs it only where it is given again.
         checkpoints: A folder of :func:`castwise.checkpoint.save`. Weights of 64 MiB and more are written as what differs from
             the newest there, whose files the record keeps by hard links.
         most: Records of each kind.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,7 +27,7 @@ from castwise.numerics.isolation import copied, undisturbed, unspoilt
 from castwise.parallel.wrappers import unwrap
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan, as_plan
-from castwise.plans.text import some
+from castwise.plans.text import shown, some
 from castwise.process import find_device
 from castwise.ranks import ALONE
 from castwise.result import Result
@@ -47,7 +48,7 @@ class Record:
         reason: What was seen, in a clause.
         plan: That it ran under.
         device: Type of the device that it ran on.
-        workload: By which name its job is found again; None where the recorder was told none.
+        workload: By which name its job is found again, as whoever wrote it says; None where the recorder was told none.
         moments: Each microbatch's ``batch``, ``random`` states, and whether it was ``changed`` in place.
         losses: Each with its ``moment``, ``name`` and ``value``.
         nonfinite: Parameters whose gradients were not finite.
@@ -285,7 +286,8 @@ def replay(
         model: Built as the one that was trained, with any weights; prepared or not. Without one the workload's.
         loss: What the training does from a batch, as the loader hands it out, to the loss: ``loss(model, batch)``. Where there
             are several losses for a batch, they come as a mapping by name, or as a sequence of losses of one name.
-        workload: Of which the model and the loss are, where none are given; by default that which was recorded.
+        workload: Of which the model and the loss are, where none are given. A workload is code that runs, so a name that stands
+            in the record alone is never imported: whoever wrote the record may be somebody else.
         plan: To run under; by default the recorded one.
         device: To run on; by default the recorded kind.
         rank: Make the part of this rank alone; by default those of all, one after the other.
@@ -296,7 +298,7 @@ def replay(
 
     Raises:
         CheckpointError: No complete record there, or one of another model.
-        StateError: Neither a model and a loss nor a workload.
+        StateError: Neither a model and a loss nor a workload; says which one was recorded.
         WorkloadError: A loss that is none.
         PlanError: A rank that did not write the record.
     """
@@ -311,13 +313,10 @@ def replay(
     if (model is None) != (loss is None):
         raise StateError("replay: give model and loss both, or neither and a workload")
     chosen = record.plan if plan is None else as_plan(plan)
-    name = workload or record.workload
     if model is None or loss is None:
-        if name is None:
-            raise StateError(
-                f"replay({str(record.path)!r}): the record names no workload; give model= and loss=, or workload="
-            )
-        found = find_workload(name)
+        if workload is None:
+            raise StateError(_without_code(record, folder, plan=plan, device=device, rank=rank))
+        found = find_workload(workload)
         with undisturbed():
             model = found.model()
         loss = found.loss
@@ -355,6 +354,28 @@ def replay(
         world_size=record.world_size,
         ranks=tuple(one.rank for one, then in zip(records, recorded, strict=True) for _ in then), gradients=gradients,
     )  # fmt: skip
+
+
+def _without_code(record: Record, folder: str | os.PathLike[str], **options: object) -> str:
+    """What to say where nobody has named the code of a step: what the record says it was, and the command to type."""
+    call = f"replay({str(record.path)!r})"
+    if record.workload is None:
+        return f"{call}: the record names no workload; give model= and loss=, or workload= (--workload)"
+    # A record may be anybody's: what it says is shown so that no terminal and no shell makes more of it than text.
+    known = record.workload if record.workload.isprintable() and len(record.workload) < 200 else "WORKLOAD"
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    words = [
+        "castwise",
+        "replay",
+        os.fspath(folder),
+        "--workload",
+        known,
+        *(word for pair in given for word in pair),
+    ]
+    return (
+        f"{call}: it was recorded with workload {shown(record.workload)}. Its code runs only if you name it yourself; to "
+        f"do so, type: {shlex.join(words)} (in Python: workload={shown(record.workload)})"
+    )
 
 
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], ranks: int) -> None:
