@@ -285,6 +285,39 @@ def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], b
     return found, hides
 
 
+def uses_of_leaves(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[Any]]]:
+    """The leaves that a backward from some outputs reaches, each with the autograd nodes that it went into."""
+    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    waiting: list[Any] = [*roots]
+    seen, uses = set(roots), {}
+    while waiting:
+        node = waiting.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if type(below).__name__ == "AccumulateGrad":
+                uses.setdefault(below, []).append(node)
+            elif below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return [(leaf.variable, nodes) for leaf, nodes in uses.items()]
+
+
+def node_number(node: Any) -> int:
+    """Of an autograd node, as :func:`sequence_number` counts them."""
+    return int(node._sequence_nr())
+
+
+def casts_to(node: Any, dtype: torch.dtype) -> bool:
+    """Whether an autograd node is that of a cast to ``dtype``."""
+    return type(node).__name__ == "ToCopyBackward0" and node._input_metadata[0].dtype is dtype
+
+
+def hides_operators(node: Any) -> bool:
+    """Whether an autograd node stands for operators that it does not show: code that AOTAutograd has compiled, DataParallel's copies."""
+    return type(node).__name__ in ("CompiledFunctionBackward", "BroadcastBackward")
+
+
 _around_backward: tuple[Callable[..., Any], ...] = ()
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 

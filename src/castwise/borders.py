@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,32 @@ _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
 
+class Entries:
+    """Which autograd nodes were made inside a border lately.
+
+    Attributes:
+        spans: For each call that made any, the number of the first one and the number after the last.
+    """
+
+    def __init__(self) -> None:
+        self.spans: deque[tuple[int, int]] = deque(maxlen=256)
+        self._open: list[int] = []
+
+    def enter(self) -> None:
+        """A call begins. Without gradients torch makes nodes for casts of weights all the same."""
+        self._open.append(_torch.sequence_number() if torch.is_grad_enabled() else sys.maxsize)
+
+    def leave(self) -> None:
+        """The call that began last ends."""
+        first, last = self._open.pop() if self._open else 0, _torch.sequence_number()
+        if first < last:
+            self.spans.append((first, last))
+
+    def made(self, number: int) -> bool:
+        """Whether a node with this number was made inside."""
+        return any(first <= number < last for first, last in self.spans)
+
+
 @dataclass(eq=False, repr=False)
 class Border:
     """The border of a region, or of the whole model: a pair of forward hooks.
@@ -58,6 +85,7 @@ class Border:
         root: Whether this is the border of the whole model.
         follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
             border whose frame alone has overrides notes it by the way.
+        entries: Where calls are noted, while somebody wants to know of them.
     """
 
     frame: Frame
@@ -66,6 +94,7 @@ class Border:
     outer: Frame | None = None
     root: bool = False
     follow_backward: bool = False
+    entries: Entries | None = None
 
     def __post_init__(self) -> None:
         self.key = self.frame.key
@@ -76,7 +105,7 @@ class Border:
         self._lease = kernels.Lease(self.frame.rows, self.frame.device_type) if self.frame.rows else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lease"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lease", "entries")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -94,6 +123,8 @@ class Border:
         else:
             if "forward" in module.__dict__:
                 check_forward(module)
+            if self.entries is not None:
+                self.entries.enter()
             frames.push(self.frame, self, self.root)
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -112,6 +143,8 @@ class Border:
             args, kwargs = map_tensors(self._marked, args), map_tensors(self._marked, kwargs)
         elif self.frame.overrides:
             map_tensors(self._noted_outside, (args, kwargs))
+        if self.entries is not None:
+            self.entries.enter()
         frames.push(self.frame, self, self.root)
         return args, kwargs
 
@@ -131,6 +164,8 @@ class Border:
         else:
             if not frames.leave(self):
                 return output  # an exception came before enter
+            if self.entries is not None:
+                self.entries.leave()
             if (
                 self.follow_backward or self.frame.overrides
             ):  # not a view: its hooks outlive what is written to it
@@ -271,12 +306,18 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
         border.close()
 
 
+def border_of(module: nn.Module) -> Border | None:
+    """The border around a module, if there is one."""
+    own = (
+        getattr(hook, "__self__", None) for hooks in _torch.forward_hooks(module) for hook in hooks.values()
+    )
+    return next((border for border in own if isinstance(border, Border)), None)
+
+
 def root_of(model: nn.Module) -> Border | None:
     """The border of a whole model that is prepared."""
-    own = (
-        getattr(hook, "__self__", None) for hooks in _torch.forward_hooks(model) for hook in hooks.values()
-    )
-    return next((border for border in own if isinstance(border, Border) and border.root), None)
+    border = border_of(model)
+    return border if border is not None and border.root else None
 
 
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:

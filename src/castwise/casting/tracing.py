@@ -23,6 +23,9 @@ from castwise.errors import StateError
 graph_frames: dict[str, Frame] = {}
 """Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
 
+pushed: set[str] = set()
+"""Keys of frames that a compiled function has entered, while it was traced or when it ran."""
+
 _code_of_key: dict[str, int] = {}
 _lock = threading.Lock()
 
@@ -49,6 +52,7 @@ def graph_push(key: str) -> None:
     if trace is not None:
         level = frames.depth()
         trace.hold(lambda: frames.unwind(level))
+    pushed.add(key)
     frames.push(graph_frames[key])
 
 

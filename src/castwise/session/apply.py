@@ -23,7 +23,7 @@ from castwise.masters.sync import sync
 from castwise.plans.formats import LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.resolve import Resolution
-from castwise.session import storage
+from castwise.session import bypass, storage
 from castwise.session.undo import UndoLog
 
 _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
@@ -59,6 +59,8 @@ def apply(
     tracing.get_ready_for_compile()
     _torch.forget_compiled(model)
     root = borders.install(model, resolution, device_type, methods, sync, log.callback)
+    if not inference:
+        bypass.watch(model, resolution, log.callback)
     restrided = optimizers if plan.memory_format == "channels_last" else ()
     for optimizer in restrided:
         log.on(optimizer, masters.restride_state)

@@ -1,0 +1,284 @@
+"""A prepared model that is trained without being called: backward says so before any gradient is added."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from castwise import Amp, Plan, Region
+from castwise.errors import StateError
+from castwise.session import bypass
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 1)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.encoder(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encode(x))
+
+
+class Holder(nn.Module):
+    """A class that only holds modules, without forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+
+def one_by_one(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for part in model.values() if isinstance(model, nn.ModuleDict) else model.children():
+        x = part(x)
+    return x
+
+
+BYPASSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "ModuleDict": (lambda: nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 1)}), one_by_one),
+    "ModuleList": (lambda: nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 1)]), one_by_one),
+    "Sequential": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), one_by_one),
+    "holder": (Holder, one_by_one),
+    "forward": (Net, lambda model, x: model.forward(x)),
+    "parts": (Net, lambda model, x: model.head(model.norm(model.encoder(x)))),
+    "one part": (Net, lambda model, x: model.encoder(x)),
+    "method": (Net, lambda model, x: model.encode(x)),
+    "ParameterList": (lambda: nn.ParameterList([torch.ones(8, 1)]), lambda model, x: x @ model[0]),
+    "checkpointed": (Net, lambda model, x: checkpoint(model.forward, x, use_reentrant=False)),
+}  # fmt: skip
+
+
+def prepared(plan: Any, model: nn.Module, **how: Any) -> tuple[Amp, Any, torch.optim.Optimizer]:
+    amp = Amp(plan, device="cpu")
+    return amp, *amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), **how)
+
+
+@pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-mixed+rules=cuda"])
+@pytest.mark.parametrize("way", BYPASSES)
+def test_backward_says_that_a_model_was_not_called(way: str, plan: str) -> None:
+    make, run = BYPASSES[way]
+    amp, model, _ = prepared(plan, make())
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):  # whoever catches it is told again
+        with pytest.raises(StateError, match=r"backward: the loss was computed from .*was not called"):
+            amp.backward(run(model, torch.randn(4, 8)).float().mean())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    amp.close()
+    run(model, torch.randn(4, 8)).float().mean().backward()
+
+
+@pytest.mark.parametrize("way", BYPASSES)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda amp, loss: loss.backward(),
+        lambda amp, loss: amp.scale(loss).backward(),
+        lambda amp, loss: torch.autograd.backward([loss, loss.detach().clone().requires_grad_()]),
+        lambda amp, loss: amp.backward(loss, retain_graph=True),
+    ],
+)
+def test_whoever_calls_backward_is_told(way: str, call: Callable[[Amp, torch.Tensor], object]) -> None:
+    make, run = BYPASSES[way]
+    amp, model, _ = prepared("bf16-mixed", make())
+    loss = run(model, torch.randn(4, 8)).mean()
+    with pytest.raises(StateError, match="was not called"):
+        call(amp, loss)
+
+
+def test_the_words() -> None:
+    amp, model, _ = prepared("bf16-mixed", Net())
+    with pytest.raises(StateError) as error:
+        amp.backward(model.forward(torch.randn(4, 8)).mean())
+    assert str(error.value) == (
+        "backward: the loss was computed from encoder.weight, but the prepared Net was not called, so that its operators were not "
+        "cast to bfloat16 as the plan bf16-mixed says. A plan works where the module itself is called: model(...), not "
+        "model.forward(...) and not its parts one by one. Call it so; or name the methods that are called instead of it, "
+        "amp.prepare(model, optimizer, methods=('encode',)); or prepare each part that is called, amp.prepare(part, optimizer)."
+    )
+
+
+def test_each_cure_cures() -> None:
+    amp, model, optimizer = prepared("bf16-mixed", Net(), methods=("encode",))
+    amp.backward(model.encode(torch.randn(4, 8)).mean())
+    amp.step(optimizer)
+    parts = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 1)})
+    amp, optimizer = Amp("bf16-mixed", device="cpu"), torch.optim.SGD(parts.parameters(), 0.1)
+    for part in parts.values():
+        amp.prepare(part, optimizer)
+    amp.backward(one_by_one(parts, torch.randn(4, 8)).mean())
+    amp.step(optimizer)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_call_before_training_does_not_hide_it(raw: bool) -> None:
+    """One without gradients is no training at all; after one with them, as for a summary, the third pass is told."""
+    amp, model, optimizer = prepared("bf16-mixed", Net())
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    with pytest.raises(StateError, match="was not called"):
+        amp.backward(model.forward(torch.randn(4, 8)).mean())
+    amp, model, optimizer = prepared("bf16-mixed", Net())
+    model(torch.randn(2, 8))
+
+    def train() -> None:
+        loss = model.forward(torch.randn(4, 8)).mean()
+        loss.backward() if raw else amp.backward(loss)
+        optimizer.step() if raw else amp.step(optimizer)
+        optimizer.zero_grad()
+
+    train()
+    train()
+    with pytest.raises(StateError, match="was not called"):
+        train()
+
+
+def test_a_region_in_a_format_of_its_own_counts_where_the_model_has_none() -> None:
+    plan = Plan(compute="fp32", rules="native", regions=(Region("encoder", compute="bf16"),))
+    amp, model, optimizer = prepared(plan, Net())
+    amp.backward(model.forward(torch.randn(4, 8)).mean())  # the region itself is called
+    amp.step(optimizer)
+    amp, model, _ = prepared(plan, Net())
+    loss = nn.functional.linear(torch.randn(4, 8), model.encoder.weight).mean()
+    with pytest.raises(
+        StateError,
+        match=r"from encoder.weight, but the region 'encoder' \(Linear\) of the prepared Net was not",
+    ):
+        amp.backward(loss)  # fmt: skip
+
+
+def no_alarm(plan: str = "bf16-mixed", make: Callable[[], nn.Module] = Net) -> tuple[Amp, Any, Any]:
+    return prepared(plan, make())
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-true", "naive", "O3"])
+def test_plans_that_cast_no_operators_have_nothing_to_say(plan: str) -> None:
+    amp, model, optimizer = prepared(plan, Net())
+    dtype = model.encoder.weight.dtype
+    amp.backward(model.forward(torch.randn(4, 8).to(dtype)).mean())
+    amp.step(optimizer)
+
+
+def test_a_gan_with_two_models_and_two_losses() -> None:
+    amp = Amp("fp16-mixed", device="cpu")
+    gen, gen_opt = amp.prepare(g := nn.Linear(8, 8), torch.optim.SGD(g.parameters(), 0.1))
+    dis, dis_opt = amp.prepare(d := nn.Linear(8, 1), torch.optim.SGD(d.parameters(), 0.1))
+    for _ in range(3):
+        for _ in range(3):  # the critic first
+            amp.backward(dis(gen(torch.randn(4, 8)).detach()).mean())
+            amp.step(dis_opt)
+            dis_opt.zero_grad()
+        fake = gen(torch.randn(4, 8))
+        amp.backward(dis(fake.detach()).mean())
+        amp.step(dis_opt)
+        amp.backward(-dis(fake).mean())
+        amp.step(gen_opt)
+        gen_opt.zero_grad()
+
+
+def test_a_penalty_before_the_loss_a_second_loss_and_a_late_step() -> None:
+    amp, model, optimizer = no_alarm()
+    out = model(torch.randn(4, 8))
+    amp.backward(sum(p.square().sum() for p in model.parameters()))
+    amp.backward(out.mean(), retain_graph=True)
+    amp.backward(out.square().mean())
+    amp.step(optimizer)
+
+
+def test_models_that_a_loss_does_not_reach() -> None:
+    """A frozen teacher, a model for later, one that only infers, and a loss by hand."""
+    amp, model, optimizer = no_alarm()
+    teacher = amp.prepare(nn.Linear(8, 1).requires_grad_(False))
+    other, _ = amp.prepare(m := nn.Linear(8, 1), torch.optim.SGD(m.parameters(), 0.1))
+    fixed = amp.prepare(nn.Linear(8, 1), inference=True).float()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        target = other.forward(x)
+    amp.backward((model(x) - teacher.forward(x) - target - fixed.forward(x).detach()).square().mean())
+    amp.step(optimizer)
+
+
+def test_pseudo_gradients_and_gradients_of_inputs_are_nobodys_forward() -> None:
+    amp, model, optimizer = no_alarm()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.autograd.grad(model.forward(x).mean(), x)
+    amp.grad(model.forward(x).mean(), [x])
+
+
+def test_other_ways_to_run_by_the_plan() -> None:
+    x = torch.randn(4, 8)
+    amp, model, _ = no_alarm()
+    amp.backward(torch.func.functional_call(model, dict(model.named_parameters()), (x,)).mean())
+    amp, model, _ = no_alarm()
+    amp.backward(checkpoint(model, x, use_reentrant=False).mean())
+    amp, model, _ = no_alarm()
+    amp.backward(checkpoint(model, x.requires_grad_(), use_reentrant=True).mean())
+    amp, model, _ = no_alarm(make=Holder)
+    with amp.autocast():
+        loss = one_by_one(model, x).mean()
+    amp.backward(loss)
+    amp, model, _ = no_alarm(make=Holder)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = one_by_one(model, x).mean()
+    loss.float().backward()
+    amp, model, _ = no_alarm(make=lambda: nn.utils.spectral_norm(nn.Linear(8, 8)))
+    for _ in range(3):  # its weight is computed in front of the border
+        amp.backward(model(x).mean())
+    assert not bypass.watching(model)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_models(backend: str, whole: bool) -> None:
+    torch.compiler.reset()
+    for _ in range(2):  # models of one class share compiled code
+        amp, model, optimizer = no_alarm()
+
+        def run(x: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return model(x).mean()
+
+        compiled: Any = torch.compile(run if whole else model, backend=backend)
+        for _ in range(2):
+            amp.backward(compiled(torch.randn(4, 8)).mean())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    torch.compiler.reset()
+
+
+def test_nobody_looks_once_the_model_has_run() -> None:
+    amp, model, _ = no_alarm()
+    assert bypass.watching(model)
+    amp.backward(model(torch.randn(4, 8)).mean())
+    assert not bypass.watching(model)
+    amp, model, _ = no_alarm()
+    amp.close()
+    assert not bypass.watching(model)
+    model.forward(torch.randn(4, 8)).mean().backward()
+
+
+def test_a_copy_has_no_session_and_nobody_looks() -> None:
+    _, model, _ = no_alarm()
+    twin = copy.deepcopy(model)
+    twin.forward(torch.randn(4, 8)).mean().backward()
+    model(torch.randn(4, 8)).mean().backward()
+
+
+def test_a_model_that_is_never_trained_is_not_looked_at_for_ever() -> None:
+    _, model, _ = no_alarm()
+    other = nn.Linear(8, 1)
+    for _ in range(65):
+        other(torch.randn(4, 8)).mean().backward()
+    assert not bypass.watching(model)
