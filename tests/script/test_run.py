@@ -104,6 +104,62 @@ def test_ranks_of_torchrun_give_what_the_plan_gives_them_by_hand(plan: str, tmp_
     assert found["run"] == found["hand"] != found["plain"]
 
 
+PAST_HOOKS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(me):
+        super().__init__()
+        me.table, me.norm = nn.Embedding(50, 16), nn.BatchNorm1d(16)
+        me.core = nn.Parameter(torch.randn(16, 16))
+
+    def forward(me, i):
+        return me.norm(me.table(i) @ me.core) @ me.table.weight.t()
+
+    def loss(me, i):
+        return nn.functional.cross_entropy(me.forward(i), i)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+FIRST
+for _ in range(4):
+    i = torch.randint(0, 50, (32,))
+    optimizer.zero_grad()
+    loss = CALL
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "first", "plan", "said", "by_plan"),
+    [
+        ("model.loss(i)", "", "bf16-mixed", "Net trains under bf16-mixed, from the second call of its forward on", True),
+        ("model.loss(i)", "", "fp16-mixed", "Net trains under fp16-mixed, from the second call of its forward on", True),
+        ("model.loss(i)", "", "bf16-master", "Net runs as it would without castwise: its first call is model.forward(...)", False),
+        ("model.loss(i)", "model(torch.arange(9))", "bf16-mixed", "but the prepared Net was not called, so that", False),
+        ("nn.functional.cross_entropy(model(i), i)", "", "bf16-mixed", "Net trains under bf16-mixed\n", True),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_called_past_its_hooks_runs_by_the_plan_or_is_told(
+    call: str, first: str, plan: str, said: str, by_plan: bool, tmp_path: Path
+) -> None:
+    """Not what the module inside of it that is called first has to do with the plan."""
+    text = PAST_HOOKS.replace("CALL", call).replace("FIRST", first)
+    (tmp_path / "train.py").write_text(text)
+    process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
+    found = _printed(process).split()
+    assert said in process.said("err")
+    assert "BatchNorm" not in process.said("err")
+    plain = python(tmp_path, text).split()
+    assert (found != plain) is by_plan
+    assert (found[0] == plain[0]) is (call == "model.loss(i)")
+
+
 def test_arguments_and_files_are_the_scripts_own(tmp_path: Path) -> None:
     text = (PUBLISHED / "digits.txt").read_text()
     found = run(tmp_path, text, "train.py", "--epochs", "1", "--save-model", "--workers", "1")

@@ -12,10 +12,12 @@ What cannot be followed is said once, and runs as it would have without castwise
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from castwise.parallel import wrappers
 from castwise.plans.formats import LOW, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.scaler import add_up, gradients, set_aside
-from castwise.session import Amp
+from castwise.session import Amp, bypass
 
 _PATIENCE = 1 << 31
 """Steps in a row that may be skipped: the script goes on, as it would have without castwise."""
@@ -182,7 +184,7 @@ class Follower:
         elif is_trained(model) and (
             self._numbers_of(model) or (torch.is_grad_enabled() and not self._needs_optimizers)
         ):
-            self._prepare(model)
+            self._prepare(_called_past_hooks(model) or model)
             self._known.add(module)
 
     def _meet_ddp(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
@@ -212,6 +214,11 @@ class Follower:
             )
         elif self.plan.stores_low and not numbers:
             self._leave_alone(model, f"the plan {self.plan} needs the optimizer before the model is wrapped")
+        elif self.plan.stores_low and _runs_forward(model):
+            self._leave_alone(
+                model,
+                f"its first call is model.forward(...), which no hook sees, too late for the plan {self.plan}; model(...) is not",
+            )
         elif self.plan.stores_low and self._stepping is not None and holds(self._stepping, model):
             kind = type(self._stepping).__name__
             self._leave_alone(
@@ -221,8 +228,10 @@ class Follower:
             optimizers = {number: self._optimizers[number] for number in numbers}
             widen = self.widen and widen_for(self.plan, model)
             widened = widen and low_tensors(model)
+            direct = _runs_forward(model)
+            methods = ("forward",) if direct else ()
             try:
-                self._session(device_type).prepare(model, *optimizers.values(), widen=widen)
+                self._session(device_type).prepare(model, *optimizers.values(), widen=widen, methods=methods)
             except CastwiseError as error:
                 self._leave_alone(
                     model, sentence(error).replace("prepare(..., widen=True)", "castwise run --widen")
@@ -236,7 +245,9 @@ class Follower:
             root = root_of(model) if self.plan.stores_low else None
             if root is not None:  # no call from outside can do with their parameters otherwise
                 self._parts.update((part, root) for part in model.modules() if part is not model)
-            self._once(f"{type(model).__name__} trains under {self.plan}")
+            bypass.forget(model) if direct else bypass.only_tell(model, self._once)
+            later = ", from the second call of its forward on: the first was model.forward(...), which no hook sees"
+            self._once(f"{type(model).__name__} trains under {self.plan}{later if direct else ''}")
 
     def _session(self, device_type: str) -> Amp:
         if device_type not in self.sessions:
@@ -383,6 +394,37 @@ def _around_script(compile_: Callable[..., Any]) -> Callable[..., Any]:
                 call()
 
     return script
+
+
+def _runs_forward(model: nn.Module) -> bool:
+    """Whether the script is inside the ``forward`` of a model."""
+    return any(owner is model for owner in _running_forwards())
+
+
+def _called_past_hooks(module: nn.Module) -> nn.Module | None:
+    """The outermost model around a module that the script runs by ``model.forward(...)``; what it calls itself has been met before."""
+    around = [
+        owner
+        for owner in _running_forwards()
+        if owner is not module
+        and wrappers.unwrap(owner) is owner
+        and any(module is m for m in owner.modules())
+    ]
+    return around[-1] if around else None
+
+
+def _running_forwards() -> Iterator[nn.Module]:
+    """The modules whose ``forward`` runs on this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        takes_self = code.co_name == "forward" and code.co_argcount > 0
+        owner = frame.f_locals.get(code.co_varnames[0]) if takes_self else None
+        if isinstance(owner, nn.Module):
+            own = inspect.unwrap(type(owner).forward)
+            if getattr(own, "__code__", None) is code:
+                yield owner
+        frame = frame.f_back
 
 
 def is_trained(model: nn.Module) -> bool:

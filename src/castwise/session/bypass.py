@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class _Watched:
         entered: Whether it has ever been called in training.
         misses: Backward passes in a row that reached it after no call.
         looks: Backward passes left to look at.
+        say: Told of it, in place of an error.
     """
 
     model: weakref.ref[nn.Module]
@@ -54,7 +55,8 @@ class _Watched:
     inner: frozenset[str]
     entered: bool = False
     misses: int = 0
-    looks: int = field(default=_LOOKS)
+    looks: int = _LOOKS
+    say: Callable[[str], object] | None = None
 
     def own(self) -> dict[int, str]:
         """By ``id``, the names of the parameters that the border is the nearest one of, but for those stored low."""
@@ -141,6 +143,18 @@ def watching(model: nn.Module) -> bool:
     return any(watched.model() is model for watched in _watched)
 
 
+def only_tell(model: nn.Module, say: Callable[[str], object]) -> None:
+    """Have ``say`` told, once, where backward would raise an error."""
+    for watched in _watched:
+        if watched.model() is model:
+            watched.say = say
+
+
+def forget(model: nn.Module) -> None:
+    """Look no more for a model, or for none where nobody does."""
+    _forget([watched for watched in _watched if watched.model() is model])
+
+
 def _forget(done: Sequence[_Watched]) -> None:
     for watched in done:
         if watched in _watched:
@@ -181,26 +195,31 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
                 done.append(watched)
             elif nodes and watched.was_passed_by():
-                raise StateError(_words(watched, next(iter(reached.values()))))
+                fact = _fact(watched, next(iter(reached.values())))
+                if watched.say is None:
+                    raise StateError(f"backward: {fact}{_CURE}")
+                watched.say(fact)
+                done.append(watched)
     finally:
         if done:
             _forget(done)
 
 
-def _words(watched: _Watched, name: str) -> str:
+_CURE = (
+    "; or name the methods that are called instead of it, amp.prepare(model, optimizer, methods=('encode',)); or prepare each part "
+    "that is called, amp.prepare(part, optimizer)."
+)
+
+
+def _fact(watched: _Watched, name: str) -> str:
     model = watched.model()
     assert model is not None
     module = model.get_submodule(watched.path)
     kind, dtype = type(module).__name__, str(watched.dtype).removeprefix("torch.")
-    what = (
-        f"region {watched.path!r} ({kind}) of the prepared {type(model).__name__}"
-        if watched.path
-        else f"prepared {kind}"
-    )
+    region = f"region {watched.path!r} ({kind}) of the prepared {type(model).__name__}"
     call = f"model.{watched.path}" if watched.path else "model"
     return (
-        f"backward: the loss was computed from {name}, but the {what} was not called, so that its operators were not cast to {dtype} "
-        f"as the plan {watched.plan} says. A plan works where the module itself is called: {call}(...), not {call}.forward(...) and "
-        "not its parts one by one. Call it so; or name the methods that are called instead of it, amp.prepare(model, optimizer, "
-        "methods=('encode',)); or prepare each part that is called, amp.prepare(part, optimizer)."
+        f"the loss was computed from {name}, but the {region if watched.path else f'prepared {kind}'} was not called, so that its "
+        f"operators were not cast to {dtype} as the plan {watched.plan} says. A plan works where the module itself is called: "
+        f"call {call}(...), not {call}.forward(...) and not its parts one by one"
     )
