@@ -208,6 +208,22 @@ def test_models_that_a_loss_does_not_reach() -> None:
     amp.step(optimizer)
 
 
+def test_what_no_plan_would_cast_needs_no_call() -> None:
+    """Loose parameters, tables and norms; a product with any of them is said."""
+    made: list[tuple[nn.Module, Callable[[Any], torch.Tensor]]] = [
+        (nn.ParameterList([torch.ones(8)]), lambda model: (model[0] * 2).exp().sum()),
+        (nn.ModuleList([nn.Embedding(4, 8), nn.LayerNorm(8)]), lambda model: model[1](model[0](torch.arange(4))).sum()),
+    ]  # fmt: skip
+    for model, run in made:
+        amp, model, optimizer = prepared("bf16-mixed", model)
+        for _ in range(3):
+            amp.backward(run(model))
+            amp.step(optimizer)
+    amp, model, _ = prepared("bf16-mixed", made[0][0].__class__([torch.ones(8, 8)]))
+    with pytest.raises(StateError, match="from 0, but the prepared ParameterList"):
+        amp.backward((torch.ones(2, 8) @ model[0][:, :4].T.T).sum())
+
+
 def test_pseudo_gradients_and_gradients_of_inputs_are_nobodys_forward() -> None:
     amp, model, optimizer = no_alarm()
     for parameter in model.parameters():

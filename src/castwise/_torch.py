@@ -15,6 +15,7 @@ import gc
 import itertools
 import math
 import operator
+import re
 import sys
 import threading
 import time
@@ -285,22 +286,38 @@ def leaves_below(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], b
     return found, hides
 
 
-def uses_of_leaves(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[Any]]]:
-    """The leaves that a backward from some outputs reaches, each with the autograd nodes that it went into."""
-    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    waiting: list[Any] = [*roots]
-    seen, uses = set(roots), {}
+_PRODUCTS = re.compile(r"mm|Mv|Addr|Convolution|Linear|Dot|Trilinear|Rnn|Attention", re.IGNORECASE)
+_VIEWS = re.compile(
+    r"^(T|View|UnsafeView|ReshapeAlias|Alias|Clone|Transpose|Permute|Expand|Unsqueeze|Squeeze|Slice|Select|Split\w*|Unbind)Backward"
+)
+
+
+def uses_of_leaves(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[Any], bool]]:
+    """The leaves that a backward from some outputs reaches.
+
+    Returns:
+        Each with the autograd nodes that it went into, and whether it, or a view of it, went into a product.
+    """
+    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    above: dict[Any, list[Any]] = {node: [] for node in waiting}
+    leaves = []
     while waiting:
         node = waiting.pop()
         for below, _ in node.next_functions:
             if below is None:
                 continue
-            if type(below).__name__ == "AccumulateGrad":
-                uses.setdefault(below, []).append(node)
-            elif below not in seen:
-                seen.add(below)
-                waiting.append(below)
-    return [(leaf.variable, nodes) for leaf, nodes in uses.items()]
+            if below not in above:
+                above[below] = []
+                (leaves if type(below).__name__ == "AccumulateGrad" else waiting).append(below)
+            above[below].append(node)
+
+    def is_multiplied(node: Any) -> bool:
+        name = type(node).__name__
+        return bool(_PRODUCTS.search(name)) or (
+            bool(_VIEWS.match(name)) and any(map(is_multiplied, above[node]))
+        )
+
+    return [(leaf.variable, above[leaf], any(map(is_multiplied, above[leaf]))) for leaf in leaves]
 
 
 def node_number(node: Any) -> int:

@@ -42,9 +42,13 @@ from castwise.plans.formats import FORMATS, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.plans.text import shown
 from castwise.resolve import Place, Resolution, casts_operators
+from castwise.stored import explain_cast, refuse_cast
 
 _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
+
+
+_NOT_COPIED = ("_lease", "entries", "first")
 
 
 class Entries:
@@ -86,6 +90,7 @@ class Border:
         follow_backward: Whether backward must know which frame forward ran in, as it must with operator overrides. A
             border whose frame alone has overrides notes it by the way.
         entries: Where calls are noted, while somebody wants to know of them.
+        first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
     """
 
     frame: Frame
@@ -95,6 +100,7 @@ class Border:
     root: bool = False
     follow_backward: bool = False
     entries: Entries | None = None
+    first: tuple[weakref.ref[nn.Parameter], torch.dtype] | None = None
 
     def __post_init__(self) -> None:
         self.key = self.frame.key
@@ -105,7 +111,7 @@ class Border:
         self._lease = kernels.Lease(self.frame.rows, self.frame.device_type) if self.frame.rows else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lease", "entries")}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -121,10 +127,7 @@ class Border:
         if is_compiling():
             tracing.graph_push(self.key)
         else:
-            if "forward" in module.__dict__:
-                check_forward(module)
-            if self.entries is not None:
-                self.entries.enter()
+            self._check(module)
             frames.push(self.frame, self, self.root)
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -137,16 +140,23 @@ class Border:
         if is_compiling():
             tracing.graph_push(self.key)
             return args, kwargs
-        if "forward" in module.__dict__:
-            check_forward(module)
+        self._check(module)
         if self.follow_backward:
             args, kwargs = map_tensors(self._marked, args), map_tensors(self._marked, kwargs)
         elif self.frame.overrides:
             map_tensors(self._noted_outside, (args, kwargs))
-        if self.entries is not None:
-            self.entries.enter()
         frames.push(self.frame, self, self.root)
         return args, kwargs
+
+    def _check(self, module: nn.Module) -> None:
+        if "forward" in module.__dict__:
+            check_forward(module)
+        if self.first is not None and torch.is_grad_enabled():
+            parameter = self.first[0]()
+            if parameter is not None and parameter.dtype is not self.first[1]:
+                refuse_cast(module)
+        if self.entries is not None:
+            self.entries.enter()
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
         return mark_boundary(tensor, self.outer)
@@ -178,6 +188,7 @@ class Border:
                 return map_tensors(lambda tensor: _rounded(tensor, cast), output)
             return cast_floating(output, cast)
         if output is None and not is_compiling():
+            explain_cast(sys.exc_info()[1], module)
             explain_mismatch(sys.exc_info()[1], module, self.frame)
         if isinstance(output, torch.Tensor):
             output = _widened(output) if output.dtype in LOW_DTYPES else output
@@ -229,6 +240,7 @@ class Method:
             output = self.__wrapped__(*args, **kwargs)
         except BaseException as error:
             frames.unwind(depth)
+            explain_cast(error, self.module)
             explain_mismatch(error, self.module, border.frame)
             raise
         return border.leave(self.module, args, output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,9 @@ from castwise.errors import StateError
 graph_frames: dict[str, Frame] = {}
 """Frames that traced graphs may name, by key; filled by whoever resolves a plan."""
 
-pushed: set[str] = set()
-"""Keys of frames that a compiled function has entered, while it was traced or when it ran."""
+graph_spans: deque[tuple[str, int, int]] = deque(maxlen=256)
+"""Of blocks that a traced graph has entered and left as it ran: the key, the number of the first autograd node, that after the last."""
+_open: list[tuple[str, int]] = []
 
 _code_of_key: dict[str, int] = {}
 _lock = threading.Lock()
@@ -52,7 +54,7 @@ def graph_push(key: str) -> None:
     if trace is not None:
         level = frames.depth()
         trace.hold(lambda: frames.unwind(level))
-    pushed.add(key)
+    _open.append((key, _torch.sequence_number()))
     frames.push(graph_frames[key])
 
 
@@ -61,6 +63,8 @@ def graph_pop() -> None:
     trace = _torch.DynamoTrace.current()
     if trace is not None:
         trace.release()
+    if _open:
+        graph_spans.append((*_open.pop(), _torch.sequence_number()))
     frames.pop()
 
 

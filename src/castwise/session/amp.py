@@ -38,7 +38,7 @@ from castwise.session.checks import (
     check_norm,
     check_optimizer,
     check_uncompiled,
-    refuse_low_additions,
+    watch_formats,
 )
 from castwise.session.dropped import DroppedUpdates
 from castwise.session.guard import give_late_masters, scaler_for
@@ -46,6 +46,7 @@ from castwise.session.members import Members
 from castwise.session.summary import summarise
 from castwise.session.undo import UndoLog
 from castwise.session.wrapping import Wrapping
+from castwise.stored import forget_formats, note_formats
 
 _prepared: weakref.WeakKeyDictionary[nn.Module, Amp] = weakref.WeakKeyDictionary()
 _M = TypeVar("_M", bound=nn.Module)
@@ -258,8 +259,12 @@ class Amp:
             self._wrapping.note(target, resolution.plan)
             log.on(self, setattr, "_root", self._root)
             self._root = self._root or root
+            log.on(target, forget_formats)
+            note_formats(target)
         if inference or not self.plan.keeps_masters:
             storage.forget_originals(dtypes, inference=inference)  # there is no way back from here
+        trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)
+        root.first = None if trained is None else (weakref.ref(trained), trained.dtype)
         self._note_prepared(target, optimizers, how)
 
     def _note_prepared(self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared) -> None:
@@ -343,8 +348,7 @@ class Amp:
                 self._members.add_optimizer(optimizer)
                 if _torch.has_step_hooks(optimizer):
                     self._watch.follow(optimizer, log.callback)
-                    if self.plan.params == "fp32" or self.plan.keeps_masters:
-                        refuse_low_additions(optimizer, self.plan, log.callback)
+                    watch_formats(optimizer, self.plan, self._members.names, log.callback)
                     if self.plan.master == "none":
                         self._dropped.follow(optimizer, log.callback)
 

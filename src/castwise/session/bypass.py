@@ -3,8 +3,8 @@
 A border is a pair of hooks, and torch runs hooks where a module is called: not for ``model.forward(x)``, nor for a model that
 is a container whose parts are called one by one. Operators then run in fp32, whatever the plan says. So the first backward
 passes are looked at: where one reaches parameters of a model, what used them must have been recorded inside of the model's
-border. What was computed from them in the plan's format, inside a block of autocast for example, is right too; of compiled
-code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
+border. What was computed from them in the plan's format, inside a block of autocast for example, is right too, and so is what
+no plan would cast: it takes a product to complain. Of compiled code nothing can be told. Once a backward has shown that the model runs by the plan, nobody looks any more.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class _Watched:
 
     def is_settled(self, nodes: Sequence[Any]) -> bool:
         """Whether what used the parameters shows that they were used by the plan, or cannot show anything."""
-        return self.key in tracing.pushed or any(
-            self.entries.made(_torch.node_number(node))
+        return any(
+            self.entries.made(number := _torch.node_number(node))
+            or any(key == self.key and first <= number < last for key, first, last in tracing.graph_spans)
             or _torch.casts_to(node, self.dtype)
             or _torch.hides_operators(node)
             for node in nodes
@@ -181,7 +182,10 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
     Raises:
         StateError: One was.
     """
-    uses = {id(leaf): nodes for leaf, nodes in _torch.uses_of_leaves(outputs)}
+    uses, products = {}, set()
+    for leaf, nodes, multiplied in _torch.uses_of_leaves(outputs):
+        uses[id(leaf)] = nodes
+        products |= {id(leaf)} if multiplied else set()
     done = []
     try:
         for watched in _watched:
@@ -194,8 +198,8 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
             nodes = [node for key in reached for node in uses[key]]
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
                 done.append(watched)
-            elif nodes and watched.was_passed_by():
-                fact = _fact(watched, next(iter(reached.values())))
+            elif not products.isdisjoint(reached) and watched.was_passed_by():
+                fact = _fact(watched, next(name for key, name in reached.items() if key in products))
                 if watched.say is None:
                     raise StateError(f"backward: {fact}{_CURE}")
                 watched.say(fact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from castwise.plans.text import shown, some
 from castwise.ranks import ALONE
 from castwise.resolve import Resolution
 from castwise.session.members import Members
+from castwise.stored import is_cast, say_cast, stored_format
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 def check_group(group: Any) -> None:
@@ -252,22 +255,34 @@ def check_late(model: nn.Module, optimizers: Iterable[Optimizer], resolution: Re
         )
 
 
-def refuse_low_additions(
-    optimizer: Optimizer, plan: Plan, log: Callable[[Callable[[], None]], object]
+def watch_formats(
+    optimizer: Optimizer,
+    plan: Plan,
+    names: Callable[[], Mapping[int, str]],
+    log: Callable[[Callable[[], None]], object],
 ) -> None:
-    """See at each step that groups which joined an optimizer hold nothing that would train in bf16 or fp16 unasked.
+    """See at each step that no parameter was cast since its model was prepared, and that none which joined trains low unasked.
 
-    ``log`` gets what ends it, before it begins.
+    ``names`` gives the names of parameters by ``id``; ``log`` gets what ends it, before it begins.
     """
     known: Any = WeakTensorKeyDictionary()
     held: list[weakref.ref[Tensor]] = []
+    dtypes: list[torch.dtype] = []
     alive = weakref.ref(optimizer)
 
     def look(optimizer: Optimizer, *_: object) -> None:
-        nonlocal held
+        nonlocal held, dtypes
         # a group may also be given another list, or its list more parameters
         now = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        if len(now) == len(held) and all(map(operator.is_, now, map(operator.call, held))):
+        same = len(now) == len(held) and all(map(operator.is_, now, map(operator.call, held)))
+        if same and [*map(_DTYPE, now)] == dtypes:
+            return
+        for parameter in now:
+            if is_cast(parameter) and parameter.requires_grad:
+                name = names().get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+                raise StateError(f"{type(optimizer).__name__}.step(): {say_cast(name, parameter)}")
+        dtypes = [stored_format(parameter) for parameter in now]
+        if same:
             return
         low = [p for p in now if masters.is_low(p)]
         # without masters the plan itself stores low what has an original; with them it would have given it one
@@ -279,7 +294,7 @@ def refuse_low_additions(
             and p not in known
             and (plan.keeps_masters or masters.original_of(p) is None)
         ]
-        if added:
+        if added and (plan.params == "fp32" or plan.keeps_masters):
             refuse(optimizer, added)
         known.update(dict.fromkeys(low))
         held = list(map(weakref.ref, now))

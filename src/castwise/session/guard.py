@@ -11,6 +11,7 @@ from castwise import masters
 from castwise.errors import PlanError, StateError
 from castwise.plans.plan import Plan
 from castwise.scaler import GradScaler, StepGuard
+from castwise.stored import is_cast, say_cast
 
 _ALLOWED = ("skip", "raise", "allow")
 
@@ -55,18 +56,23 @@ def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
         Whether there were any.
 
     Raises:
-        StateError: Gradients are fp16 under a plan that keeps parameters in fp32.
+        StateError: Gradients are fp16 of parameters that were cast since they were prepared, or under a plan that keeps
+            parameters in fp32.
     """
     attachment = masters.attachment_of(optimizer)
-    if not plan.stores_low:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None and parameter.grad.dtype is torch.float16:
-                raise StateError(
-                    f"step({type(optimizer).__name__}): a parameter of shape {tuple(parameter.shape)} has an fp16 gradient, which "
-                    f"cannot be divided by the loss scale without loss; the plan {plan} keeps parameters in fp32, but "
-                    "model.half() or .to(torch.float16) after prepare has cast this one. Call model.float() again and leave casting "
-                    "to the plan, or use the plan 'fp16-master', which trains fp16 weights by fp32 masters."
-                )
+    own = (p for group in optimizer.param_groups for p in group["params"] if masters.model_param_of(p) is p)
+    for parameter in own:
+        if parameter.grad is None or parameter.grad.dtype is not torch.float16:
+            continue
+        shape = f"a parameter of shape {tuple(parameter.shape)}"
+        if is_cast(parameter):
+            raise StateError(f"step({type(optimizer).__name__}): {say_cast(shape, parameter)}")
+        if not plan.stores_low:
+            raise StateError(
+                f"step({type(optimizer).__name__}): {shape} has an fp16 gradient, which cannot be divided by the loss scale without "
+                f"loss; the plan {plan} keeps parameters in fp32. Store it in fp32 (.float()) and leave casting to the plan, or use the "
+                "plan 'fp16-master', which trains fp16 weights by fp32 masters."
+            )
     if attachment is None:
         return False
     before = len(attachment.masters)
