@@ -932,6 +932,44 @@ def around_function(
     return undo
 
 
+class _Told:
+    """Functions that are told of each call of some methods of torch, before the call does anything.
+
+    The methods are torch's own again when the last function has gone.
+    """
+
+    def __init__(self, *places: tuple[Any, str]) -> None:
+        self._places = places
+        self._looks: tuple[Callable[[Any], object], ...] = ()
+        self._lock = threading.RLock()  # a session that is collected meanwhile takes its own out
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, look: Callable[[Any], object]) -> None:
+        with self._lock:
+            self._looks = (*self._looks, look)
+            if not self._undo:
+                self._undo = [around_function(home, name, self._around) for home, name in self._places]
+
+    def remove(self, look: Callable[[Any], object]) -> None:
+        with self._lock:
+            self._looks = tuple(other for other in self._looks if other != look)
+            while self._undo and not self._looks:
+                self._undo.pop()()
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                for look in self._looks:
+                    look(this)
+            return call(this, *args, **kwargs)
+
+        return called
+
+
+clearing = _Told((torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad"))
+"""Whom to tell of each ``zero_grad``: of which optimizer or module."""
+
+
 def watch_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:
     """Have ``look`` called before each step of any optimizer, until :func:`forget_every_step`.
 

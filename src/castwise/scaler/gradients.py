@@ -34,17 +34,24 @@ def held(optimizer: Optimizer) -> list[torch.Tensor]:
     return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
+def stored(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The model's parameters that an optimizer updates: those behind its masters, and its others."""
+    return [getattr(p, "stored", p) for group in optimizer.param_groups for p in group["params"]]
+
+
 def on_each(optimizer: Optimizer) -> list[torch.Tensor | None]:
     """By parameter of an optimizer, the gradient that lies there as a backward left it.
 
     Of a parameter with a master it is that of the parameter, in whatever format: reading it changes nothing.
     """
-    return [getattr(p, "stored", p).grad for group in optimizer.param_groups for p in group["params"]]
+    return [parameter.grad for parameter in stored(optimizer)]
 
 
 def lie_on(optimizer: Optimizer) -> bool:
     """Whether there is a gradient on any parameter of an optimizer; reading them changes nothing."""
-    return any(grad is not None for grad in on_each(optimizer))
+    return any(
+        getattr(p, "stored", p).grad is not None for group in optimizer.param_groups for p in group["params"]
+    )
 
 
 def move(optimizer: Optimizer) -> bool:

@@ -94,6 +94,24 @@ class Watch:
         log(end)
         _torch.watch_every_step(look)
 
+    def see_clearing(self, log: _Log) -> None:
+        """Hear of each ``zero_grad``, whoever calls it, which ends what the window knows of gradients.
+
+        ``log`` gets what ends it, before it begins.
+        """
+
+        def look(by: Any) -> None:
+            window = alive()
+            if window is not None:
+                window.cleared(by)
+
+        def end(_: object = None) -> None:
+            _torch.clearing.remove(look)
+
+        alive = weakref.ref(self._window, end)
+        log(end)
+        _torch.clearing.add(look)
+
     # --- hooks around a step ----------------------------------------------------------------------------------
 
     def _before_step(
@@ -119,7 +137,14 @@ class Watch:
     def _guard(self, optimizer: Optimizer) -> None:
         window, scaler, key, unscaled = self._window, self._window.scaler, id(optimizer), False
         if window.scales:
-            if window.is_scaled(optimizer) and gradients.lie_on(optimizer):
+            if window.is_scaled(optimizer) and gradients.move(optimizer):
+                if window.were_replaced(optimizer):
+                    raise StateError(
+                        f"{type(optimizer).__name__}.step(): its gradients replaced those that amp.backward left, which had the loss "
+                        "scale in them, and no zero_grad() came in between: what is made of scaled gradients is too large by the "
+                        "scale. Call amp.unscale_(optimizer) right after amp.backward(loss), before whatever replaces them, then "
+                        "amp.step(optimizer). Where they are gradients of your own, call optimizer.zero_grad() before you set them"
+                    )
                 raise StateError(
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"

@@ -14,12 +14,11 @@ from castwise import _torch
 from castwise.errors import LossScaleError, NonFiniteError, StateError
 from castwise.scaler import gradients
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
+from castwise.scaler.held import Held
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult
 from castwise.scaler.step_guard import take_back
 
-_Marks = tuple[list[int], list[int]]
-"""By parameter: its gradient's id, and how often that had been written to."""
 _Ends = tuple[TensorWeakRef, TensorWeakRef]
 """The first gradient and the last."""
 
@@ -47,12 +46,15 @@ class Window:
         self.scaler = scaler
         self._optimizers = optimizers
         self._strays = strays
-        self._stray: list[TensorWeakRef] = []
-        """Gradients with the scale in them that are no optimizer's here."""
+        self._stray: Held | None = None
+        """Parameters of no optimizer here whose gradients hold the scale."""
         self.scales = scaler.is_enabled()
-        self._owners: dict[int, tuple[_Marks, _Ends]] = {}
+        self._owners: dict[int, Held] = {}
+        """By optimizer, what of it holds the scale."""
         self._lent = False
-        """Whether a backward from a scaled loss that was handed out has begun, and goes anywhere."""
+        """Whether the scale itself was handed out, so that whatever gradients come may hold it."""
+        self._begun = False
+        """Whether a backward from a scaled loss that was handed out has begun, and has not ended."""
         self._task = -1
         """That backward."""
         self.settled = not self.scales
@@ -118,7 +120,7 @@ class Window:
         else:
             old = None
             scaler.forget()
-        self.stepped = self._lent = False
+        self.stepped = self._lent = self._begun = False
         if plain or old is not None:
             if scaler.opened_by is None:
                 scaler.open_for(name)
@@ -134,12 +136,14 @@ class Window:
 
     def fed(self) -> None:
         """After a backward: those that hold gradients own them, as they are now."""
+        self._begun = False
         for optimizer in self._optimizers():
-            grads = gradients.on_each(optimizer)
-            ends = _ends(grads)
-            if ends is not None:
-                self._owners[id(optimizer)] = _marks(grads), ends
-        self._stray = [TensorWeakRef(p.grad) for p in self._strays() if p.grad is not None]
+            params = gradients.stored(optimizer)
+            grads = [parameter.grad for parameter in params]
+            if any(grad is not None for grad in grads):
+                self._owners[id(optimizer)] = Held(params, grads)
+        strays = [parameter for parameter in self._strays() if parameter.grad is not None]
+        self._stray = Held(strays, [parameter.grad for parameter in strays]) if strays else None
 
     def lend(self, scaled: torch.Tensor) -> torch.Tensor:
         """Hand out a scaled loss; from when its backward begins, whoever holds gradients may have them from it.
@@ -159,7 +163,7 @@ class Window:
         self._owners.clear()
 
     def _begin(self, _: torch.Tensor) -> None:
-        self._lent = True
+        self._begun = True
         self._task = _torch.graph_task_id()
         # Queued twice: what reduces gradients between ranks is queued during the backward.
         _torch.on_graph_task_end(lambda: _torch.on_graph_task_end(self.fed))
@@ -168,17 +172,26 @@ class Window:
         """Whether this is called from within a backward of a scaled loss."""
         return self.in_backward or (self._task != -1 and _torch.graph_task_id() == self._task)
 
-    def _marks_of(self, key: int) -> _Marks | None:
-        """The marks of an optimizer's gradients, unless these were dropped since."""
-        marks, ends = self._owners.get(key, (None, ()))
-        return marks if any(end() is not None for end in ends) else None
-
     def is_scaled(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of one of the window's optimizers hold its scale."""
         key = id(optimizer)
-        if self._marks_of(key) is not None or self._runs():
+        held = self._owners.get(key)
+        if (held is not None and held.holds()) or self._runs():
             return True
-        return self._lent and key not in self.scaler.optimizer_states
+        return (self._lent or self._begun) and key not in self.scaler.optimizer_states
+
+    def were_replaced(self, optimizer: Optimizer) -> bool:
+        """Whether gradients that held the scale were replaced by others, all of them, and were not cleared in between."""
+        held = self._owners.get(id(optimizer))
+        return held is not None and held.were_replaced()
+
+    def cleared(self, by: Optimizer | torch.nn.Module) -> None:
+        """Somebody calls ``zero_grad`` of an optimizer or a module, of this session or not."""
+        if self._owners or self._stray is not None:
+            params = gradients.stored(by) if isinstance(by, Optimizer) else by.parameters()
+            which = set(map(id, params))
+            for held in (*self._owners.values(), *([] if self._stray is None else [self._stray])):
+                held.release(which)
 
     # --- unscaling --------------------------------------------------------------------------------------------
 
@@ -191,6 +204,8 @@ class Window:
             StateError: They were changed while they were scaled.
         """
         scaler = self.scaler
+        if by_hand and self.scales:
+            _refuse_per_sample(optimizer)
         call = "unscale_ by hand" if by_hand else "unscale_"
         if self._check(optimizer, call) if self.scales else not scaler.is_unscaled(optimizer):
             self.settled = False
@@ -234,17 +249,16 @@ class Window:
             )
         if known is not None:
             return False  # unscaled already, and stepped perhaps
-        marks = self._marks_of(id(optimizer))
-        replaced = marks is None and id(optimizer) in self._owners and gradients.lie_on(optimizer)
-        if marks is None and not runs and not replaced and not self.is_scaled(optimizer):
-            if gradients.lie_on(optimizer):
+        if not self.is_scaled(optimizer):
+            if gradients.move(optimizer):
                 raise StateError(
                     f"{call}({type(optimizer).__name__}): its gradients came from no scaled loss. Compute them by "
                     "amp.backward(loss), or by amp.scale(loss).backward(); those computed otherwise are stepped by "
                     "optimizer.step() itself"
                 )
             self.scaler.scale_tensor()  # other ranks may have gradients, and be waiting for this one
-        if not runs and (replaced or (marks is not None and _were_changed(optimizer, marks))):
+        held = self._owners.get(id(optimizer))
+        if not runs and held is not None and held.were_changed():
             raise StateError(
                 f"{call}({type(optimizer).__name__}): its gradients were changed since the backward, or replaced, while the loss "
                 "scale was still in them. Clipping there, or adding to them, acts on numbers that are too large by the scale. "
@@ -299,7 +313,7 @@ class Window:
             elif self.scaler.is_unscaled(optimizer):
                 self._look_at_step(optimizer)
 
-    def _take_back(self, optimizer: Optimizer, owned: tuple[_Marks, _Ends] | None) -> None:
+    def _take_back(self, optimizer: Optimizer, owned: Held | None) -> None:
         """After a step that failed: gradients that it did not unscale, as a fused kernel does by itself, are still scaled."""
         take_back(optimizer)
         if self.scaler.optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -363,15 +377,11 @@ class Window:
         """Whether an optimizer that is none of the window's has gradients that hold its scale."""
         if any(known is optimizer for known in self._optimizers()):
             return False
-        marks = [found for key in self._owners if (found := self._marks_of(key)) is not None]
-        scaled = {key for ids, versions in marks for key, v in zip(ids, versions, strict=True) if v >= 0}
-        scaled |= {id(grad) for reference in self._stray if (grad := reference()) is not None}
-        strays = {id(parameter) for parameter in self._strays()} if self._runs() else ()
-        return any(id(grad) in scaled for grad in gradients.on_each(optimizer)) or any(
-            id(p) in strays and p.grad is not None
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
+        held = [*self._owners.values(), *([] if self._stray is None else [self._stray])]
+        owned = {id(parameter) for some in held for parameter in some.owned()}
+        if self._runs():
+            owned.update(id(parameter) for parameter in self._strays() if parameter.grad is not None)
+        return any(id(parameter) in owned for parameter in gradients.stored(optimizer))
 
     def let_go(self, optimizer: Optimizer | None = None) -> None:
         """Bring gradients that hold the scale to a scale of one: an optimizer's, or those that are no optimizer's here."""
@@ -379,8 +389,8 @@ class Window:
             held = gradients.held(optimizer) if self.is_scaled(optimizer) else []
             self._owners.pop(id(optimizer), None)
         else:
-            held = [grad for reference in self._stray if (grad := reference()) is not None]
-            self._stray = []
+            strays, self._stray = self._stray, None
+            held = [p.grad for p in strays.owned() if p.grad is not None] if strays is not None else []
         if held:
             self._divide(held)
 
@@ -409,30 +419,18 @@ class Window:
             gradients.check_and_multiply(list(held.values()), factor, factor.device)
 
 
-def _marks(grads: list[torch.Tensor | None]) -> _Marks:
-    return [*map(id, grads)], _torch.versions(grads)
-
-
 def _ends(grads: list[torch.Tensor | None]) -> _Ends | None:
     some = [grad for grad in grads if grad is not None]
     return (TensorWeakRef(some[0]), TensorWeakRef(some[-1])) if some else None
 
 
-def _were_changed(optimizer: Optimizer, marks: _Marks) -> bool:
-    """Whether somebody clipped gradients since they were marked, or did what looks like it."""
-    grads = gradients.on_each(optimizer)
-    now = _marks(grads)
-    if now == marks:
-        return False
-    then = list(zip(*marks, strict=True))  # parameters that joined since come behind
-    changed = [
-        grad
-        for grad, is_now, was in zip(grads, zip(*now, strict=True), then, strict=False)
-        if grad is not None and was[1] >= 0 and is_now != was
-    ]
-    if len(changed) < min(2, sum(version >= 0 for version in marks[1])):
-        return False
-    return any(bool(gradients.values(grad).any()) for grad in changed)  # zeros are at any scale
+def _refuse_per_sample(optimizer: Optimizer) -> None:
+    """Gradients per sample, as Opacus keeps them, hold the loss scale too, and are what such an optimizer steps by."""
+    if any(getattr(parameter, "grad_sample", None) is not None for parameter in gradients.stored(optimizer)):
+        raise StateError(
+            f"unscale_({type(optimizer).__name__}): its parameters have gradients per sample (grad_sample), which hold the loss scale "
+            "too and cannot be unscaled here. Use a plan without a loss scale, such as 'bf16-mixed'"
+        )
 
 
 def _stored(parameter: torch.Tensor) -> torch.Tensor:

@@ -246,8 +246,10 @@ class Amp:
                 log.callback(self._claim.close)
                 self._claim.take()
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
-            if self.scaler.is_enabled() and not self._members.models:
-                self._watch.refuse_strangers(log.callback)
+            if not self._members.models:
+                if self.scaler.is_enabled():
+                    self._watch.refuse_strangers(log.callback)
+                self._watch.see_clearing(log.callback)
             self._take_in(optimizers, log)
             log.on(target, self._members.remove)
             self._members.add(target, root)
