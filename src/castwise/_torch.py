@@ -32,9 +32,11 @@ import torch
 from torch.library import Library, get_kernel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
+from torch.nn.utils.stateless import _functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 _EXACT: dict[Any, torch.dtype] = {
     bool: torch.bool,
@@ -1378,9 +1380,15 @@ def called_by_a_scaler() -> bool:
     return False
 
 
-def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The tables of a module's hooks before and after ``forward``, to look into and to change."""
-    return module._forward_pre_hooks, module._forward_hooks
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """The tables of a module's hooks before and after ``forward`` and after loading, to look into and to change."""
+    return module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks
+
+
+def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
+    """By path, the dictionary in which each module of a model has its buffers, to read from and to write to."""
+    for path, module in model.named_modules():
+        yield path, module._buffers
 
 
 # --- many tensors at once -----------------------------------------------------------------------------------
@@ -1518,6 +1526,29 @@ def outside_modes() -> Iterator[None]:
     """Run operators inside below every mode of ``torch_function`` and ``torch_dispatch`` that is in force."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function below every mode that sees operators; costs next to nothing where there is none."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return function(*args)
+    with outside_modes():
+        return function(*args)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others inside one of ``torch.func``'s transforms, as ``vmap`` makes them."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_functional_call() -> bool:
+    """Whether a module is being called with other parameters or buffers in the place of its own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_users_function(node: Any) -> bool:

@@ -48,7 +48,7 @@ _WIDE = "_castwise_wide"
 """Attribute of a rounded output: what it was before, and its version then."""
 
 
-_NOT_COPIED = ("_lease", "entries", "first")
+_NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded")
 
 
 class Entries:
@@ -91,6 +91,8 @@ class Border:
             border whose frame alone has overrides notes it by the way.
         entries: Where calls are noted, while somebody wants to know of them.
         first: Of the whole model a trained parameter and its format, which stands for all of them in front of a call in training.
+        begin: Around a whole model: called with whether it trains, when a forward of it begins outside of compiled code.
+        loaded: Around a whole model: called when a state was loaded into it.
     """
 
     frame: Frame
@@ -101,6 +103,8 @@ class Border:
     follow_backward: bool = False
     entries: Entries | None = None
     first: tuple[weakref.ref[nn.Parameter], torch.dtype] | None = None
+    begin: Callable[[bool], object] | None = None
+    loaded: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         self.key = self.frame.key
@@ -128,6 +132,8 @@ class Border:
             tracing.graph_push(self.key)
         else:
             self._check(module)
+            if self.begin is not None:
+                self.begin(module.training)
             frames.push(self.frame, self, self.root)
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -145,6 +151,8 @@ class Border:
             args, kwargs = map_tensors(self._marked, args), map_tensors(self._marked, kwargs)
         elif self.frame.overrides:
             map_tensors(self._noted_outside, (args, kwargs))
+        if self.begin is not None:
+            self.begin(module.training)
         frames.push(self.frame, self, self.root)
         return args, kwargs
 
@@ -166,6 +174,17 @@ class Border:
 
     def _noted_inside(self, tensor: torch.Tensor) -> torch.Tensor:
         return note_backward(tensor, self.frame)
+
+    def watch(self, model: nn.Module, begin: Callable[[bool], object], loaded: Callable[[], object]) -> None:
+        """Have functions called when a forward of the model begins, and when a state was loaded into it."""
+        self.begin, self.loaded = begin, loaded
+        if not isinstance(model, torch.jit.ScriptModule):
+            model.register_load_state_dict_post_hook(self.load)
+
+    def load(self, _module: nn.Module, _keys: Any) -> None:
+        """Hook for a state that was loaded into the whole model."""
+        if self.loaded is not None:
+            self.loaded()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; runs after an exception too, then with ``output=None``."""
@@ -295,7 +314,7 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
-        for hooks in _torch.forward_hooks(module):
+        for hooks in _torch.hook_tables(module):
             taken += [
                 (hooks, key, hook)
                 for key, hook in hooks.items()
@@ -320,9 +339,7 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
 
 def border_of(module: nn.Module) -> Border | None:
     """The border around a module, if there is one."""
-    own = (
-        getattr(hook, "__self__", None) for hooks in _torch.forward_hooks(module) for hook in hooks.values()
-    )
+    own = (getattr(hook, "__self__", None) for hooks in _torch.hook_tables(module) for hook in hooks.values())
     return next((border for border in own if isinstance(border, Border)), None)
 
 
@@ -429,7 +446,7 @@ def install(
         for reference, border in borders:
             module = reference()
             if module is not None:
-                _torch.remove_hooks(module, border.enter, border.enter_and_cast, border.leave)
+                _torch.remove_hooks(module, border.enter, border.enter_and_cast, border.leave, border.load)
                 _torch.unguard_calls(module, border)
         target = alive()
         for method in methods:

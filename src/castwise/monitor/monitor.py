@@ -164,6 +164,7 @@ class Monitor:
         return MonitorReport(
             str(self._amp.plan), self._amp.device_type, self.step, self.skipped_steps, self._every,
             tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,
+            tuple(self._amp.restored_buffers.items()),
         )  # fmt: skip
 
     def table(self) -> RenderableType:

@@ -159,6 +159,7 @@ class MonitorReport(Result):
         audits: All that were made.
         open_alarms: Those of the alarms that were not cleared.
         unseen: What could not be looked at, and why, in sentences.
+        restored_buffers: Buffers that skipped steps had made non-finite and that were put back, and how often each.
     """
 
     kind: ClassVar[str] = "monitor"
@@ -172,6 +173,7 @@ class MonitorReport(Result):
     audits: tuple[Audit, ...] = ()
     unseen: tuple[str, ...] = ()
     open_alarms: tuple[Alarm, ...] = ()
+    restored_buffers: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record that reports are made from: JSON's own types.

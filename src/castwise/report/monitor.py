@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from castwise.plans.text import some
 from castwise.report import words
 from castwise.report.grids import Columns, Grid, Line, Row
 from castwise.report.plots import COLOURS, Picture, Record, name_decades, new_figure
@@ -56,7 +57,9 @@ def answer(record: Mapping[str, Any]) -> str:
     alarms = "no alarm open" if not count else f"{count} alarm{'s' if count > 1 else ''} open"
     if cleared := len(record["alarms"]) - count:
         alarms += f", {cleared} cleared"
-    return f"{record['plan']}: {record['steps']} steps, {record['skipped_steps']} skipped, {alarms}"
+    restored = [name for name, _ in record["restored_buffers"]]
+    put_back = f"buffers put back after them: {some(restored)}; " if restored else ""
+    return f"{record['plan']}: {record['steps']} steps, {record['skipped_steps']} skipped, {put_back}{alarms}"
 
 
 def last(record: Mapping[str, Any]) -> str:

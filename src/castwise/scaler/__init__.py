@@ -3,12 +3,13 @@
 ``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, on ``losses``, its records of named
 losses, and ``verdicts``, what it knows of gradients. ``gradients``: what it does to them. ``result`` and ``outcomes``: what
 became of a step, and of all so far. ``closure``: steps that evaluate the loss themselves. ``window``: whose gradients there
-are, at which scale. ``watch``: steps that somebody else makes. ``step_guard``: the scaler of plans without a loss scale.
+are, at which scale. ``buffers``: what a skipped step must not leave poisoned. ``watch``: steps that somebody else makes. ``step_guard``: the scaler of plans without a loss scale.
 ``foreign``: state dicts of Apex and Colossal-AI.
 """
 
 from __future__ import annotations
 
+from castwise.scaler.buffers import Buffers
 from castwise.scaler.foreign import from_apex, from_colossalai, to_apex, to_colossalai
 from castwise.scaler.grad_scaler import GradScaler
 from castwise.scaler.gradients import add_up, check_and_multiply, set_aside
@@ -19,6 +20,7 @@ from castwise.scaler.watch import Watch
 from castwise.scaler.window import Window
 
 __all__ = [
+    "Buffers",
     "GradScaler",
     "ScalePolicy",
     "ScaleState",

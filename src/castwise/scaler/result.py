@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Collection, Sequence
 
 import torch
+
+Restored = tuple[tuple[str, ...], torch.Tensor | None]
+"""Names of buffers; where only the device knows which of them were put back, a bool for each."""
 
 
 def view_on_host(number: torch.Tensor) -> ctypes.c_float | None:
@@ -43,7 +47,7 @@ class StepResult:
         send: Copy the flag to the host in the background, so that it is there when the next step asks.
     """
 
-    __slots__ = ("_event", "_flags", "_grad_norm", "_host", "_skipped")
+    __slots__ = ("_event", "_flags", "_grad_norm", "_host", "_restored", "_skipped")
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class StepResult:
         self._flags = flags
         self._skipped = False if flags is None else skipped
         self._grad_norm = grad_norm
+        self._restored: Sequence[Restored] = ()
         self._host: torch.Tensor | None = None
         self._event: torch.Event | None = None
         if self._skipped is None and flags is not None:
@@ -71,7 +76,9 @@ class StepResult:
         flags = [flag for result in results for flag in result._flags or ()]
         outcomes = [result._skipped for result in results]
         skipped = True if True in outcomes else (None if None in outcomes else False)
-        return cls(flags or None, skipped=skipped, grad_norm=grad_norm)
+        joined = cls(flags or None, skipped=skipped, grad_norm=grad_norm)
+        joined._restored = [one for result in results for one in result._restored]
+        return joined
 
     def _send(self) -> None:
         flag = self.found_inf
@@ -112,6 +119,23 @@ class StepResult:
             else:
                 self._skipped = bool(self.found_inf > 0)
         return bool(self._skipped)
+
+    def note_restored(self, restored: Sequence[Restored]) -> None:
+        """Take note of what was put back since the step was skipped."""
+        self._restored = restored
+
+    @property
+    def restored(self) -> tuple[str, ...]:
+        """Names of the buffers that got their last finite values back since the step was skipped.
+
+        With the model's class in front where the session has several models. Waits for the device where a fused optimizer
+        on it decided.
+        """
+        names: dict[str, None] = {}
+        for some, which in self._restored:
+            put_back = [True] * len(some) if which is None else which.tolist()
+            names.update(dict.fromkeys(itertools.compress(some, put_back)))
+        return tuple(names)
 
     def __repr__(self) -> str:
         outcome = self.skipped if self.known else "not known yet"

@@ -175,6 +175,9 @@ class Watch:
         if bad is None and not _torch.takes_flag(optimizer):
             bad = any(flag.item() for flag in flags.values())
         window.skips += bool(bad)
+        if bad:
+            window.buffers.put_back()
+        window.buffers.end_window(optimizer)
         if unscaled:
             scaler.note_outcome(optimizer, bad)
         if bad is None:

@@ -13,10 +13,11 @@ from torch.utils.weak import TensorWeakRef
 from castwise import _torch
 from castwise.errors import LossScaleError, NonFiniteError, StateError
 from castwise.scaler import gradients
+from castwise.scaler.buffers import Buffers
 from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.held import Held
 from castwise.scaler.losses import DEFAULT
-from castwise.scaler.result import StepResult
+from castwise.scaler.result import StepResult, read_on_host
 from castwise.scaler.step_guard import take_back
 
 _Ends = tuple[TensorWeakRef, TensorWeakRef]
@@ -35,6 +36,7 @@ class Window:
         scaler: Whose scale.
         optimizers: Those that may own gradients of it.
         strays: Parameters that get gradients from it and are in none of these.
+        buffers: Of the models, which a step that is skipped must not leave poisoned.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class Window:
         scaler: GradScaler,
         optimizers: Callable[[], Iterable[Optimizer]],
         strays: Callable[[], Iterable[torch.Tensor]] = tuple,
+        buffers: Buffers | None = None,
     ) -> None:
         self.scaler = scaler
+        self.buffers = Buffers() if buffers is None else buffers
         self._optimizers = optimizers
         self._strays = strays
         self._stray: Held | None = None
@@ -87,6 +91,7 @@ class Window:
         """
         self.used = True
         if not self.settled or self._holds_plain():
+            self._put_back_unstepped()
             self._by_hand.clear()
             self.hidden.clear()  # of steps that raised: who goes on to a backward is done with them
             if self.scales:
@@ -96,6 +101,15 @@ class Window:
             self.settled = True
         if lend:
             self._lend_unseen()
+
+    def _put_back_unstepped(self) -> None:
+        """Where gradients were looked at and not stepped on, as by a rule of the user's: put back the buffers they tell of."""
+        states = self.scaler.optimizer_states.values() if self.scaler.works else ()
+        unstepped = [state for state in states if state["stage"] is OptState.UNSCALED]
+        flags = [flag for state in unstepped for flag in state["found_inf_per_device"].values()]
+        bad = read_on_host(flags)
+        if bad is not False:
+            self.buffers.put_back(None if bad else gradients.largest(flags, flags[0].device))
 
     def _holds_plain(self) -> bool:
         """Whether somebody's gradients came from a backward without the scale since the window was opened."""
@@ -295,7 +309,10 @@ class Window:
         except BaseException as error:
             if self.scales and closure is None:
                 self._take_back(optimizer, owned)
-            self.skips += isinstance(error, (LossScaleError, NonFiniteError))
+            if isinstance(error, (LossScaleError, NonFiniteError)):
+                self.skips += 1
+                self.buffers.put_back()
+                self.buffers.end_window(optimizer)
             raise
         finally:
             self.stepping.discard(id(optimizer))
@@ -303,6 +320,7 @@ class Window:
                 self.settled = False
         if result is not STEPPED:
             self.count(result)
+        self.buffers.end_window(optimizer)
         return result
 
     def give_up(self, optimizers: Iterable[Optimizer]) -> None:
@@ -359,12 +377,15 @@ class Window:
         return evaluate
 
     def count(self, result: StepResult) -> None:
-        """Take note of a step, for :attr:`skipped_steps`."""
+        """Take note of a step, for :attr:`skipped_steps`; if it was skipped, put back the buffers that it poisoned."""
         if result.known:
             self.skips += result.skipped
+            if result.skipped:
+                result.note_restored(self.buffers.put_back())
         else:
             flag = result.found_inf
             self._unread = flag if self._unread is None else self._unread + flag
+            result.note_restored(self.buffers.put_back(flag))
 
     @property
     def skipped_steps(self) -> int:

@@ -36,6 +36,7 @@ from castwise.masters import model_param_of
 from castwise.parallel import wrappers
 from castwise.plans.formats import LOW, LOW_DTYPES
 from castwise.plans.plan import Plan
+from castwise.plans.text import some
 from castwise.scaler import add_up, gradients, set_aside
 from castwise.session import Amp, bypass
 
@@ -119,6 +120,9 @@ class Follower:
             self._undo.pop()()
         if skipped := self.skipped_steps:
             self._say(f"{skipped} steps were skipped, since a gradient was not finite")
+            restored = {name for amp in self.sessions.values() for name in amp.restored_buffers}
+            if restored:
+                self._say(f"buffers that they had made non-finite were put back: {some(sorted(restored))}")
         elif not self.sessions:
             by = " by one of torch's optimizers" if self._needs_optimizers else ""
             self._once(f"no model was seen in training{by}, so nothing ran under the plan")

@@ -24,7 +24,7 @@ from castwise.plans.plan import Plan, as_plan
 from castwise.ranks import Agreement, Ranks
 from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
-from castwise.scaler import GradScaler, StepResult, Watch, Window, gradients
+from castwise.scaler import Buffers, GradScaler, StepResult, Watch, Window, gradients
 from castwise.session import storage
 from castwise.session.apply import apply, apply_late
 from castwise.session.checks import (
@@ -43,7 +43,7 @@ from castwise.session.checks import (
 from castwise.session.dropped import DroppedUpdates
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
-from castwise.session.summary import summarise
+from castwise.session.summary import say_restored, summarise
 from castwise.session.undo import UndoLog
 from castwise.session.wrapping import Wrapping
 from castwise.stored import forget_formats, note_formats
@@ -110,6 +110,7 @@ class Amp:
         self._members = members = Members()
         self._agreement = Agreement(group, members.parameters)
         self._wrapping = Wrapping(members, self._agreement)
+        self._buffers = Buffers()
         chosen = as_plan(plan)
         self.device_type = process.device_type_of(device) if device is not None else default_device_type()
         process.check_device(chosen, self.device_type)
@@ -128,7 +129,7 @@ class Amp:
         self.scaler.param_names = members.names
         self.scaler.admit = functools.partial(give_late_masters, plan)
         # what lives in a session does not hold it
-        self._window = Window(self.scaler, lambda: members.optimizers, members.strays)
+        self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
         self._watch = Watch(self._window)
         self._claim = process.Claim(plan, self.device_type)
         weakref.finalize(self, self._claim.close_collected).atexit = False
@@ -246,6 +247,9 @@ class Amp:
                 log.callback(self._claim.close)
                 self._claim.take()
             root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
+            if self.scaler.works and not inference:
+                copies = self._buffers.follow(target)
+                root.watch(target, copies.begin, copies.take)
             if not self._members.models:
                 if self.scaler.is_enabled():
                     self._watch.refuse_strangers(log.callback)
@@ -657,6 +661,15 @@ class Amp:
         return self._window.skipped_steps
 
     @property
+    def restored_buffers(self) -> dict[str, int]:
+        """How often a skipped step had poisoned each buffer, which then got its last finite values back.
+
+        By the buffer's path, with the model's class in front where the session has several models; those alone that were put back.
+        Reading it waits for the device as :attr:`skipped_steps` does.
+        """
+        return self._buffers.restored
+
+    @property
     def dropped_updates(self) -> float | None:
         """The share of updates that rounding dropped so far, where parameters are stored low without masters.
 
@@ -669,8 +682,8 @@ class Amp:
     def summary(self) -> str:
         """What the session does and has done, for a log: plan, weights and how they arrived, steps, updates lost to rounding."""
         said = summarise(self._members, self.plan, self._dropped)
-        steps = f"skipped steps: {self.skipped_steps}"
-        return "\n".join([f"{self.plan} on {self.device_type}: {self.plan.summary()}", *said, steps])
+        steps = [f"skipped steps: {self.skipped_steps}", *say_restored(self.restored_buffers)]
+        return "\n".join([f"{self.plan} on {self.device_type}: {self.plan.summary()}", *said, *steps])
 
     # --- several processes --------------------------------------------------------------------------------
 

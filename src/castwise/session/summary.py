@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from castwise import masters
 from castwise.arrival import is_sealed
 from castwise.plans.plan import Plan
+from castwise.plans.text import some
 from castwise.session.dropped import DroppedUpdates
 from castwise.session.members import Members
 
@@ -26,6 +27,13 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
             f"rounding to {plan.compute} dropped {dropped.share:.1%} of the updates ({dropped.moved:,} seen at {dropped.looks} of "
             f"{dropped.steps} steps), which fp32 masters would keep: {instead}"
         )
+
+
+def say_restored(counts: Mapping[str, int]) -> Iterator[str]:
+    """Say which buffers were put back after skipped steps, in a line; none where none was."""
+    if counts:
+        often = [name if count == 1 else f"{name} ({count} times)" for name, count in counts.items()]
+        yield f"buffers that skipped steps had made non-finite, put back: {some(often)}"
 
 
 def _kinds(model: nn.Module, members: Members) -> Iterator[str]:

@@ -69,6 +69,11 @@ class SessionScaler:
         """How many steps were skipped, those before a checkpoint that was loaded included."""
         return self._before + self._amp.skipped_steps
 
+    @property
+    def restored_buffers(self) -> dict[str, int]:
+        """How often each buffer was put back after a skipped step; see :attr:`castwise.Amp.restored_buffers`."""
+        return self._amp.restored_buffers
+
     def is_enabled(self) -> bool:
         """Whether the plan has a loss scale."""
         return self._amp.scaler.is_enabled()

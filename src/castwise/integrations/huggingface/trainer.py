@@ -152,6 +152,8 @@ class CastwiseMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as the trainer does; beside a training loss also ``skipped_steps``, and ``loss_scale`` where there is one.
 
+        ``restored_buffers`` says how many buffers these steps had made non-finite and were put back, if there were any.
+
         Args:
             logs: Values by name.
             args: As for the trainer.
@@ -160,6 +162,8 @@ class CastwiseMixin:
         if self.is_in_train and "loss" in logs:
             scaler = self.accelerator.scaler
             logs = {**logs, "skipped_steps": scaler.skipped_steps}
+            if restored := scaler.restored_buffers:
+                logs["restored_buffers"] = sum(restored.values())
             if scaler.is_enabled():
                 logs["loss_scale"] = scaler.get_scale()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
