@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from castwise import Amp
 from castwise.errors import CastwiseError
+from castwise.masters import without_masters
 
 from .soak import some
 
@@ -50,7 +51,7 @@ def train(
 
 def kept(amp: Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Weights and optimizer state in full precision."""
-    state: dict[str, Any] = optimizer.state_dict()["state"]
+    state: dict[str, Any] = without_masters(optimizer.state_dict())["state"]
     return [*amp.model_state_dict(model).values()] + [v for one in state.values() for v in one.values()]
 
 

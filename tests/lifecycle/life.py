@@ -23,6 +23,7 @@ import castwise
 from castwise import _torch
 from castwise.casting import frames
 from castwise.errors import CastwiseError
+from castwise.masters import without_masters
 from castwise.session import Amp
 
 from .kinds import KINDS, LLAMA, optimizers
@@ -579,7 +580,7 @@ def _rounded(weights: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str,
 
 def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State by value; what is zero is left out, as a fused kernel makes zeros of a first step that it skips."""
-    state = optimizer.state_dict()["state"]
+    state = without_masters(optimizer.state_dict())["state"]
     return {
         f"{index}.{key}": bits(value) if isinstance(value, Tensor) else value
         for index, entries in state.items()

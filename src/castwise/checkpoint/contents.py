@@ -68,7 +68,7 @@ def _optimizer(
     index: int, optimizer: Optimizer, groups: list[list[str]], tensors: dict[str, Tensor], amp: Amp
 ) -> dict[str, Any]:
     """An optimizer's state dict, by names instead of numbers."""
-    saved = optimizer.state_dict()
+    saved = masters.without_masters(optimizer.state_dict())  # weights are saved in full
     name_of = {
         number: name
         for group, names in zip(saved["param_groups"], groups, strict=True)

@@ -3,13 +3,14 @@
 ``parameter``: the master itself, which shares its gradient with the parameter. ``originals``: fp32 values of parameters
 without a master. ``attachment``: masters in an optimizer; ``pairs``: kept at the model's values; ``steps``: at each step. ``sync``: before whatever reads
 a model. ``state``: optimizer state under new keys, dtypes and strides. ``weights``: fp32 weights out of a model and into
-it. ``averages``: averages of weights; ``copies``: averages that would lose their movement.
+it. ``files``: masters in the files of every loop. ``averages``: averages of weights; ``copies``: averages that would lose their movement.
 """
 
 from __future__ import annotations
 
 from castwise.masters.attachment import Attachment, attach, attachment_of, copy_to_model, refresh_master
 from castwise.masters.averages import AveragedModel
+from castwise.masters.files import without_masters
 from castwise.masters.originals import (
     fit_grad,
     forget_original,
@@ -46,4 +47,5 @@ __all__ = [
     "restore",
     "restride_state",
     "store",
+    "without_masters",
 ]

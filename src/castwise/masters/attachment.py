@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,6 +19,7 @@ from castwise import _torch
 from castwise.errors import StateError
 from castwise.masters import sync
 from castwise.masters.copies import look_at_copies
+from castwise.masters.files import Loads, with_masters
 from castwise.masters.originals import (
     forget_original,
     is_low,
@@ -118,22 +120,29 @@ class Attachment:
         self._pairs = Pairs(self._optimizer)
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Any]] = []
+        self._loads = Loads(optimizer)
         self._concerned: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     @property
     def _hooks(self) -> tuple[Callable[..., Any], ...]:
         """Made anew, and equal each time: kept here they would keep this alive."""
-        return MethodType(before_step, self), MethodType(after_step, self), restride_state
+        return (
+            MethodType(before_step, self),
+            MethodType(after_step, self),
+            self.after_load,
+            self.after_save,
+        )
 
     def install(self, optimizer: Optimizer) -> None:
         """Follow the optimizer's steps; :meth:`detach` undoes it, however far it came."""
         _attachments[optimizer] = self
         _torch.refuse_inlining(before_step)
         _torch.refuse_inlining(after_step)
-        before, after, loaded = self._hooks
+        before, after, loaded, saved = self._hooks
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
         optimizer.register_load_state_dict_post_hook(loaded)
+        optimizer.register_state_dict_post_hook(saved)
         # torch leaves hooks out of copies of an optimizer, and one without these would train masters that never
         # reach a model.
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
@@ -225,6 +234,8 @@ class Attachment:
             self._concerned = weakref.WeakKeyDictionary()
             for master in made.values():
                 forget_original(master.stored)
+            if made and self._loads.look(optimizer):
+                self.join_files()
         except BaseException:
             vars(self).update(before)
             for params, group in zip(former, optimizer.param_groups, strict=True):
@@ -339,6 +350,19 @@ class Attachment:
         if optimizer is not None:
             self._scan_for_more(optimizer)
             self._pairs.pull()
+            if self._loads.waiting:
+                self._loads.join(optimizer, self._pairs.pull)
+
+    def join_files(self) -> None:
+        """Give masters the full values that the optimizer has loaded, where they round to the model's weights.
+
+        Called after either was loaded; what does not fit waits for the other, until the next step.
+        """
+        optimizer = self._optimizer()
+        self._loads.waiting = True
+        if optimizer is not None:
+            with contextlib.suppress(StateError):  # of a model that was cast; its next step says so
+                self._loads.join(optimizer, self._pairs.pull)
 
     def refresh_from_model(self) -> None:
         """Bring the masters up to date with parameters that were changed by hand, however that was done.
@@ -347,6 +371,8 @@ class Attachment:
         model was cast since. Synchronises with the device.
         """
         self._pairs.refresh()
+        if self._loads.waiting:
+            self.join_files()
 
     def copy_to_model(self) -> None:
         """Write every master into its parameter, rounded."""
@@ -400,6 +426,9 @@ class Attachment:
         """Called by the optimizer: see to the masters, and let a closure see the model at the masters' values."""
         self._scan_for_more(optimizer)
         self._pairs.pull()
+        if self._loads.waiting or self._loads.state != id(optimizer.state):
+            self._loads.look(optimizer)
+            self._loads.join(optimizer, self._pairs.pull, last=True)
         look_at_copies()
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._wrap(args[1]), *args[2:]), kwargs
@@ -410,6 +439,18 @@ class Attachment:
     def after_step(self) -> None:
         """Called by the optimizer: bring the model up to date."""
         self._pairs.push_updated()
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        """Called by the optimizer after its ``load_state_dict``."""
+        restride_state(optimizer)
+        self._loads.look(optimizer)
+        self.join_files()
+
+    def after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Called by the optimizer with what its ``state_dict`` gives."""
+        with contextlib.suppress(StateError):
+            self.settle()
+        with_masters(optimizer, state_dict)
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(closure)

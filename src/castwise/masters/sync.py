@@ -46,6 +46,12 @@ def refresh(model: nn.Module) -> None:
         attachment.refresh_from_model()
 
 
+def join_files(model: nn.Module, *_: Any) -> None:
+    """Hook after ``load_state_dict`` of a model: masters that its optimizers have loaded may be those of its weights now."""
+    for attachment in attachments(model):
+        attachment.join_files()
+
+
 def sync_first(module: nn.Module, *_: Any) -> None:
     """Hook before ``forward`` and ``state_dict`` of a model. It holds nothing, so models still pickle and copy.
 

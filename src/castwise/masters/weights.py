@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from castwise import _torch
 from castwise.errors import CheckpointError
 from castwise.masters.copies import excuse, watch
+from castwise.masters.files import note_load
 from castwise.masters.originals import is_low, merge_values, original_of
 from castwise.masters.parameter import master_of
-from castwise.masters.sync import refresh, sync, sync_first
+from castwise.masters.sync import join_files, refresh, sync, sync_first
 
 
 def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
@@ -140,6 +141,7 @@ class LoadIntoMasters:
                 continue
             if value.shape != parameter.shape or value.is_meta:
                 continue  # torch reports it in its own words
+            note_load(parameter, value)
             alike = hasattr(value, "device_mesh") == hasattr(full, "device_mesh")
             if alike and value.dtype is parameter.dtype and is_low(value):
                 merge_values(full, value.to(full.device))
@@ -159,17 +161,19 @@ def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object])
     put on.
     """
     first = functools.partial(sync_first)  # told from that of another optimizer of the model
+    loaded = functools.partial(join_files)
     hooked: list[tuple[weakref.ref[nn.Module], Callable[..., Any]]] = []
 
     def remove() -> None:
         for reference, hook in hooked:
             module = reference()
             if module is not None:
-                _torch.remove_hooks(module, first, hook)
+                _torch.remove_hooks(module, first, loaded, hook)
 
     log(remove)
     hooked.append((weakref.ref(model), first))
     _torch.hook_first(model, first)
+    model.register_load_state_dict_post_hook(loaded)
     for module in model.modules():
         own = next(module.parameters(recurse=False), None)
         if own is not None and not isinstance(module, torch.jit.ScriptModule):
