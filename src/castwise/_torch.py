@@ -1541,12 +1541,14 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_functional_call() -> bool:
-    """Whether a module is being called with other parameters or buffers in the place of its own."""
+def is_stand_in_call() -> bool:
+    """Whether a module is being traced, or called with other parameters or buffers in the place of its own."""
+    if torch._C._get_tracing_state() is not None:
+        return True
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _functional_call.__code__:
-            return True
+    for _ in range(24):  # between the call and a hook of the module
+        if frame is None or frame.f_code is _functional_call.__code__:
+            return frame is not None
         frame = frame.f_back
     return False
 

@@ -247,9 +247,11 @@ class Life:
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def forward(self, seed: int) -> tuple[Tensor, Tensor | None]:
+    def forward(self, seed: int, poison: bool = False) -> tuple[Tensor, Tensor | None]:
         """Run both; the same bits come out."""
         x = self.kind.batch(seed)
+        if poison and x.is_floating_point():
+            x.view(-1)[0] = float("nan")
         out = self.model(x)
         assert out.dtype is torch.float32, f"the output is {out.dtype}"
         want = self.twin.forward(x) if self.follows else None
@@ -263,11 +265,15 @@ class Life:
         max_norm: float | None = None,
         overflow: bool = False,
         getters: bool = False,
+        poison: bool = False,
     ) -> None:
-        """Forward, backward, step, clear; with `getters`, everything is looked at in between."""
+        """Forward, backward, step, clear; with `getters`, everything is looked at in between.
+
+        `poison` puts a NaN into the batch: the step is skipped, and leaves no buffer non-finite.
+        """
         self.seed += 1
         look = self.get if getters else (lambda *which: None)
-        out, want = self.forward(self.seed)
+        out, want = self.forward(self.seed, poison)
         plan = None if self.amp is None else self.amp.plan
         factor = 1e9 if overflow and plan is not None and plan.loss_scale is not None else 1.0
         loss = factor * out.square().mean()
@@ -295,7 +301,10 @@ class Life:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         look()
-        self.compare("a step")
+        if poison:
+            for name, buffer in self.model.named_buffers():
+                assert buffer.isfinite().all(), f"a skipped step left {name} non-finite under {self.line}"
+        self.compare("a poisoned step" if poison else "a step")
 
     def _refused(self, wrong: Callable[[], Any], what: str) -> None:
         """A backward, then something that must be refused in words and must not reach the weights."""

@@ -92,6 +92,11 @@ class Lives(RuleBasedStateMachine):
         self.life.step(together, max_norm, overflow=True)
 
     @precondition(is_prepared)
+    @rule(together=st.booleans(), max_norm=st.sampled_from([None, 0.5]))
+    def step_that_is_poisoned(self, together: bool, max_norm: float | None) -> None:
+        self.life.step(together, max_norm, poison=True)
+
+    @precondition(is_prepared)
     @rule()
     def step_of_a_stranger(self) -> None:
         self.life.step_of_a_stranger()

@@ -64,6 +64,8 @@ class Twin:
         self.low: nn.Module | None = None
         self.scale: Scale | None = None
         self.flags: list[list[dict[str, Any]]] = []
+        self.good: dict[str, Tensor] | None = None
+        """Floating buffers as they were when the first forward since the last step began."""
 
     # --- by which plan ------------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class Twin:
         for optimizer, groups in zip(self.optimizers, self.flags, strict=False):
             for group, former in zip(optimizer.param_groups, groups, strict=True):
                 group["fused"], group["foreach"] = former["fused"], former["foreach"]
-        self.plan, self.low, self.scale, self.flags = None, None, None, []
+        self.plan, self.low, self.scale, self.flags, self.good = None, None, None, [], None
 
     def _lay_out(self, memory_format: torch.memory_format) -> None:
         self.model.to(memory_format=memory_format)
@@ -132,6 +134,8 @@ class Twin:
     def forward(self, x: Tensor) -> Tensor:
         """Run the model by the plan."""
         plan = self.plan
+        if self.good is None and self.model.training:
+            self.good = self._buffers()
         with self.running() as module:
             if plan is None or plan.compute == "fp32":
                 return module(x)
@@ -155,12 +159,11 @@ class Twin:
         for several in groups:
             params = [p for o in several for group in o.param_groups for p in group["params"]]
             grads = [p.grad for p in params if p.grad is not None]
-            finite = True
             if self.scale is not None:
                 for grad in grads:
                     grad *= 1 / self.scale.value
-                finite = all(math.isfinite(float(grad.abs().sum())) for grad in grads)
-                found = found or not finite
+            finite = self.plan is None or all(math.isfinite(float(grad.abs().sum())) for grad in grads)
+            found = found or not finite
             if max_norm is not None and finite:
                 nn.utils.clip_grad_norm_(params, max_norm)
             if finite:
@@ -168,7 +171,20 @@ class Twin:
                     optimizer.step()
         if self.scale is not None:
             self.scale.update(found)
+        if found and self.good is not None:
+            self._put_back(self.good)
+        self.good = None
         self.zero_grad()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        floating = ((name, b) for name, b in self.model.named_buffers() if b.is_floating_point())
+        return {name: buffer.clone() for name, buffer in floating}
+
+    def _put_back(self, good: dict[str, Tensor]) -> None:
+        """Of the buffers that the skipped step made non-finite."""
+        for name, buffer in self.model.named_buffers():
+            if name in good and not buffer.isfinite().all():
+                buffer.copy_(good[name])
 
     def zero_grad(self) -> None:
         """Clear gradients."""
@@ -184,6 +200,7 @@ class Twin:
             own = self.model.state_dict()
             for name, value in weights.items():
                 own[name].copy_(value)
+        self.good = None if self.good is None else self._buffers()
         for optimizer, state in zip(self.optimizers, states, strict=True):
             load_state(optimizer, state)
 

@@ -13,7 +13,6 @@ change. A large buffer that does not change, such as a mask or a table, is compa
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 import weakref
 from collections import Counter
@@ -27,19 +26,14 @@ from torch.optim import Optimizer
 
 from castwise import _torch
 from castwise.plans.text import some
+from castwise.scaler.copies import Copies, Table, has_nan, is_kept, values_of
 from castwise.scaler.result import Restored
 
 _LARGE = 1 << 16
 """Bytes above which a buffer that does not change is not copied."""
 _UNSEEN = 8
 """After so many rounds without a call of the whole model in eager mode, copies are made behind steps."""
-_FORMATS = frozenset((
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-))  # fmt: skip
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_Table = dict[str, Tensor | None]
 
 _registered = 0
 """How often a module became another's child, in this process."""
@@ -145,9 +139,9 @@ class KeptBuffers:
                 kept.forget()
 
         self._model, self._session = weakref.ref(model, end), session
-        self._tables: list[_Table] = []
+        self._tables: list[Table] = []
         self._layout = (-1, -1)
-        self._groups: list[_Group] = []
+        self._groups: list[Copies] = []
         self._still: dict[str, _Still] = {}
         self._moving: set[str] = set()
         self._told: set[str] = set()
@@ -164,10 +158,8 @@ class KeptBuffers:
         """A forward of the whole model begins: the first one in a window that trains, or may write, finds what is good."""
         session = self._session
         if self._taken != session.number and (training or torch.is_grad_enabled()):
-            if (
-                torch.jit.is_tracing() or _torch.is_functional_call()
-            ):  # with other buffers in their place, perhaps
-                return
+            if self._groups and _torch.is_stand_in_call():
+                return  # with other buffers in their place, perhaps
             self._taken, self.seen = session.number, session.rounds
             self.begin_window()
 
@@ -178,13 +170,14 @@ class KeptBuffers:
 
     def take(self, *, look: bool = False) -> None:
         """Take what lies there now as good."""
-        if self._layout != (_registered, sum(map(len, self._tables))) or self._stirred():
-            self._lay_out()
-        if self._groups or look:
-            _torch.outside_dispatch_modes(_torch.without_grad, self._take, look)
+        changed = self._layout != (_registered, sum(map(len, self._tables))) or self._stirred()
+        if changed or self._groups or look:
+            _torch.outside_dispatch_modes(_torch.without_grad, self._take, changed, look)
 
-    def _take(self, look: bool) -> None:
-        if (look and self._look()) or not all(group.copy() for group in self._groups):
+    def _take(self, changed: bool, look: bool) -> None:
+        if look and self._look():
+            changed = True
+        if changed or not all(group.copy() for group in self._groups):
             self._lay_out()
             for group in self._groups:
                 group.copy()
@@ -195,15 +188,15 @@ class KeptBuffers:
         found = [] if model is None else [*_torch.buffer_tables(model)]
         self._tables = [table for _, table in found]
         self._layout = _registered, sum(map(len, self._tables))
-        groups: dict[Any, _Group] = {}
+        groups: dict[Any, Copies] = {}
         for path, table in found:
             for key, buffer in table.items():
                 name = f"{path}.{key}" if path else key
                 if buffer is None or name in self._still:
                     continue
-                if _is_kept(buffer):
+                if is_kept(buffer):
                     kind = buffer.device, buffer.dtype, buffer.dim() == 1
-                    groups.setdefault(kind, _Group()).add(table, key, name)
+                    groups.setdefault(kind, Copies()).add(table, key, name)
                 elif is_lazy(buffer) or _torch.is_transformed(buffer):
                     self._layout = (-1, -1)  # what comes in its place is looked at then
         self._groups = [*groups.values()]
@@ -242,9 +235,9 @@ class KeptBuffers:
                     or not group.fits(buffer, copy)
                 ):
                     continue
-                if torch.equal(_values(buffer), copy):
+                if torch.equal(values_of(buffer), copy):
                     self._still[name] = _Still(
-                        table, key, _mark(buffer), _content(buffer), not _has_nan(buffer)
+                        table, key, _mark(buffer), _content(buffer), not has_nan(buffer)
                     )
                 else:
                     self._moving.add(name)
@@ -271,11 +264,11 @@ class KeptBuffers:
         for path, table in () if model is None else _torch.buffer_tables(model):
             for key, buffer in table.items():
                 name = f"{path}.{key}" if path else key
-                if name in kept or name in self._told or buffer is None or not _is_kept(buffer):
+                if name in kept or name in self._told or buffer is None or not is_kept(buffer):
                     continue
                 if name in self._still and not self._still[name].sound:
                     continue
-                if _has_nan(buffer):
+                if has_nan(buffer):
                     lost.append(name)
         self._told.update(lost)
         if lost:
@@ -291,162 +284,11 @@ class KeptBuffers:
 class _Still(NamedTuple):
     """A large buffer that did not change, and what it was when that was last seen."""
 
-    table: _Table
+    table: Table
     key: str
     mark: tuple[int, int]
     content: int
     sound: bool
-
-
-class _Group:
-    """Copies of the buffers of one model that have device and format in common, one behind the other in one tensor."""
-
-    def __init__(self) -> None:
-        self.tables: list[_Table] = []
-        self.keys: list[str] = []
-        self.names: tuple[str, ...] = ()
-        self._ids: list[int] = []
-
-    def add(self, table: _Table, key: str, name: str) -> None:
-        """Take in the buffer that lies in the table of a module."""
-        self.tables.append(table)
-        self.keys.append(key)
-        self.names += (name,)
-
-    def _now(self) -> list[Any]:
-        return [*map(dict.get, self.tables, self.keys)]
-
-    def lay_out(self) -> None:
-        """Make room for copies of what lies there now."""
-        buffers = self._now()
-        values = [*map(_values, buffers)]
-        device, self._dtype = values[0].device, buffers[0].dtype
-        self._plain = all(map(operator.is_, buffers, values))
-        self._flat_ones = self._plain and values[0].dim() == 1
-        self._shapes, self._sizes = [one.shape for one in values], [one.numel() for one in values]
-        self._ids = [*map(id, buffers)]
-        with torch.inference_mode(False):  # which would make tensors that nobody may write to later
-            self._flat = torch.empty(sum(self._sizes), dtype=values[0].dtype, device=device)
-            self.copies = self._pieces(self._flat)
-            self._lengths = torch.tensor(self._sizes, device=device)
-            self._ends = nn.functional.pad(self._lengths.cumsum(0), (1, 0))
-        self._chosen: tuple[Tensor, list[Tensor]] | None = None
-
-    def _pieces(self, flat: Tensor) -> list[Tensor]:
-        return [piece.view(shape) for piece, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
-
-    def fits(self, buffer: Tensor | None, copy: Tensor) -> bool:
-        """Whether a buffer is like the one that a copy was made of."""
-        if buffer is None or buffer.dtype is not self._dtype or not _is_kept(buffer):
-            return False
-        values = _values(buffer)
-        return values.shape == copy.shape and values.device == copy.device
-
-    def copy(self) -> bool:
-        """Copy what lies there now; False where it does not fit."""
-        now = self._now()
-        ids = [*map(id, now)]
-        if ids != self._ids:
-            if not all(map(self.fits, now, self.copies)):
-                return False
-            self._ids = ids
-        if self._flat_ones and sum(map(Tensor.numel, now)) == self._flat.numel():
-            torch.cat(now, out=self._flat)
-            return True
-        try:
-            _torch.copy_each(self.copies, now if self._plain else [*map(_values, now)])
-        except RuntimeError:  # it was resized where it lies
-            return False
-        return True
-
-    def put_back(self, flag: Tensor | None) -> list[Restored]:
-        """Put back what became non-finite; see :meth:`Buffers.put_back`."""
-        now = self._now()
-        fitting = [True] * len(now)
-        if [*map(id, now)] != self._ids:
-            fitting = [*map(self.fits, now, self.copies)]
-        # through .data: a graph of this window may have saved a buffer, and would refuse one that was written to since
-        values = [
-            (buffer if self._plain else _values(buffer)).data if fits else copy
-            for buffer, copy, fits in zip(now, self.copies, fitting, strict=True)
-        ]
-        flat = torch.cat(values if self._flat_ones else [one.reshape(-1) for one in values])
-        worse = self._worse(flat)
-        found: list[Restored] = []
-        if flag is None:
-            for at, is_worse in enumerate(worse.tolist()):
-                if is_worse:
-                    values[at].copy_(self.copies[at])
-                    found.append(((self.names[at],), None))
-        else:
-            worse &= flag.to(worse.device) > 0
-            old = worse.repeat_interleave(self._lengths, output_size=flat.numel())
-            if self._chosen is None:
-                chosen = torch.empty_like(self._flat)
-                self._chosen = chosen, self._pieces(chosen)
-            torch.where(old, self._flat, flat, out=self._chosen[0])
-            places = [at for at, fits in enumerate(fitting) if fits]
-            _torch.copy_each([values[at] for at in places], [self._chosen[1][at] for at in places])
-            found.append((self.names, worse))
-        if not all(fitting) and (flag is None or bool(flag > 0)):
-            for at, buffer in enumerate(now):
-                if not fitting[at] and self._replace(at, buffer):
-                    found.append(((self.names[at],), None))
-        return found
-
-    def _worse(self, flat: Tensor) -> Tensor:
-        """By buffer, whether an element is not finite where the copy's is, or NaN where the copy's is infinite."""
-        new, old = _numbers(flat, self._dtype), _numbers(self._flat, self._dtype)
-        worse = (~new.isfinite() & old.isfinite()) | (new.isnan() & ~old.isnan())
-        counts = nn.functional.pad(worse.cumsum(0, dtype=torch.int32), (1, 0))
-        return counts[self._ends].diff() > 0
-
-    def _replace(self, at: int, buffer: Tensor | None) -> bool:
-        """Put a copy in the place of a buffer of another shape or format; whether it was not finite, and the copy is."""
-        copy = self.copies[at]
-        if buffer is None or not _is_kept(buffer) or _is_finite(buffer):
-            return False
-        if not bool(_numbers(copy, self._dtype).isfinite().all()):
-            return False
-        whole = copy.clone()
-        self.tables[at][self.keys[at]] = (
-            torch.view_as_complex(whole) if self._dtype.is_complex else whole.view(self._dtype)
-        )
-        return True
-
-
-def _is_kept(buffer: Tensor) -> bool:
-    """Whether a buffer can be kept: numbers that can be infinite or NaN, each in memory of its own."""
-    if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # a DTensor has them
-        return False
-    if buffer.dtype not in _FORMATS or buffer.layout is not torch.strided or buffer.is_meta:
-        return False
-    if _torch.is_transformed(buffer):
-        return False
-    spread = any(not step and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True))
-    return not (spread or buffer.is_conj() or buffer.is_neg() or buffer.is_inference())
-
-
-def _values(buffer: Tensor) -> Tensor:
-    """What this process holds of a buffer, in the same memory, as real numbers or as bytes that can be copied."""
-    if hasattr(buffer, "placements"):
-        buffer = _torch.local_tensor(buffer)
-    if buffer.is_complex():
-        return torch.view_as_real(buffer)
-    return buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
-
-
-def _numbers(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What :func:`_values` made of a buffer of that dtype as numbers that can be asked whether they are finite."""
-    return values.view(dtype).float() if values.dtype is torch.uint8 else values
-
-
-def _is_finite(buffer: Tensor) -> bool:
-    return bool(_numbers(_values(buffer), buffer.dtype).isfinite().all())
-
-
-def _has_nan(buffer: Tensor) -> bool:
-    return bool(_numbers(_values(buffer), buffer.dtype).isnan().any())
 
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
@@ -455,5 +297,5 @@ def _mark(buffer: Tensor | None) -> tuple[int, int]:
 
 def _content(buffer: Tensor) -> int:
     """A number that is another one where bits of a buffer are others."""
-    values = _values(buffer)
+    values = values_of(buffer)
     return int(values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64))

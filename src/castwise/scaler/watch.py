@@ -177,13 +177,15 @@ class Watch:
         window.skips += bool(bad)
         if bad:
             window.buffers.put_back()
-        window.buffers.end_window(optimizer)
+        if bad is not None:
+            window.buffers.end_window(optimizer)
         if unscaled:
             scaler.note_outcome(optimizer, bad)
         if bad is None:
             hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
             self._look_after(optimizer)
             window.count(StepResult(list(flags.values()), send=False))
+            window.buffers.end_window(optimizer)
         elif bad:
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             window.hidden[key] = [(parameter, parameter.grad) for parameter in params]
