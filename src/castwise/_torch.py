@@ -935,13 +935,15 @@ def around_function(
 
 
 class _Told:
-    """Functions that are told of each call of some methods of torch, before the call does anything.
+    """Functions that are told of each call of some methods of torch, before the call does anything, or ``after`` it.
 
-    The methods are torch's own again when the last function has gone.
+    The former are given the object, the latter what the call returned. The methods are torch's own again when the last
+    function has gone.
     """
 
-    def __init__(self, *places: tuple[Any, str]) -> None:
+    def __init__(self, *places: tuple[Any, str], after: bool = False) -> None:
         self._places = places
+        self._after = after
         self._looks: tuple[Callable[[Any], object], ...] = ()
         self._lock = threading.RLock()  # a session that is collected meanwhile takes its own out
         self._undo: list[Callable[[], None]] = []
@@ -960,16 +962,21 @@ class _Told:
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                for look in self._looks:
-                    look(this)
-            return call(this, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return call(this, *args, **kwargs)
+            if self._after:
+                this = call(this, *args, **kwargs)
+            for look in self._looks:
+                look(this)
+            return this if self._after else call(this, *args, **kwargs)
 
         return called
 
 
 clearing = _Told((torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad"))
 """Whom to tell of each ``zero_grad``: of which optimizer or module."""
+scaling = _Told((torch.amp.GradScaler, "scale"), after=True)
+"""Whom to tell of each loss that a GradScaler has scaled."""
 
 
 def watch_every_step(look: Callable[[torch.optim.Optimizer], object]) -> None:

@@ -313,8 +313,15 @@ class GradScaler(Verdicts):
         """
         if skipped is not None:
             self._outcomes.skips[id(optimizer)] = skipped
-        if skipped is not False and self._outcomes.streak + bool(skipped) >= self._patience:
-            self._refuse_to_go_on(optimizer)
+        if skipped is not False:
+            streak = self._streak(optimizer, *(self._flags or (self.current.name,)))
+            if streak + bool(skipped) >= self._patience:
+                self._refuse_to_go_on(optimizer)
+
+    def _streak(self, optimizer: Optimizer, *names: str) -> int:
+        """How many windows in a row this optimizer was skipped in, or one of these losses overflowed in."""
+        streaks = self._outcomes.streaks
+        return max(streaks.get(key, 0) for key in (id(optimizer), *names)) if streaks else 0
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """:meth:`step`, and what became of it."""
@@ -381,7 +388,7 @@ class GradScaler(Verdicts):
             return
         raise stuck_error(
             optimizer,
-            self._outcomes.streak + 1,
+            self._streak(optimizer, *stuck) + 1,
             self.non_finite_params(optimizer),
             loss=stuck[0],
             scale=self._state_of(stuck[0]).scale,
@@ -430,6 +437,7 @@ class GradScaler(Verdicts):
         if not self.scales:
             return
         states, flags = self.optimizer_states, self._flags
+        losses: Mapping[str, torch.Tensor | None] = {self.current.name: None}
         if new_scale is not None:
             if self.opened_by is None:
                 self.open_for(DEFAULT)
@@ -448,10 +456,33 @@ class GradScaler(Verdicts):
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._move(outcome)
             self.start_states()
+            losses = outcome if flags else losses
         self.opened_by = None
         if flags:
             self._flags = {}
-        self._outcomes.close(states, restart=new_scale is not None)
+        self._outcomes.close(states, losses, restart=new_scale is not None)
+
+    def note_dropped(self, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], stepped: bool) -> None:
+        """Take note of gradients that were unscaled and then cleared, and move the scale if they were not finite.
+
+        That is an overflow, though no step was skipped for it; finite ones change nothing.
+
+        Args:
+            dropped: By an optimizer's ``id``, the flags of its gradients.
+            stepped: :meth:`update` comes anyway, for steps that were made in this window.
+        """
+        for key, flags in dropped.items():
+            bad = read_on_host(flags.values())
+            if bad is not None:
+                self._outcomes.skips.setdefault(key, bad)
+            self.add_flags(key, flags)
+        if not stepped:
+            for name, flag in self._outcome().items():
+                tracker = self._loss(name, flag.device).growth_tracker
+                assert tracker is not None
+                if self._limits.dynamic:
+                    tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))  # which the update adds
+            self.update()
 
     def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
         """Torch's update, without the questions that do not arise for one optimizer on the scale's device."""
@@ -505,7 +536,7 @@ class GradScaler(Verdicts):
             super().load_state_dict(state_dict)
             self._take(state_dict)
             self.opened_by, self._flags = None, {}
-            self._outcomes.streak = 0
+            self._outcomes.streaks.clear()
             if self.is_over is not None:
                 self.forget()
 

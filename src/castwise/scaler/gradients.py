@@ -47,6 +47,20 @@ def on_each(optimizer: Optimizer) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in stored(optimizer)]
 
 
+def ends(optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The first gradient that lies on a parameter of an optimizer and the last; reading them changes nothing."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            first = getattr(parameter, "stored", parameter).grad
+            if first is not None:
+                for others in reversed(optimizer.param_groups):
+                    for other in reversed(others["params"]):
+                        last = getattr(other, "stored", other).grad
+                        if last is not None:
+                            return first, last
+    return None
+
+
 def lie_on(optimizer: Optimizer) -> bool:
     """Whether there is a gradient on any parameter of an optimizer; reading them changes nothing."""
     return any(

@@ -112,6 +112,14 @@ class NamedLosses(_torch.OpenGradScaler):
         """The scale of a loss (by default the one that opened the window) as a 0-dim fp32 tensor on the device."""
         return self._scale_of(name or self.current.name)
 
+    def scale_for_grad(self, name: str | None) -> torch.Tensor:
+        """The scale of a loss, or the smallest of all: 0-dim fp32, on the device of the current one."""
+        home = self.scale_tensor().device
+        if name is not None:
+            return self.scale_tensor(name).to(home)
+        scales = [self.scale_tensor(each).to(home) for each in self._losses]
+        return scales[0] if len(scales) == 1 else torch.stack(scales).amin(0)
+
     def is_first(self, name: str) -> bool:
         """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
         return self.opened_by is None or (self.opened_by == name and not self._flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ from castwise.errors import LossScaleError, StateError
 from castwise.plans.text import some
 from castwise.scaler.result import StepResult
 
-_SAMPLE_PERIOD = 16
-"""Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host."""
+_SAMPLE_PERIOD = 17
+"""Where nobody asks for outcomes, how many windows pass between two whose outcome is sent to the host; a prime number, so
+that optimizers and losses that take turns are all met."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +39,10 @@ class WindowOutcomes:
 
 
 class Outcomes:
-    """The window that is open, the one before, and how many skipped in a row.
+    """The window that is open, the one before, and how many were skipped in a row.
+
+    Skips in a row are counted for each optimizer, by its ``id``, and for each loss, by its name: one that is sound hides no
+    other with which it takes turns.
 
     On a CPU, and where an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
     a fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
@@ -49,40 +54,70 @@ class Outcomes:
         self.skips: dict[int, bool] = {}
         self.results: dict[int, StepResult] = {}
         self.last_stepped: int | None = None
-        self.streak = 0
+        self.streaks: dict[int | str, int] = {}
         self._last = WindowOutcomes({}, {}, {})
         self._previous: StepResult | bool | None = None
-        self._on_their_way: deque[StepResult] = deque(maxlen=64)
+        self._on_their_way: deque[tuple[tuple[int | str, ...], StepResult]] = deque(maxlen=64)
         self._eager = eager
         self._windows = 0
 
-    def close(self, states: dict[int, dict[str, Any]], *, restart: bool) -> None:
-        """End the window of these optimizers; ``restart``: the scale was set by hand, so count skips in a row anew."""
+    def close(
+        self,
+        states: dict[int, dict[str, Any]],
+        losses: Mapping[str, torch.Tensor | None],
+        *,
+        restart: bool,
+    ) -> None:
+        """End the window of these optimizers and losses.
+
+        ``losses``: the flag of each, None for one that was alone. ``restart``: the scale was set by hand, so count skips in a
+        row anew.
+        """
         last = self._last = WindowOutcomes(states, self.skips, self.results)
         self.skips, self.results = {}, {}
         if len(last.skips) == len(states):
             self._previous = skipped = True in last.skips.values()
-            self.streak = self.streak + 1 if skipped else 0
+            if skipped or self.streaks:
+                for key, outcome in last.skips.items():
+                    self._count(key, outcome)
+                for name, flag in losses.items():
+                    self._count(name, skipped if flag is None else bool(flag > 0))
         else:
-            self._follow(last)
+            self._follow(last, losses)
         if restart:
-            self.streak = 0
+            self.streaks.clear()
 
-    def _follow(self, last: WindowOutcomes) -> None:
+    def _count(self, key: int | str, skipped: bool) -> None:
+        if skipped:
+            self.streaks[key] = self.streaks.get(key, 0) + 1
+        else:
+            self.streaks.pop(key, None)
+
+    def _follow(self, last: WindowOutcomes, losses: Mapping[str, torch.Tensor | None]) -> None:
         """Take in what has arrived from the device meanwhile, and see to it that this window's outcome will."""
         arriving = self._on_their_way
-        while arriving and arriving[0].known:
-            self.streak = self.streak + 1 if arriving.popleft().skipped else 0
+        while arriving and arriving[0][1].known:
+            keys, result = arriving.popleft()
+            for key in keys:
+                self._count(key, result.skipped)
         self._windows += 1
-        if len(last.states) == len(last.results) == 1:
+        alone = len(last.states) == len(losses) == 1
+        if alone and last.results:
             (result,) = last.results.values()  # sent when somebody asked for it
             send = True
         else:
             send = self._eager or self._windows % _SAMPLE_PERIOD == 0
             result = StepResult([flag for key in last.states for flag in last.flags(key)] or None, send=send)
         self._previous = result
-        if send:
-            arriving.append(result)
+        if not send:
+            return
+        if alone:
+            arriving.append(((*last.states, *losses), result))
+            return
+        arriving.extend(((key,), StepResult(last.flags(key) or None)) for key in last.states)
+        arriving.extend(
+            ((name,), result if flag is None else StepResult([flag])) for name, flag in losses.items()
+        )
 
     @property
     def previous_skipped(self) -> bool | None:

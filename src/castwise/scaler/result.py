@@ -137,6 +137,10 @@ class StepResult:
             names.update(dict.fromkeys(itertools.compress(some, put_back)))
         return tuple(names)
 
+    def __bool__(self) -> bool:
+        """Whether the step was made. Synchronises as :attr:`skipped` does, which a fused optimizer on an accelerator needs not."""
+        return not self.skipped
+
     def __repr__(self) -> str:
         outcome = self.skipped if self.known else "not known yet"
         return f"StepResult(skipped={outcome}, grad_norm={self.grad_norm})"

@@ -164,6 +164,10 @@ class StepGuard(GradScaler):
         self.note_outcome(optimizer, skipped)
         return StepResult(list(flags.values()), skipped=skipped)
 
+    def note_given_up(self, optimizer: Optimizer) -> None:
+        """Take note of gradients that were not finite and that somebody cleared without a step, as of a skipped one."""
+        self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
+
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Take note of a step, so that it is an error when too many in a row were skipped; None where that is not known yet.
 

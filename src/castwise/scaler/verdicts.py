@@ -128,6 +128,10 @@ class Verdicts(NamedLosses):
             devices = state["found_inf_per_device"] or (flag.device,)
             _add_to(state, {device: flag.to(device, copy=True) for device in devices})
 
+    def add_flags(self, key: int, flags: Mapping[torch.device, torch.Tensor]) -> None:
+        """Note what was found in unscaled gradients of an optimizer, by its ``id``, beside what is known of them."""
+        _add_to(self.optimizer_states[key], flags)
+
     def forget(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer, or all, as neither unscaled nor stepped in this window."""
         if not self.works:

@@ -169,8 +169,10 @@ class Watch:
                 scaler.forget(optimizer)
         elif isinstance(scaler, StepGuard):
             unscaled, flags = True, scaler.look(optimizer)
+            scaler.forget(optimizer)
         else:
             return
+        window.no_look_at_step(optimizer)
         bad = read_on_host(flags.values())
         if bad is None and not _torch.takes_flag(optimizer):
             bad = any(flag.item() for flag in flags.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ from castwise.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.scaler.held import Held
 from castwise.scaler.losses import DEFAULT
 from castwise.scaler.result import StepResult, read_on_host
-from castwise.scaler.step_guard import take_back
+from castwise.scaler.step_guard import StepGuard, take_back
 
 _Ends = tuple[TensorWeakRef, TensorWeakRef]
 """The first gradient and the last."""
+
+_Stepped = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], list[int], int]
+"""The first gradient and the last, how often these had been written to, and the number that the next autograd node would get."""
 
 
 class Window:
@@ -73,6 +77,10 @@ class Window:
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
         """Parameters of optimizers that were unscaled by hand, and their gradients: these may change, or be replaced, and
         parameters may join, before the step."""
+        self._dropped: dict[int, dict[torch.device, torch.Tensor]] = {}
+        """By optimizer, what was found in gradients that were unscaled by hand and cleared since."""
+        self._last: dict[int, _Stepped] = {}
+        """By optimizer, the gradients that it was stepped by."""
         self.stepping: set[int] = set()
         """Optimizers whose step goes through here."""
         self.hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -94,8 +102,9 @@ class Window:
             self._put_back_unstepped()
             self._by_hand.clear()
             self.hidden.clear()  # of steps that raised: who goes on to a backward is done with them
+            dropped = self._count_dropped()
             if self.scales:
-                self._settle(name)
+                self._settle(name, dropped)
             else:
                 self.scaler.forget()
             self.settled = True
@@ -117,7 +126,26 @@ class Window:
             not self.is_scaled(optimizer) and gradients.lie_on(optimizer) for optimizer in self._optimizers()
         )
 
-    def _settle(self, name: str) -> None:
+    def _count_dropped(self) -> dict[int, dict[torch.device, torch.Tensor]]:
+        """The flags of gradients that were unscaled and then given up by a rule of the user's, where they may be set."""
+        dropped, self._dropped = self._dropped, {}
+        if not self.scaler.works or not (dropped or self.scaler.optimizer_states):
+            return {}
+        found = {}
+        for optimizer in self._optimizers():
+            key = id(optimizer)
+            flags = dropped.get(key, {})
+            if self.scaler.is_unscaled(optimizer) and not gradients.lie_on(optimizer):
+                flags = flags or self.scaler.optimizer_states[key]["found_inf_per_device"]
+            bad = read_on_host(flags.values())
+            if bad is not False:
+                found[key] = flags
+                self.count(StepResult(list(flags.values()), send=False))
+                if bad and isinstance(self.scaler, StepGuard):
+                    self.scaler.note_given_up(optimizer)
+        return found
+
+    def _settle(self, name: str, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]]) -> None:
         scaler = self.scaler
         scaled: dict[int, torch.Tensor] = {}
         plain: dict[int, torch.Tensor] = {}
@@ -126,14 +154,15 @@ class Window:
             if grads:
                 of = scaled if self.is_scaled(optimizer) else plain
                 of.update((id(grad), grad) for grad in grads)
-        if self.stepped:
-            old = scaler.scale_tensor().clone() if scaled else None
-            if scaler.optimizer_states:  # none where a state was loaded into the scaler since
-                scaler.update()
-            self._owners.clear()
-        else:
-            old = None
+        old = scaler.scale_tensor().clone() if scaled and (self.stepped or dropped) else None
+        if not self.stepped:
             scaler.forget()
+        if dropped:
+            scaler.note_dropped(dropped, self.stepped)
+        if self.stepped and scaler.optimizer_states:  # none where a state was loaded into the scaler since
+            scaler.update()
+        if self.stepped or dropped:
+            self._owners.clear()
         self.stepped = self._lent = self._begun = False
         if plain or old is not None:
             if scaler.opened_by is None:
@@ -201,11 +230,15 @@ class Window:
 
     def cleared(self, by: Optimizer | torch.nn.Module) -> None:
         """Somebody calls ``zero_grad`` of an optimizer or a module, of this session or not."""
-        if self._owners or self._stray is not None:
-            params = gradients.stored(by) if isinstance(by, Optimizer) else by.parameters()
-            which = set(map(id, params))
-            for held in (*self._owners.values(), *([] if self._stray is None else [self._stray])):
-                held.release(which)
+        if not (self._owners or self._by_hand or self._stray is not None):
+            return
+        which = set(map(id, gradients.stored(by) if isinstance(by, Optimizer) else by.parameters()))
+        for held in (*self._owners.values(), *([] if self._stray is None else [self._stray])):
+            held.release(which)
+        for key, (params, _) in self._by_hand.items() if self.scaler.works else ():
+            state = self.scaler.optimizer_states.get(key)
+            if state is not None and state["stage"] is OptState.UNSCALED and params <= which:
+                self._dropped[key], state["found_inf_per_device"] = state["found_inf_per_device"], {}
 
     # --- unscaling --------------------------------------------------------------------------------------------
 
@@ -239,6 +272,10 @@ class Window:
             if by_hand:
                 self._look_at_step(optimizer)
         self.scaler.note_norm(optimizers, norm)
+
+    def no_look_at_step(self, optimizer: Optimizer) -> None:
+        """Somebody else steps by gradients that were unscaled by hand."""
+        self._by_hand.pop(id(optimizer), None)
 
     def _look_at_step(self, optimizer: Optimizer) -> None:
         params = {id(_stored(p)) for group in optimizer.param_groups for p in group["params"]}
@@ -284,6 +321,36 @@ class Window:
 
     # --- steps ------------------------------------------------------------------------------------------------
 
+    def check_step(self, optimizers: Sequence[Optimizer], alone: bool) -> None:
+        """See that there are gradients to step by, and that no step was made by them before.
+
+        Args:
+            optimizers: Those that are to be stepped.
+            alone: No other rank can have gradients where this one has none.
+
+        Raises:
+            StateError: There are none, or one was.
+        """
+        found = False
+        for optimizer in optimizers:
+            ends = gradients.ends(optimizer)
+            found = found or ends is not None
+            last = self._last.get(id(optimizer))
+            if ends is None or last is None or last[0]() is not ends[0] or last[1]() is not ends[1]:
+                continue
+            state = self.scaler.optimizer_states.get(id(optimizer)) if self.scales else None
+            known = state is not None and state["stage"] is OptState.STEPPED and not self._runs()
+            if last[2] == _torch.versions(ends) and (known or last[3] == _torch.sequence_number()):
+                raise StateError(
+                    f"step({type(optimizer).__name__}): it was stepped by these gradients already, and no backward came in between. "
+                    "Call amp.step(optimizer) once after each amp.backward(loss)"
+                )
+        if alone and not found:
+            raise StateError(
+                f"step({_names(optimizers)}): no parameter has a gradient, so there is nothing to step by. Call amp.backward(loss) "
+                "before it, and zero_grad() after it; leave the step out where the loss does not reach these parameters"
+            )
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
         """Unscale where that was not done, then step, or skip where a gradient is not finite.
 
@@ -306,6 +373,7 @@ class Window:
             if self.scales:
                 self._owners.pop(id(optimizer), None)
                 self.stepped = True
+            self._remember(optimizer)
         except BaseException as error:
             if self.scales and closure is None:
                 self._take_back(optimizer, owned)
@@ -322,6 +390,12 @@ class Window:
             self.count(result)
         self.buffers.end_window(optimizer)
         return result
+
+    def _remember(self, optimizer: Optimizer) -> None:
+        ends = gradients.ends(optimizer)
+        if ends is not None:
+            first, last = map(weakref.ref, ends)
+            self._last[id(optimizer)] = first, last, _torch.versions(ends), _torch.sequence_number()
 
     def give_up(self, optimizers: Iterable[Optimizer]) -> None:
         """After a step of several that failed: what was found in gradients holds for these gradients alone."""
@@ -452,6 +526,10 @@ def _refuse_per_sample(optimizer: Optimizer) -> None:
             f"unscale_({type(optimizer).__name__}): its parameters have gradients per sample (grad_sample), which hold the loss scale "
             "too and cannot be unscaled here. Use a plan without a loss scale, such as 'bf16-mixed'"
         )
+
+
+def _names(optimizers: Iterable[Optimizer]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
 def _stored(parameter: torch.Tensor) -> torch.Tensor:

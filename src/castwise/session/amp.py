@@ -25,7 +25,7 @@ from castwise.ranks import Agreement, Ranks
 from castwise.ranks.plans import check_same_plan
 from castwise.resolve import Resolution, resolve
 from castwise.scaler import Buffers, GradScaler, StepResult, Watch, Window, gradients
-from castwise.session import storage
+from castwise.session import scaled, storage
 from castwise.session.apply import apply, apply_late
 from castwise.session.checks import (
     check_apart,
@@ -43,6 +43,7 @@ from castwise.session.checks import (
 from castwise.session.dropped import DroppedUpdates
 from castwise.session.guard import give_late_masters, scaler_for
 from castwise.session.members import Members
+from castwise.session.scaled import check_loss
 from castwise.session.summary import say_restored, summarise
 from castwise.session.undo import UndoLog
 from castwise.session.wrapping import Wrapping
@@ -254,6 +255,7 @@ class Amp:
                 if self.scaler.is_enabled():
                     self._watch.refuse_strangers(log.callback)
                 self._watch.see_clearing(log.callback)
+                scaled.watch(log.callback)
             self._take_in(optimizers, log)
             log.on(target, self._members.remove)
             self._members.add(target, root)
@@ -404,17 +406,22 @@ class Amp:
             The scaled loss; the loss itself under a plan without a loss scale.
 
         Raises:
-            PlanError: A loss that is no tensor.
+            PlanError: A loss that is no tensor, or complex.
+            StateError: A loss that has been scaled already.
         """
         if not isinstance(loss, torch.Tensor):
             raise PlanError(
                 f"scale: the loss is a {type(loss).__name__}; a tensor is needed. Add several losses up, or scale each by itself."
             )
+        check_loss("scale", loss)
         self._window.open(name)
         self._wrapping.narrow()
         for look in self._on_loss:
             look(loss, name)
-        return self._window.lend(self.scaler.scale(loss, name))
+        lent = self._window.lend(self.scaler.scale(loss, name))
+        if self.scaler.is_enabled():
+            scaled.note(lent)
+        return lent
 
     def get_scale(self, name: str = "loss") -> float:
         """The scale of the next loss of that name, 1.0 under a plan without one. Changes nothing; waits for the device."""
@@ -429,7 +436,9 @@ class Amp:
             kwargs: ``retain_graph``, ``create_graph``, ``inputs`` as in ``Tensor.backward``.
 
         Raises:
-            ValueError: A loss that is not a scalar or has no graph.
+            PlanError: A loss that is no real scalar tensor.
+            StateError: A loss that has been scaled already.
+            RuntimeError: A loss that has no graph.
         """
         if not isinstance(loss, torch.Tensor):
             raise PlanError(
@@ -444,6 +453,7 @@ class Amp:
         ):  # formulas run in the formats that forward has left them
             with torch.autocast(self.device_type, enabled=False):
                 return self.backward(loss, name, **kwargs)
+        check_loss("backward", loss)
         window, scaler = self._window, self.scaler
         scales = window.scales
         if scales or not window.settled:
@@ -455,12 +465,14 @@ class Amp:
             loss = mark_boundary(loss, root.frame)
         self._wrapping.narrow()
         window.in_backward = scales
+        scaled.running += 1
         try:
             if kwargs or not scaler.is_first(name):
                 scaler.backward(loss, name, params=self._members.parameters, **kwargs)
             else:
                 _torch.backward_of_scalar(scaler.scale(loss, name))
         finally:
+            scaled.running -= 1
             window.in_backward = False
             if scales:
                 window.fed()
@@ -470,31 +482,41 @@ class Amp:
         loss: torch.Tensor,
         inputs: torch.Tensor | Sequence[torch.Tensor],
         create_graph: bool = False,
+        *,
+        name: str | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Unscaled gradients of a loss with respect to ``inputs``, computed through the scale: for penalties.
+        """Unscaled gradients of a loss with respect to ``inputs``, computed through a scale: for penalties.
 
         Args:
             loss: Scalar.
             inputs: What to differentiate by.
             create_graph: Keep the graph of the gradients, for a penalty on them.
+            name: The loss whose scale is used: that which the penalty goes into, so that an overflow here makes this scale
+                fall. None: the smallest of all losses' scales.
             kwargs: As in ``torch.autograd.grad``.
 
         Returns:
             One gradient per input, its dtype fp32 at least.
+
+        Raises:
+            PlanError: A loss that is complex.
+            StateError: A loss that has been scaled already.
         """
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
-                return self.grad(loss, inputs, create_graph, **kwargs)
+                return self.grad(loss, inputs, create_graph, name=name, **kwargs)
+        check_loss("grad", loss)
         if self._root is not None and self._root.follow_backward:
             loss = mark_boundary(loss, self._root.frame)
         if not self.scaler.is_enabled():
-            return torch.autograd.grad(loss, inputs, create_graph=create_graph, **kwargs)
-        self._window.open()
-        scale = self.scaler.scale_tensor()
+            grads = torch.autograd.grad(loss, inputs, create_graph=create_graph, **kwargs)
+            return tuple(map(_in_fp32, grads))
+        self._window.open(name or self.scaler.current.name)
+        scale = self.scaler.scale_for_grad(name)
         grads = torch.autograd.grad(loss.float() * scale, inputs, create_graph=create_graph, **kwargs)
         inverse = gradients.inverse(scale)
-        return tuple(g if g is None else (g.float() if g.dtype in LOW_DTYPES else g) * inverse for g in grads)
+        return tuple(g if g is None else _in_fp32(g) * inverse for g in grads)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -528,33 +550,42 @@ class Amp:
             PlanError: A ``max_norm`` that is no norm.
         """
         check_norm("clip_grad_norm_", max_norm)
-        norm = self._agreement.clip(self._unscaled_params(optimizer_or_params), max_norm, norm_type)
-        if isinstance(optimizer_or_params, Optimizer):
-            self._window.note_norm((optimizer_or_params,), norm, by_hand=True)
+        params, optimizers = self._unscaled(optimizer_or_params, look=self.scaler.is_enabled())
+        norm = self._agreement.clip(params, max_norm, norm_type)
+        if optimizers:
+            self._window.note_norm(optimizers, norm, by_hand=True)
         return norm
 
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor, clip_value: float
     ) -> None:
-        """Clip every element to ``[-clip_value, clip_value]``, after unscaling."""
-        nn.utils.clip_grad_value_(self._unscaled_params(optimizer_or_params, look=True), clip_value)
+        """Clip every element to ``[-clip_value, clip_value]``, after unscaling.
 
-    def _unscaled_params(
-        self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor, look: bool = False
-    ) -> list[torch.Tensor]:
-        look = look or self.scaler.is_enabled()
+        Raises:
+            PlanError: A ``clip_value`` that is no number, NaN or below zero.
+        """
+        check_norm("clip_grad_value_", clip_value, "clip_value")
+        params, _ = self._unscaled(optimizer_or_params, look=True)
+        nn.utils.clip_grad_value_(params, clip_value)
+
+    def _unscaled(
+        self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor, look: bool
+    ) -> tuple[list[torch.Tensor], list[Optimizer]]:
+        """Parameters, with gradients that are unscaled if ``look``, and the optimizers that hold them."""
         if isinstance(of, Optimizer):
-            if look:
-                self._window.unscale_(of, by_hand=True)
-            return [parameter for group in of.param_groups for parameter in group["params"]]
-        params = [of] if isinstance(of, torch.Tensor) else list(of)
+            params, optimizers = [p for group in of.param_groups for p in group["params"]], [of]
+        else:
+            params = [of] if isinstance(of, torch.Tensor) else list(of)
+            wanted = {id(masters.model_param_of(parameter)) for parameter in params}
+            optimizers = [
+                optimizer
+                for optimizer in self._members.optimizers
+                if not wanted.isdisjoint(map(id, gradients.stored(optimizer)))
+            ]
         if look:
-            wanted = {id(parameter) for parameter in params}
-            for optimizer in self._members.optimizers:
-                held = [p for group in optimizer.param_groups for p in group["params"]]
-                if wanted & {id(p) for own in held for p in (own, masters.model_param_of(own))}:
-                    self._window.unscale_(optimizer, by_hand=True)
-        return params
+            for optimizer in optimizers:
+                self._window.unscale_(optimizer, by_hand=True)
+        return params, optimizers
 
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, closure: Callable[[], Any] | None = None
@@ -571,7 +602,8 @@ class Amp:
             What became of it: whether it was skipped, and the norm before clipping.
 
         Raises:
-            StateError: An optimizer that was not prepared, or gradients that were changed while they were scaled.
+            StateError: An optimizer that was not prepared or has no gradients, or gradients that were changed while they were
+                scaled, or that a step was made by already.
             NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
             LossScaleError: The same under a loss scale that cannot shrink any more.
             PlanError: A ``max_norm`` that is no norm.
@@ -592,12 +624,17 @@ class Amp:
         if self._wrapping.unchecked:
             self._wrapping.check_order()
         window = self._window
+        if closure is None:
+            window.check_step(optimizers, alone=not self._agreement.can_differ())
         if max_norm is None and closure is None and len(optimizers) == 1:
             result = window.step(optimizers[0])
             frames.clear_weight_cache()
             for listener in self._listeners:
                 listener(optimizers, result)
             return result
+        if len(set(map(id, optimizers))) < len(optimizers):
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise StateError(f"step({names}): an optimizer is given twice; give each once")
         if closure is not None and (len(optimizers) > 1 or max_norm is not None):
             raise StateError(
                 "step(closure=...): takes one optimizer and no max_norm; clip inside the closure"
@@ -861,6 +898,10 @@ class Inside:
     def dropped(self) -> DroppedUpdates:
         """Updates that rounding dropped, since the last :meth:`Amp.change`."""
         return self._amp._dropped
+
+
+def _in_fp32(grad: Any) -> Any:
+    return grad.float() if isinstance(grad, torch.Tensor) and grad.dtype in LOW_DTYPES else grad
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:

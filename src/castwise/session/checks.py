@@ -326,25 +326,28 @@ def watch_formats(
     optimizer.register_step_pre_hook(look)
 
 
-def check_norm(call: str, max_norm: object) -> None:
-    """Refuse what no norm can be held to; a tensor's value is not looked at, since that would wait for its device.
+def check_norm(call: str, bound: object, name: str = "max_norm") -> None:
+    """Refuse what gradients cannot be held to; a tensor's value is not looked at, since that would wait for its device.
 
     Raises:
         PlanError: It is no number, NaN or below zero.
     """
-    if isinstance(max_norm, Tensor):
+    if isinstance(bound, Tensor):
         return
+    what = "norm" if name == "max_norm" else "bound"
     try:
-        if not isinstance(max_norm, str) and float(max_norm) >= 0.0:  # type: ignore[arg-type]
+        if not isinstance(bound, str) and float(bound) >= 0.0:  # type: ignore[arg-type]
             return
         why = (
-            f"a {type(max_norm).__name__} is no norm"
-            if isinstance(max_norm, str)
-            else "no norm is at most that"
+            f"a {type(bound).__name__} is no {what}"
+            if isinstance(bound, str)
+            else f"no {what} is at most that"
         )
     except (TypeError, ValueError):
-        why = f"a {type(max_norm).__name__} is no norm"
-    raise PlanError(
-        f"{call}(max_norm={max_norm!r}): {why}. Allowed: a number such as 1.0, or math.inf for the norm alone; step takes None "
-        "for no clipping."
+        why = f"a {type(bound).__name__} is no {what}"
+    rest = (
+        "math.inf for the norm alone; step takes None for no clipping"
+        if what == "norm"
+        else "math.inf for no clipping"
     )
+    raise PlanError(f"{call}({name}={bound!r}): {why}. Allowed: a number such as 1.0, or {rest}.")
