@@ -1398,6 +1398,12 @@ def buffer_tables(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, torch
         yield path, module._buffers
 
 
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """The hooks that a backward calls with a parameter's gradient, before it is added and after."""
+    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [hook for table in tables for hook in (table or {}).values()]
+
+
 # --- many tensors at once -----------------------------------------------------------------------------------
 
 dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback

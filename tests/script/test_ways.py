@@ -83,6 +83,45 @@ m = net(); m.load_state_dict(torch.load(f)); o = torch.optim.SGD(m.parameters(),
     "scripted afterwards": """
 step(); s = torch.jit.script(m); print(s(X).sum().item()); step()
 """,
+    "an optimizer around another": """
+class SAM(torch.optim.Optimizer):
+    def __init__(s, params): super().__init__(params, dict(rho=0.05)); s.base = torch.optim.SGD(s.param_groups, 0.1); s.param_groups = s.base.param_groups
+    @torch.no_grad()
+    def climb(s):
+        ps = [p for g in s.param_groups for p in g["params"]]; n = torch.stack([p.grad.norm() for p in ps]).norm()
+        for p in ps: s.state[p]["e"] = p.grad * (0.05 / n); p.add_(s.state[p]["e"])
+        s.zero_grad()
+    @torch.no_grad()
+    def descend(s):
+        for g in s.param_groups:
+            for p in g["params"]: p.sub_(s.state[p]["e"])
+        s.base.step(); s.zero_grad()
+o = SAM(m.parameters())
+for _ in range(3): loss = ce(m(X), Y); loss.backward(); o.climb(); ce(m(X), Y).backward(); o.descend(); print(loss.item())
+""",
+    "gradients that are replaced": """
+for _ in range(3):
+    loss = ce(m(X), Y); o.zero_grad(); loss.backward()
+    for p in m.parameters(): p.grad = torch.nan_to_num(p.grad * 0.5)
+    o.step(); print(loss.item())
+""",
+    "surgery on gradients of two tasks": """
+for _ in range(3):
+    parts = []
+    for w in (1.0, 0.5):
+        o.zero_grad(); loss = ce(m(X), Y) * w; loss.backward(); parts.append([p.grad.clone() for p in m.parameters()])
+    for p, a, b in zip(m.parameters(), *parts): p.grad = a + b
+    o.step(); print(loss.item())
+""",
+    "weights moved by differences": """
+fast = net(); inner = torch.optim.SGD(fast.parameters(), 0.1)
+for _ in range(3):
+    fast.load_state_dict(m.state_dict())
+    for _ in range(2): loss = ce(fast(X), Y); inner.zero_grad(); loss.backward(); inner.step()
+    ce(m(X), Y).backward(); o.zero_grad()
+    for p, q in zip(m.parameters(), fast.parameters()): p.grad = p.detach() - q.detach()
+    o.step(); print(loss.item())
+""",
     "sparse gradients": """
 e, h = nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4); m, X = nn.Sequential(e, h), torch.randint(0, 20, (32, 3))
 a, o = torch.optim.SparseAdam(e.parameters(), 1e-2), torch.optim.Adam(h.parameters(), 1e-2)

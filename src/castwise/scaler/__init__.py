@@ -3,7 +3,8 @@
 ``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, on ``losses``, its records of named
 losses, and ``verdicts``, what it knows of gradients. ``gradients``: what it does to them. ``result`` and ``outcomes``: what
 became of a step, and of all so far. ``closure``: steps that evaluate the loss themselves. ``window``: whose gradients there
-are, at which scale. ``buffers``: what a skipped step must not leave poisoned. ``watch``: steps that somebody else makes. ``step_guard``: the scaler of plans without a loss scale.
+are, at which scale; ``held``: which of one optimizer's hold it. ``buffers``: what a skipped step must not leave poisoned.
+``watch``: steps that somebody else makes. ``step_guard``: the scaler of plans without a loss scale.
 ``foreign``: state dicts of Apex and Colossal-AI.
 """
 
@@ -16,7 +17,7 @@ from castwise.scaler.gradients import add_up, check_and_multiply, set_aside
 from castwise.scaler.result import StepResult
 from castwise.scaler.state import ScalePolicy, ScaleState, next_state
 from castwise.scaler.step_guard import StepGuard
-from castwise.scaler.watch import Watch
+from castwise.scaler.watch import Watch, inside
 from castwise.scaler.window import Window
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "check_and_multiply",
     "from_apex",
     "from_colossalai",
+    "inside",
     "next_state",
     "set_aside",
     "to_apex",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ class Watch:
         self._stepping = window.stepping
         self._looked_after: set[int] = set()
         """Optimizers with a hook behind the step, put on when it is needed."""
+        self._around: dict[int, weakref.ref[Optimizer]] = {}
+        """By optimizer inside another one that was prepared, that other one."""
 
     def check_alone(self, optimizer: Optimizer) -> None:
         """See that no other window scales an optimizer's gradients.
@@ -55,6 +58,14 @@ class Watch:
         ``log`` gets what ends it, before it begins. Gradients that are still scaled come to a scale of one then, as
         whoever goes on without castwise reads them.
         """
+        self._follow(optimizer, log)
+        for base in inside(optimizer):
+            if _torch.has_step_hooks(base):
+                self._around[id(base)] = weakref.ref(optimizer)
+                log(functools.partial(self._around.pop, id(base), None))
+                self._follow(base, log)
+
+    def _follow(self, optimizer: Optimizer, log: _Log) -> None:
         alive, key = weakref.ref(optimizer), id(optimizer)
 
         def end() -> None:
@@ -71,16 +82,23 @@ class Watch:
             _scaling[optimizer] = self._window
         optimizer.register_step_pre_hook(self._before_step)
 
+    def _owner(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that was prepared: this one, or that around it."""
+        around = self._around.get(id(optimizer), lambda: None)()
+        return optimizer if around is None else around
+
     def refuse_strangers(self, log: _Log) -> None:
         """See that no optimizer from elsewhere steps on gradients that hold the loss scale.
 
         ``log`` gets what ends it, before it begins, and brings gradients that nobody stepped on to a scale of one.
         """
-        alive = weakref.ref(self._window)
+        alive, known = weakref.ref(self._window), self._around
 
         def look(optimizer: Optimizer) -> None:
             window = alive()
-            if window is not None and not window.stepping and window.scales_strange(optimizer):
+            if window is None or window.stepping or id(optimizer) in known:
+                return
+            if window.scales_strange(optimizer):
                 raise StateError(
                     f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, which came from amp.backward, and "
                     "this optimizer was not prepared, so that its update would be too large by the scale. Call "
@@ -117,42 +135,44 @@ class Watch:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
-        if id(optimizer) in self._stepping:
+        owner = self._owner(optimizer)
+        if id(owner) in self._stepping:
             return None
         self._unhide(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._guard(optimizer)
+            self._guard(owner, optimizer)
             return None
 
         def evaluate() -> Any:
             value = closure()
-            self._guard(optimizer)
+            self._guard(owner, optimizer)
             return value
 
         if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
-    def _guard(self, optimizer: Optimizer) -> None:
+    def _guard(self, optimizer: Optimizer, by: Optimizer) -> None:
+        """Look at the gradients of a prepared optimizer that steps ``by`` itself, or by one inside it."""
         window, scaler, key, unscaled = self._window, self._window.scaler, id(optimizer), False
         if window.scales:
             if window.is_scaled(optimizer) and gradients.move(optimizer):
                 if window.were_replaced(optimizer):
                     raise StateError(
-                        f"{type(optimizer).__name__}.step(): its gradients replaced those that amp.backward left, which had the loss "
+                        f"{type(by).__name__}.step(): its gradients replaced those that amp.backward left, which had the loss "
                         "scale in them, and no zero_grad() came in between: what is made of scaled gradients is too large by the "
                         "scale. Call amp.unscale_(optimizer) right after amp.backward(loss), before whatever replaces them, then "
                         "amp.step(optimizer). Where they are gradients of your own, call optimizer.zero_grad() before you set them"
                     )
                 raise StateError(
-                    f"{type(optimizer).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
+                    f"{type(by).__name__}.step(): the loss scale is still in its gradients, so that the update would be "
                     "too large by it. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
             if not window.used and gradients.move(optimizer):
                 if not _torch.called_by_a_scaler():
                     raise StateError(
-                        f"{type(optimizer).__name__}.step(): the plan has a loss scale, and no loss was ever scaled, so that small "
+                        f"{type(by).__name__}.step(): the plan has a loss scale, and no loss was ever scaled, so that small "
                         "gradients are lost: whoever calls backward here knows nothing of the plan. In a loop of your own call "
                         "amp.backward(loss), then amp.step(optimizer); for Accelerate and the Trainer of transformers use "
                         "castwise.integrations.huggingface; where losses are scaled elsewhere, a plan with +loss_scale=none"
@@ -174,7 +194,7 @@ class Watch:
             return
         window.no_look_at_step(optimizer)
         bad = read_on_host(flags.values())
-        if bad is None and not _torch.takes_flag(optimizer):
+        if bad is None and not _torch.takes_flag(by):
             bad = any(flag.item() for flag in flags.values())
         window.skips += bool(bad)
         if bad:
@@ -184,15 +204,15 @@ class Watch:
         if unscaled:
             scaler.note_outcome(optimizer, bad)
         if bad is None:
-            hand_over(optimizer, gradients.largest([*flags.values()], scaler.scale_tensor().device))
-            self._look_after(optimizer)
+            hand_over(by, gradients.largest([*flags.values()], scaler.scale_tensor().device))
+            self._look_after(by)
             window.count(StepResult(list(flags.values()), send=False))
             window.buffers.end_window(optimizer)
         elif bad:
-            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            window.hidden[key] = [(parameter, parameter.grad) for parameter in params]
+            params = [p for group in by.param_groups for p in group["params"] if p.grad is not None]
+            window.hidden[id(by)] = [(parameter, parameter.grad) for parameter in params]
             window.settled = False
-            self._look_after(optimizer)
+            self._look_after(by)
             for parameter in params:
                 parameter.grad = None
 
@@ -203,7 +223,7 @@ class Watch:
             self._looked_after.add(id(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if id(optimizer) not in self._stepping:
+        if id(self._owner(optimizer)) not in self._stepping:
             self._unhide(optimizer)
             take_back(optimizer)
 
@@ -211,6 +231,20 @@ class Watch:
         for parameter, grad in self._window.hidden.pop(id(optimizer), ()):
             if parameter.grad is None:
                 parameter.grad = grad
+
+
+def inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that an optimizer keeps, at any depth, and that update parameters of its own: SAM's, for example."""
+    own, found = set(map(id, gradients.stored(optimizer))), [optimizer]
+    for outer in found:
+        found += [
+            each
+            for each in vars(outer).values()
+            if isinstance(each, Optimizer)
+            and all(each is not known for known in found)
+            and not own.isdisjoint(map(id, gradients.stored(each)))
+        ]
+    return found[1:]
 
 
 _torch.never_trace(Watch._before_step)

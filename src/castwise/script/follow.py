@@ -37,7 +37,7 @@ from castwise.parallel import wrappers
 from castwise.plans.formats import LOW, LOW_DTYPES
 from castwise.plans.plan import Plan
 from castwise.plans.text import some
-from castwise.scaler import add_up, gradients, set_aside
+from castwise.scaler import add_up, gradients, inside, set_aside
 from castwise.session import Amp, bypass
 
 _PATIENCE = 1 << 31
@@ -163,10 +163,11 @@ class Follower:
         if not self._is_late:
             return
         self._is_late = False
-        for number, optimizer in self._optimizers.items():
-            for model in self._models if number not in self._joined else ():
-                amp = Amp.of(model)
-                if amp is not None and holds(optimizer, model):
+        for model in self._models:
+            amp = Amp.of(model)
+            for number in self._numbers_of(model) if amp is not None else ():
+                optimizer = self._optimizers[number]
+                if amp is not None and number not in self._joined:
                     try:
                         amp.prepare(model, optimizer)
                         self._joined[number] = optimizer
@@ -202,7 +203,12 @@ class Follower:
         return self.plan.loss_scale is not None or self.plan.stores_low
 
     def _numbers_of(self, model: nn.Module) -> list[int]:
-        return [number for number, optimizer in self._optimizers.items() if holds(optimizer, model)]
+        """Of the optimizers that update a model, without those inside others, whose steps are these others'."""
+        holding = {
+            number: optimizer for number, optimizer in self._optimizers.items() if holds(optimizer, model)
+        }
+        bases = {id(base) for optimizer in holding.values() for base in inside(optimizer)}
+        return [number for number, optimizer in holding.items() if id(optimizer) not in bases]
 
     def _prepare(self, model: nn.Module) -> None:
         numbers = self._numbers_of(model)

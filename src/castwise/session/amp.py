@@ -32,6 +32,7 @@ from castwise.session.checks import (
     check_arrival,
     check_change,
     check_group,
+    check_in_backward,
     check_late,
     check_masters,
     check_model,
@@ -230,6 +231,8 @@ class Amp:
         for optimizer in optimizers:
             check_optimizer(optimizer, target, self.plan)
             self._watch.check_alone(optimizer)
+        if not inference:
+            check_in_backward(target, optimizers, self.plan)
         check_masters(target, optimizers, self._members)
         if self.scaler.is_enabled():
             check_apart(target, [*self._members.optimizers, *optimizers])

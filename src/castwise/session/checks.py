@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -130,6 +132,46 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, plan: Plan) -> None:
         )
     if plan.optimizer == "fused":
         check_fused(optimizer)
+
+
+def check_in_backward(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuse optimizers that update weights inside of a backward (LOMO) where that cannot be right; warn elsewhere.
+
+    They are known by their ``fused_backward``, whether they are given or have put hooks on the model's gradients.
+
+    Raises:
+        StateError: The plan scales the loss, or the weights are rounded masters.
+    """
+    found: list[Any] = [each for each in optimizers if hasattr(each, "fused_backward")]
+    found += [
+        each for p in model.parameters() for hook in _torch.gradient_hooks(p) for each in _fused_within(hook)
+    ]
+    if not found:
+        return
+    kind = type(found[0]).__name__
+    why = "multiplies the loss by a scale" if plan.loss_scale else "rounds the weights from fp32 masters"
+    if plan.loss_scale or plan.keeps_masters:
+        raise StateError(
+            f"prepare({type(model).__name__}): {kind} updates weights inside of the backward, and the plan {plan} {why}, which is not "
+            "undone before the update. Use a plan with neither, such as 'bf16-mixed' or 'bf16-true', or an optimizer that updates in step()"
+        )
+    warnings.warn(
+        f"prepare({type(model).__name__}): {kind} updates weights inside of the backward, so gradients that are not finite reach the "
+        "weights, and no step is skipped or counted",
+        stacklevel=4,
+    )
+
+
+def _fused_within(function: Any, depth: int = 3) -> list[Any]:
+    """Optimizers with a ``fused_backward`` that a hook refers to."""
+    cells = [getattr(function, "__self__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            cells.append(cell.cell_contents)
+    found = [each for each in cells if isinstance(each, Optimizer) and hasattr(each, "fused_backward")]
+    return found or [
+        other for each in cells if depth and callable(each) for other in _fused_within(each, depth - 1)
+    ]
 
 
 def check_masters(model: nn.Module, optimizers: Sequence[Optimizer], members: Members) -> None:

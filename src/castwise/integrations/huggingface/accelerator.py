@@ -15,7 +15,12 @@ from torch.optim import Optimizer
 
 from castwise import Amp, Plan
 from castwise.errors import PlanError, StateError
-from castwise.integrations.huggingface.steps import CastwiseOptimizer, SessionScaler, inner
+from castwise.integrations.huggingface.steps import (
+    CastwiseOptimizer,
+    SessionScaler,
+    inner,
+    updates_in_backward,
+)
 from castwise.integrations.huggingface.versions import check_version
 
 _WITHOUT = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
@@ -187,6 +192,7 @@ class CastwiseAccelerator(Accelerator):
                 self._optimizers.append(optimizer)
             return optimizer
         raw = inner(optimizer)
+        self.has_lomo_optimizer |= updates_in_backward(raw)
         for model in list(self._taken):
             self._take_in(model, [raw], False)
         if not self.amp.holds(raw):
@@ -253,17 +259,25 @@ class CastwiseAccelerator(Accelerator):
 
         Args:
             loss: Scalar of any floating dtype.
-            kwargs: As for :meth:`castwise.Amp.backward`; ``name`` gives a loss a scale of its own.
+            kwargs: As for :meth:`castwise.Amp.backward`; ``name`` gives a loss a scale of its own. ``learning_rate`` is for LOMO,
+                which updates weights inside of the backward.
 
         Raises:
-            StateError: An optimizer that updates weights in the middle of a backward (LOMO).
+            StateError: A ``learning_rate`` without such an optimizer.
         """
-        if kwargs.pop("learning_rate", None) is not None and self.has_lomo_optimizer:
+        learning_rate = kwargs.pop("learning_rate", None)
+        loss = loss / self.gradient_accumulation_steps
+        if learning_rate is None:
+            self.amp.backward(loss, **kwargs)
+        elif self.has_lomo_optimizer:
+            for each in map(inner, self._optimizers):
+                if updates_in_backward(each):
+                    each.fused_backward(loss, learning_rate)
+        else:
             raise StateError(
-                f"backward: LOMO updates weights in the middle of a backward, where no plan can look at gradients first; use another "
-                f"optimizer under the plan {self.amp.plan}, or Accelerate without one"
+                f"backward(learning_rate={learning_rate!r}): none of the optimizers that were prepared updates weights inside of the "
+                "backward, as LOMO does, so that nothing would take it. Leave it out: the optimizer's groups hold the rate"
             )
-        self.amp.backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients by their loss scale, in place; nothing where that was done, or there is none.

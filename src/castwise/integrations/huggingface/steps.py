@@ -19,6 +19,11 @@ def inner(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def updates_in_backward(optimizer: Optimizer) -> bool:
+    """Whether an optimizer updates weights inside of the backward, as LOMO and AdaLomo do."""
+    return hasattr(optimizer, "fused_backward")
+
+
 class CastwiseOptimizer(AcceleratedOptimizer):
     """An optimizer that steps by the session.
 
@@ -44,7 +49,7 @@ class CastwiseOptimizer(AcceleratedOptimizer):
         Raises:
             StateError: Gradients that came from no ``accelerator.backward``, under a plan with a loss scale.
         """
-        if self.gradient_state.sync_gradients:
+        if self.gradient_state.sync_gradients and not updates_in_backward(self.optimizer):
             self.result = self.amp.step(self.optimizer, closure=closure)
 
     @property
